@@ -1,0 +1,36 @@
+"""Set-up of every test: shapes and types checked, one thread, no network."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from jaxtyping import install_import_hook
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Every annotated function of the package checks its arguments, shapes included, while tests run. Python
+# reads `float` as "int too", hence the numeric tower. The hook must precede the first import.
+install_import_hook("forerun", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Results of reductions must not depend on how many cores the machine has."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for another machine fails."""
+    connect = socket.socket.connect
+
+    def refuse(self: socket.socket, address: object) -> None:
+        if self.family != socket.AF_UNIX:
+            raise RuntimeError(f"tests have no network: connect to {address!r}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)

@@ -1,0 +1,103 @@
+"""Rules of the code base that a linter has no word for."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "forerun"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MEANINGLESS_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
+TORCH_FREE = ("forerun", "forerun.control.base", "forerun.engine.config", "forerun.sampling.config")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def public_names(path: Path) -> list[str] | None:
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_functions_are_short(path: Path) -> None:
+    long = {
+        function.name: lines
+        for function in functions(path)
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > MAX_FUNCTION_LINES
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.read_text()], ids=name_of)
+def test_public_names_are_listed_and_sorted(path: Path) -> None:
+    names = public_names(path)
+    assert names is not None, "no literal __all__"
+    assert names == sorted(names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_names_say_something(path: Path) -> None:
+    assert not MEANINGLESS_NAMES & {path.stem, *path.relative_to(PACKAGE).parts}
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_import_loads_no_torch(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    assert module in loaded
+    assert "torch" not in loaded
+
+
+def test_public_api_is_reachable() -> None:
+    import forerun
+
+    assert all(getattr(forerun, name) is not None for name in forerun.__all__)
+
+
+def test_unknown_public_name_is_an_attribute_error() -> None:
+    import forerun
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = forerun.no_such_name
+
+
+def test_package_initialisers_are_empty_or_lazy() -> None:
+    """Importing a package must not import its modules."""
+    eager = {
+        name_of(path)
+        for path in MODULES
+        if path.name == "__init__.py"
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and "forerun" in ast.unparse(node)
+    }
+    assert not eager
