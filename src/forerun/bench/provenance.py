@@ -1,0 +1,115 @@
+"""Where a figure comes from: code, machine, versions, models, date."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import forerun
+
+__all__ = ["Provenance", "collect"]
+
+PACKAGES = ("torch", "transformers")
+GIT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What somebody needs to repeat a measurement.
+
+    Attributes:
+        version: of forerun.
+        commit: of the checkout the code runs from, "+changes" behind it where files differ; None
+            outside a checkout.
+        machine: operating system and architecture.
+        cpu: processor model.
+        num_cores: cores this process may use.
+        packages: version of every package that decides speed.
+        models: content hash per model name.
+        date: when, ISO 8601 with time zone.
+    """
+
+    version: str
+    commit: str | None
+    machine: str
+    cpu: str
+    num_cores: int
+    packages: dict[str, str]
+    models: dict[str, str]
+    date: str
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON wants it."""
+        return asdict(self)
+
+
+def collect(models: Mapping[str, str]) -> Provenance:
+    """Provenance of a measurement made in this process now; `models` maps name to content hash."""
+    return Provenance(
+        version=forerun.__version__,
+        commit=commit_of(Path(__file__)),
+        machine=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        cpu=cpu_model(),
+        num_cores=num_cores(),
+        packages={name: version_of(name) for name in PACKAGES},
+        models=dict(models),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def version_of(package: str) -> str:
+    """Installed version of a package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def num_cores() -> int:
+    """Cores this process may run on; fewer than the machine has inside many containers."""
+    if platform.system() == "Linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Processor model as the system names it."""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def commit_of(source: Path) -> str | None:
+    """Commit of the checkout that tracks `source`, marked where tracked files differ from it."""
+    # An installed copy may lie inside somebody else's checkout: only a tracked file counts.
+    if git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return None
+    commit = git(source.parent, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = git(source.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if changes else commit
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command, None where git is missing or fails."""
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()

@@ -1,0 +1,136 @@
+"""The `forerun` command: find the subcommand, parse, run, turn errors into an exit code.
+
+Only the subcommand named is imported, and command modules import models inside `run`, so that help
+and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import forerun
+from forerun.cli.command import Command
+from forerun.errors import ForerunError, InvalidRequest
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "demo": "compare plain and speculative decoding on the shipped pair",
+    "generate": "continue a prompt, streaming",
+    "info": "say what a model is, what it needs and whether a draft fits it",
+    "exact": "prove by enumeration that every verifier keeps the target's law",
+}
+OVERVIEW = """\
+usage: forerun COMMAND [OPTIONS]
+
+Speculative decoding for Hugging Face models: exact, fast, measured.
+
+commands:
+{commands}
+
+options:
+  -h, --help   this help; `forerun COMMAND --help` for a command's options
+  --version    print the version
+
+examples:
+  forerun demo
+  forerun generate "def quicksort(items):" --temperature 0 --color
+  forerun generate - --target path/to/model --draft path/to/draft --k 4 < prompt.txt
+  forerun info path/to/model --draft path/to/draft
+"""
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `forerun` with `argv` (default: the process's arguments).
+
+    Returns:
+        0 on success, 1 for a failure, 2 for a request that cannot be honoured, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: from a subcommand's parser, with 0 after `--help` and 2 after a usage error.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview(), end="")
+        return 0 if arguments else EXIT_USAGE
+    if arguments[0] == "--version":
+        print(f"forerun {forerun.__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        say_error(unknown(arguments[0]))
+        return EXIT_USAGE
+    command: Command[Any] = import_module(f"forerun.cli.{arguments[0]}").COMMAND
+    return guarded(command, parse(command, arguments[0], arguments[1:]))
+
+
+def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
+    """Options of a subcommand; exits after printing help or what is wrong."""
+    import tyro
+
+    return tyro.cli(
+        command.options,
+        prog=f"forerun {name}",
+        description=command.help,
+        args=list(arguments),
+        config=(
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.OmitArgPrefixes,
+            tyro.conf.UseAppendAction,
+        ),
+    )
+
+
+def guarded(command: Command[Any], options: object) -> int:
+    """Run a command; every foreseen failure becomes one line on stderr and an exit code."""
+    try:
+        code = command.run(options)
+        sys.stdout.flush()
+        return code
+    except ForerunError as error:
+        say_error(str(error))
+        return EXIT_USAGE if isinstance(error, InvalidRequest) else EXIT_ERROR
+    except KeyboardInterrupt:
+        say_error("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Nothing is wrong, and the exit flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def overview() -> str:
+    """The text of `forerun --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}   {summary}" for name, summary in COMMANDS.items()]
+    return OVERVIEW.format(commands="\n".join(lines))
+
+
+def unknown(word: str) -> str:
+    """What to say to a first argument that is no command."""
+    known = [*COMMANDS, "--help", "--version"]
+    kind = "option" if word.startswith("-") else "command"
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    return f"no {kind} {word!r}; {hint}"
+
+
+def say_error(message: str) -> None:
+    """One line on stderr."""
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text.assemble(("forerun: ", "bold red"), message)
+    Console(stderr=True, soft_wrap=True).print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
