@@ -1,0 +1,141 @@
+"""The trace schema: one header, one record per request, one per request and step.
+
+Plain values with a JSON-ready `to_dict`; reading and writing files happens elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+__all__ = ["SCHEMA_VERSION", "Json", "RequestRecord", "StepRecord", "TraceHeader"]
+
+SCHEMA_VERSION = 1
+
+Json = None | bool | int | float | str | tuple["Json", ...] | list["Json"] | Mapping[str, "Json"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceHeader:
+    """What the steps of a trace were run with.
+
+    Attributes:
+        target: name or path of the target.
+        target_hash: hash of the target's weights.
+        draft: name or path of the draft, None without one.
+        draft_hash: hash of the draft's weights, None without one.
+        tokenizer_hash: hash of the mapping from ids to token bytes.
+        device: the target's device, in words.
+        versions: package name to version: forerun, torch, transformers, python.
+        schema_version: version of these records.
+    """
+
+    target: str
+    target_hash: str
+    draft: str | None
+    draft_hash: str | None
+    tokenizer_hash: str
+    device: str
+    versions: dict[str, str]
+    schema_version: int = SCHEMA_VERSION
+
+    def to_dict(self) -> dict[str, Json]:
+        """JSON-ready fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One finished request.
+
+    Attributes:
+        request_id: which request.
+        parameters: its sampling parameters by name.
+        tags: free-form labels, such as language, template or tenant.
+        num_prompt_tokens: prompt length.
+        num_output_tokens: emitted tokens, after stop truncation.
+        ttft_s: from admission to the first token.
+        prefill_s: time of the passes that fed the prompt.
+        finish_reason: "stop", "length" or "abort".
+    """
+
+    request_id: str
+    parameters: dict[str, Json]
+    tags: tuple[str, ...] = ()
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ttft_s: float
+    prefill_s: float
+    finish_reason: str
+
+    def to_dict(self) -> dict[str, Json]:
+        """JSON-ready fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one request did in one step.
+
+    Durations, `batch_rows` and `num_prefill_rows` belong to the cycle, which all requests of a
+    batch share: records with the same `cycle_id` repeat them, and whoever adds them up counts each
+    cycle once.
+
+    Attributes:
+        cycle_id: which engine cycle.
+        t_s: monotonic time at the start of the cycle.
+        request_id: which request.
+        step: index of this step within the request.
+        method: name of the drafter, or "plain".
+        k_budget: K the controller allowed.
+        num_drafted: nodes proposed.
+        depth_drafted: depth of the deepest node; equals `num_drafted` for a chain.
+        num_accepted: accepted nodes.
+        num_emitted: accepted plus one, fewer where a stop cut the text.
+        draft_s: drafting.
+        verify_s: target pass and verification.
+        other_s: everything else in the cycle.
+        batch_rows: rows of the target pass over all requests.
+        num_prefill_rows: those of them that fed prompts.
+        context_tokens: committed tokens of the request at the start of the step.
+        last_token_source: "accepted" (a stop cut the text there), "recovered" or "bonus".
+        expected_accepted: E[num_accepted | proposal, target] under the verifier in use.
+        acceptance_probability: mean over verified positions of sum(min(target, draft)); None where
+            the draft has no probabilities or the figure was not asked for.
+        target_entropies: nats per verified position, None unless asked for.
+        draft_entropies: nats per drafted position, None unless asked for.
+        stop_reason: why drafting ended.
+        drafter_hash: content hash of the drafter, None for plain decoding.
+        graph_hit: whether the pass replayed a captured graph; None where there are none.
+        token_ids: emitted tokens, None unless token tracing is on.
+    """
+
+    cycle_id: int
+    t_s: float
+    request_id: str
+    step: int
+    method: str
+    k_budget: int
+    num_drafted: int
+    depth_drafted: int
+    num_accepted: int
+    num_emitted: int
+    draft_s: float
+    verify_s: float
+    other_s: float
+    batch_rows: int
+    num_prefill_rows: int
+    context_tokens: int
+    last_token_source: str
+    expected_accepted: float
+    acceptance_probability: float | None = None
+    target_entropies: tuple[float, ...] | None = None
+    draft_entropies: tuple[float, ...] | None = None
+    stop_reason: str | None = None
+    drafter_hash: str | None = None
+    graph_hit: bool | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    def to_dict(self) -> dict[str, Json]:
+        """JSON-ready fields by name."""
+        return asdict(self)
