@@ -10,9 +10,12 @@ from jaxtyping import install_import_hook
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Every annotated function of the package checks its arguments, shapes included, while tests run. Python
-# reads `float` as "int too", hence the numeric tower. The hook must precede the first import.
-install_import_hook("forerun", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+# Every annotated function of the package checks its arguments, shapes included, while tests run.
+# Type checkers read `float` as "int too", hence the numeric tower. A protocol must be declared
+# `@runtime_checkable` for this. The hook must precede the first import of the package.
+install_import_hook(
+    "forerun", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
