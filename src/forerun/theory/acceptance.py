@@ -1,0 +1,144 @@
+"""Acceptance counts: what was drafted and accepted, by depth, and the figures that follow.
+
+Every figure is a ratio of counts over the steps that observed it. A position that a step did not
+draft is unobserved there, neither accepted nor rejected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+
+from forerun.theory.record import StepRecord
+
+__all__ = ["AcceptanceCounts"]
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """Accumulates steps; `a + b` merges two.
+
+    A step enters by how deep it drafted and how far it was accepted, so that chains and trees count
+    alike: position i is depth i, and entry i - 1 of every per-position tuple. Nodes are counted
+    apart, since a tree has more of them than its depth.
+
+    Attributes:
+        num_drafted: nodes proposed.
+        steps: number of steps per (depth drafted, nodes accepted).
+    """
+
+    num_drafted: int = 0
+    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    @classmethod
+    def from_records(cls, records: Iterable[StepRecord]) -> AcceptanceCounts:
+        """Counts over the steps of a trace."""
+        counts = cls()
+        for record in records:
+            counts.add(record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted)
+        return counts
+
+    def add(self, depth_drafted: int, num_accepted: int, *, num_drafted: int | None = None) -> None:
+        """Count one step.
+
+        Args:
+            depth_drafted: depth of the deepest node, 0 for a plain step.
+            num_accepted: accepted nodes, before stop truncation.
+            num_drafted: nodes proposed; None for a chain, where it is the depth.
+
+        Raises:
+            ValueError: more accepted than the depth, or fewer nodes than the depth.
+        """
+        if num_drafted is None:
+            num_drafted = depth_drafted
+        if not 0 <= num_accepted <= depth_drafted <= num_drafted:
+            raise ValueError(
+                f"step with {num_accepted} accepted, depth {depth_drafted}, {num_drafted} nodes; "
+                "they must be non-negative and in this order"
+            )
+        self.num_drafted += num_drafted
+        self.steps[depth_drafted, num_accepted] += 1
+
+    def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
+        return AcceptanceCounts(self.num_drafted + other.num_drafted, self.steps + other.steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps counted, plain ones included."""
+        return self.steps.total()
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted nodes."""
+        return sum(accepted * steps for (_, accepted), steps in self.steps.items())
+
+    @property
+    def num_emitted(self) -> int:
+        """Accepted plus one per step, before stop truncation."""
+        return self.num_accepted + self.num_steps
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest position any step drafted."""
+        return max((depth for depth, _ in self.steps), default=0)
+
+    @property
+    def drafted_per_position(self) -> tuple[int, ...]:
+        """Steps that drafted each position: the denominators of the rates per position."""
+        return self._count(lambda depth, _, position: depth >= position)
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Steps that accepted through each position."""
+        return self._count(lambda _, accepted, position: accepted >= position)
+
+    @property
+    def reached_per_position(self) -> tuple[int, ...]:
+        """Steps that drafted each position and accepted everything before it."""
+        return self._count(
+            lambda depth, accepted, position: depth >= position and accepted >= position - 1
+        )
+
+    @property
+    def acceptance_rate_per_position(self) -> tuple[float, ...]:
+        """beta_i: of the steps that drafted position i, the share accepted through it.
+
+        Biased where a stop rule chose the depth; `survival` is not.
+        """
+        return _ratios(self.accepted_per_position, self.drafted_per_position)
+
+    @property
+    def conditional_acceptance(self) -> tuple[float, ...]:
+        """Of the steps that reached position i, the share that accepted it; 0 where none did."""
+        return _ratios(self.accepted_per_position, self.reached_per_position)
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """Product of conditional acceptances: P(accepted through i) had every step drafted i.
+
+        A depth that ended early counts as censored, not as rejected. Source: Kaplan and Meier 1958.
+        """
+        return tuple(accumulate(self.conditional_acceptance, mul))
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted / drafted nodes; None where nothing was drafted. Not comparable across K."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """tau: emitted per step, the recovered or bonus token included; None without steps."""
+        return self.num_emitted / self.num_steps if self.num_steps else None
+
+    def _count(self, observed: Callable[[int, int, int], bool]) -> tuple[int, ...]:
+        return tuple(
+            sum(n for (depth, accepted), n in self.steps.items() if observed(depth, accepted, i))
+            for i in range(1, self.max_depth + 1)
+        )
+
+
+def _ratios(numerators: tuple[int, ...], denominators: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(n / d if d else 0.0 for n, d in zip(numerators, denominators, strict=True))

@@ -1,0 +1,182 @@
+"""Confidence intervals: of a proportion, of a mean, of a paired ratio.
+
+Nothing here assumes a normal sample. Resampling draws its indices from a hash of (seed, resample,
+draw), so an interval is a function of its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Interval", "bootstrap_mean", "bootstrap_ratio", "wilson_interval"]
+
+MASK_64 = (1 << 64) - 1
+MASK_32 = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A point estimate and the ends of its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def is_above(self, threshold: float) -> bool:
+        """Whether the whole interval lies above; neither above nor below means "not shown"."""
+        return self.low > threshold
+
+    def is_below(self, threshold: float) -> bool:
+        """Whether the whole interval lies below."""
+        return self.high < threshold
+
+
+def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> Interval:
+    """Wilson's score interval of a proportion; sensible at 0, at 1 and for few trials.
+
+    Raises:
+        ValueError: no trials, more successes than trials, or confidence outside (0, 1).
+
+    Source: Wilson 1927.
+    """
+    if not 0 <= num_successes <= num_trials or num_trials == 0:
+        raise ValueError(f"{num_successes} successes of {num_trials} trials is no proportion")
+    z = _normal_quantile(0.5 + _checked(confidence) / 2)
+    share = num_successes / num_trials
+    shrink = 1 + z * z / num_trials
+    centre = (share + z * z / (2 * num_trials)) / shrink
+    spread = share * (1 - share) / num_trials + z * z / (4 * num_trials * num_trials)
+    reach = z * math.sqrt(spread) / shrink
+    # At 0 and 1 an end equals the estimate; rounding must not put it on the wrong side.
+    low, high = max(0.0, centre - reach), min(1.0, centre + reach)
+    return Interval(estimate=share, low=min(low, share), high=max(high, share))
+
+
+def bootstrap_mean(
+    values: Sequence[float], *, seed: int, confidence: float = 0.95, num_resamples: int = 2000
+) -> Interval:
+    """Percentile bootstrap of a mean.
+
+    Args:
+        values: one per independent unit (a prompt, a block), not per step within it.
+        seed: decides the resamples.
+        confidence: of the two-sided interval.
+        num_resamples: more give steadier ends.
+
+    Raises:
+        ValueError: fewer than two values, one that is not finite, or confidence outside (0, 1).
+
+    Source: Efron 1979.
+    """
+    ones = [1.0] * len(values)
+    return bootstrap_ratio(
+        values, ones, seed=seed, confidence=confidence, num_resamples=num_resamples
+    )
+
+
+def bootstrap_ratio(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    seed: int,
+    confidence: float = 0.95,
+    num_resamples: int = 2000,
+) -> Interval:
+    """Percentile bootstrap of sum(numerators) / sum(denominators) over paired blocks.
+
+    Whole pairs are resampled, so what a block did to both sides (a hot machine, a hard prompt)
+    cancels as it did when measured.
+
+    Args:
+        numerators: one per block, for example plain seconds.
+        denominators: of the same blocks, for example speculative seconds; each above 0.
+        seed: decides the resamples.
+        confidence: of the two-sided interval.
+        num_resamples: more give steadier ends.
+
+    Raises:
+        ValueError: fewer than two blocks, unequal lengths, a value that is not finite, a
+            denominator that is not positive, or a confidence outside (0, 1).
+
+    Source: Efron 1979.
+    """
+    _check_blocks(numerators, denominators)
+    tail = (1 - _checked(confidence)) / 2
+    ratios = []
+    for resample in range(num_resamples):
+        above = below = 0.0
+        for index in _indices(len(numerators), seed, resample):
+            above += numerators[index]
+            below += denominators[index]
+        ratios.append(above / below)
+    ratios.sort()
+    return Interval(
+        estimate=math.fsum(numerators) / math.fsum(denominators),
+        low=_quantile(ratios, tail),
+        high=_quantile(ratios, 1 - tail),
+    )
+
+
+def _check_blocks(numerators: Sequence[float], denominators: Sequence[float]) -> None:
+    # Resampling one block returns that block: an interval of no width, which would "show" anything.
+    if len(numerators) != len(denominators) or len(numerators) < 2:
+        raise ValueError(
+            f"{len(numerators)} numerators and {len(denominators)} denominators; "
+            "blocks are paired, and it takes at least two for an interval"
+        )
+    for block, (above, below) in enumerate(zip(numerators, denominators, strict=True)):
+        if not (math.isfinite(above) and math.isfinite(below) and below > 0.0):
+            raise ValueError(
+                f"block {block} is {above} / {below}; both must be finite, the second above 0"
+            )
+
+
+def _checked(confidence: float) -> float:
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence is {confidence}; it must be in (0, 1), for example 0.95")
+    return confidence
+
+
+def _normal_quantile(probability: float) -> float:
+    """Where the standard normal reaches `probability` > 1/2.
+
+    Newton's method from 0: the distribution is concave there, so it closes in from below.
+    """
+    x, step = 0.0, 1.0
+    while step > 1e-12:
+        missing = probability - 0.5 * math.erfc(-x / math.sqrt(2))
+        step = missing * math.sqrt(2 * math.pi) * math.exp(x * x / 2)
+        x += step
+    return x
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear interpolation between order statistics."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
+    """`num_blocks` indices with replacement. One hash yields two: its 32-bit halves."""
+    key = _mix(_mix(seed & MASK_64) ^ resample)
+    for draw in range(num_blocks // 2):
+        bits = _mix(key + draw)
+        yield (bits >> 32) * num_blocks >> 32
+        yield (bits & MASK_32) * num_blocks >> 32
+    if num_blocks % 2:
+        yield (_mix(key + num_blocks) >> 32) * num_blocks >> 32
+
+
+def _mix(counter: int) -> int:
+    """A 64-bit hash: spread by the golden ratio, then two rounds of xor-shift and multiply.
+
+    Source: SplitMix64; Steele, Lea and Flood 2014.
+    """
+    bits = counter * 0x9E3779B97F4A7C15 & MASK_64
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & MASK_64
+    return bits ^ bits >> 31
