@@ -1,0 +1,239 @@
+"""Verification of sampled chains: token-level rejection and block verification.
+
+Each rule is a law stage (acceptance and residual weights from probabilities and drawn tokens) and a
+draw stage (noise against those weights, strict u < a). `verify_chains` composes them for service;
+`forerun exact` feeds the same law stage every possible draft in fp64 and sums over the noise
+symbolically.
+
+Shapes: a batch of chains padded to `nodes` drafted tokens, and `rows` = nodes + 1 target rows each.
+    Row i is
+the law of the token drafted as node i, the last valid row that of the bonus token. Padding is never
+read into a result: `num_drafted` says where each chain ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from forerun.sampling.chunks import row_chunks
+from forerun.sampling.noise import draw, uniform
+
+__all__ = [
+    "ChainOutcome",
+    "Rule",
+    "accept_probs",
+    "block_accept_probs",
+    "expected_accepted",
+    "final_weights",
+    "num_accepted",
+    "prefix_ratios",
+    "residual_weights",
+    "token_accept_probs",
+    "verify_chains",
+]
+
+Rule = Literal["token", "block"]
+TargetProbs = Float[Tensor, "batch rows vocab"]
+DraftProbs = Float[Tensor, "batch nodes vocab"]
+Tokens = Int64[Tensor, "batch nodes"]
+PerNode = Float64[Tensor, "batch nodes"]
+Counts = Int64[Tensor, " batch"]
+
+SMALLEST = 1e-300
+"""Stands in for a draft probability of 0, which no drawn token has: ratios stay finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainOutcome:
+    """Verdicts on a batch of chains.
+
+    Attributes:
+        num_accepted: leading draft tokens to emit.
+        final_tokens: the token after them: bonus where num_accepted equals num_drafted, else
+            recovered.
+        accept_probs: what the accept noise was compared with.
+        expected_accepted: E[num_accepted | draft tokens].
+    """
+
+    num_accepted: Int64[Tensor, " batch"]
+    final_tokens: Int64[Tensor, " batch"]
+    accept_probs: Float64[Tensor, "batch nodes"]
+    expected_accepted: Float64[Tensor, " batch"]
+
+
+def verify_chains(
+    target_probs: TargetProbs,
+    draft_probs: DraftProbs,
+    tokens: Tokens,
+    num_drafted: Counts,
+    keys: Int64[Tensor, "batch draws"],
+    rule: Rule,
+) -> ChainOutcome:
+    """Accept a prefix of every chain and draw the token that follows; exact for sampled chains.
+
+    Args:
+        target_probs: laws of the target after each prefix of the chain, the empty one first.
+        draft_probs: the laws the draft tokens were drawn from.
+        tokens: the draft tokens; padding may hold any valid id.
+        num_drafted: valid nodes of each chain, 0 to nodes. It may depend on tokens drawn before a
+            node, never on the node itself.
+        keys: `noise.chain_keys` of every chain: one key per node, then RECOVERED and BONUS.
+        rule: "token" (Leviathan et al. 2023, Chen et al. 2023) or "block" (Sun et al. 2025).
+    """
+    uniforms = uniform(keys)
+    accept = accept_probs(target_probs, draft_probs, tokens, num_drafted, rule)
+    accepted = num_accepted(accept, uniforms[:, :-2], rule)
+    weights = final_weights(target_probs, draft_probs, tokens, num_drafted, accepted, rule)
+    last_noise = torch.where(accepted < num_drafted, uniforms[:, -2], uniforms[:, -1])
+    return ChainOutcome(
+        num_accepted=accepted,
+        final_tokens=draw(weights, last_noise),
+        accept_probs=accept,
+        expected_accepted=expected_accepted(accept, rule),
+    )
+
+
+# ---------------------------------------------------------------------------------------- law stage
+
+
+def accept_probs(
+    target_probs: TargetProbs,
+    draft_probs: DraftProbs,
+    tokens: Tokens,
+    num_drafted: Counts,
+    rule: Rule,
+) -> PerNode:
+    """Acceptance probability of every node under `rule`; 0 in padding."""
+    law = token_accept_probs if rule == "token" else block_accept_probs
+    return law(target_probs, draft_probs, tokens, num_drafted)
+
+
+def token_accept_probs(
+    target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
+) -> PerNode:
+    """min(1, target / draft) at each drawn token (2211.17192, algorithm 1)."""
+    ratios = _drawn(target_probs, tokens) / _drawn(draft_probs, tokens).clamp(min=SMALLEST)
+    return ratios.clamp(max=1).mul_(_is_valid(tokens, num_drafted))
+
+
+def block_accept_probs(
+    target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
+) -> PerNode:
+    """h_i of block verification (2403.10444, algorithm 2): accept through i, if at all beyond.
+
+    h_i = Z_i / (Z_i + 1 - p_i) with Z_i the mass of the residual after node i and p_i the prefix
+    ratio; at the last drafted node h = p. Where nothing is left on either side (0 / 0) h = 1.
+    """
+    ratios = prefix_ratios(target_probs, draft_probs, tokens, num_drafted)[:, 1:]
+    accept = ratios.clone()
+    if tokens.shape[1] > 1:
+        mass = _residual_mass(target_probs[:, 1:-1], draft_probs[:, 1:], ratios[:, :-1])
+        rest = mass + (1 - ratios[:, :-1])
+        inner = torch.where(rest > 0, mass / rest.clamp(min=SMALLEST), 1.0)
+        is_last = torch.arange(1, tokens.shape[1], device=tokens.device) == num_drafted[:, None]
+        accept[:, :-1] = torch.where(is_last, ratios[:, :-1], inner)
+    return accept.mul_(_is_valid(tokens, num_drafted))
+
+
+def prefix_ratios(
+    target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
+) -> Float64[Tensor, "batch rows"]:
+    """p_0 .. p_K of block verification: p_0 = 1, p_i = min(1, p_{i-1} * target_i / draft_i).
+
+    In logs the recursion is S_i - max(0, S_1 .. S_i), S the running sum of log ratios: a handful of
+    operations for any K, and no underflow on the way. 0 in padding.
+    """
+    target = _drawn(target_probs, tokens) * _is_valid(tokens, num_drafted)
+    sums = (target.log() - _drawn(draft_probs, tokens).clamp(min=SMALLEST).log()).cumsum(-1)
+    ratios = torch.ones(target.shape[0], target.shape[1] + 1, dtype=sums.dtype, device=sums.device)
+    if tokens.shape[1] > 0:
+        ratios[:, 1:] = (sums - sums.cummax(-1).values.clamp(min=0)).exp()
+    return ratios
+
+
+def residual_weights(
+    target_row: Float[Tensor, "batch vocab"],
+    draft_row: Float[Tensor, "batch vocab"],
+    prefix_ratio: Float64[Tensor, " batch"],
+) -> Float[Tensor, "batch vocab"]:
+    """Unnormalised law of the final token: [prefix_ratio * target - draft]+.
+
+    The token rule has ratio 1. Where nothing remains the two laws agree up to rounding, and the
+    target's own row is the limit.
+    """
+    residual = _residual(target_row, draft_row, prefix_ratio)
+    return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_row)
+
+
+def final_weights(
+    target_probs: TargetProbs,
+    draft_probs: DraftProbs,
+    tokens: Tokens,
+    num_drafted: Counts,
+    num_accepted: Counts,
+    rule: Rule,
+) -> Float[Tensor, "batch vocab"]:
+    """Weights of the token after `num_accepted` ones: residual row, or bonus row at the end."""
+    chains = torch.arange(len(tokens), device=tokens.device)
+    target_row = target_probs[chains, num_accepted]
+    if tokens.shape[1] == 0:
+        return target_row
+    is_bonus = num_accepted == num_drafted
+    draft_row = draft_probs[chains, num_accepted.clamp(max=tokens.shape[1] - 1)]
+    ratio = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
+    if rule == "block":
+        ratio = prefix_ratios(target_probs, draft_probs, tokens, num_drafted)[chains, num_accepted]
+    return torch.where(
+        is_bonus[:, None], target_row, residual_weights(target_row, draft_row, ratio)
+    )
+
+
+def expected_accepted(accept_probs: PerNode, rule: Rule) -> Float64[Tensor, " batch"]:
+    """E[num_accepted] over the accept noise, given the draft tokens."""
+    if rule == "token":
+        return accept_probs.cumprod(-1).sum(-1)
+    # P(num_accepted >= i) = 1 - P(no test from i on passes)
+    none_from = (1 - accept_probs).flip(-1).cumprod(-1)
+    return (1 - none_from).sum(-1)
+
+
+# --------------------------------------------------------------------------------------- draw stage
+
+
+def num_accepted(accept_probs: PerNode, uniforms: PerNode, rule: Rule) -> Counts:
+    """Tokens accepted: up to the first failed test (token), or the last passed one (block)."""
+    passed = uniforms < accept_probs
+    if rule == "token":
+        return passed.cumprod(-1).sum(-1)
+    places = torch.arange(1, passed.shape[1] + 1, device=passed.device)
+    return (passed * places).amax(-1) if passed.shape[1] else places.new_zeros(len(passed))
+
+
+# ------------------------------------------------------------------------------------------ details
+
+
+def _drawn(probs: Float[Tensor, "batch rows vocab"], tokens: Tokens) -> PerNode:
+    """Probability of each drawn token, in fp64 from here on: these are few numbers."""
+    return probs[:, : tokens.shape[1]].gather(-1, tokens[..., None])[..., 0].to(torch.float64)
+
+
+def _is_valid(tokens: Tokens, num_drafted: Counts) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device) < num_drafted[:, None]
+
+
+def _residual(target: Tensor, draft: Tensor, ratio: Tensor) -> Tensor:
+    return target.mul(ratio[..., None].to(target.dtype)).sub_(draft).clamp_(min=0)
+
+
+def _residual_mass(target: Tensor, draft: Tensor, ratios: Tensor) -> PerNode:
+    """Z of every node, the one pass over the vocabulary, in chunks of chains."""
+    mass = torch.empty_like(ratios)
+    for chains in row_chunks(len(ratios), draft[0].numel() if len(draft) else 0):
+        residual = _residual(target[chains], draft[chains], ratios[chains])
+        mass[chains] = residual.sum(-1, dtype=torch.float64)
+    return mass

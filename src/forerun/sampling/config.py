@@ -1,0 +1,284 @@
+"""What a request may ask of sampling, and which verifier that implies; torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from forerun.errors import InvalidRequest
+from forerun.sampling.choice import Choice
+
+__all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]
+
+Verification = Literal["auto", "walk", "coupled", "block", "token"]
+Method = Literal["walk", "coupled", "block", "token"]
+
+MIN_TEMPERATURE = 1e-5
+"""Below it the law is greedy for all logits met in practice, and dividing may overflow fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The values a numeric field may take."""
+
+    name: str
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+    integer: bool = False
+    optional: bool = False
+
+    def check(self, value: object) -> None:
+        """Raise InvalidRequest unless `value` is a finite number in range."""
+        if value is None and self.optional:
+            return
+        kind = int if self.integer else (int, float)
+        if isinstance(value, kind) and not isinstance(value, bool) and self._holds(value):
+            return
+        raise InvalidRequest(f"{self.name} is {value!r}; it must be {self}")
+
+    def _holds(self, value: float) -> bool:
+        above = value > self.low if self.above_low else value >= self.low  # false for NaN
+        return above and value <= self.high and value < math.inf
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.integer else "a number"
+        low = f" {'above' if self.above_low else 'at least'} {self.low:g}"
+        high = f" and at most {self.high:g}"
+        bounds = (low if self.low > -math.inf else "") + (high if self.high < math.inf else "")
+        return kind + bounds + (" or None" if self.optional else "")
+
+
+RANGES = (
+    _Range("temperature", 0),
+    _Range("top_p", 0, 1, above_low=True),
+    _Range("top_k", -1, integer=True),
+    _Range("min_p", 0, 1),
+    _Range("repetition_penalty", 0, above_low=True),
+    _Range("presence_penalty", -2, 2),
+    _Range("frequency_penalty", -2, 2),
+    _Range("seed", -math.inf, integer=True, optional=True),
+    _Range("max_tokens", 1, integer=True, optional=True),
+    _Range("min_tokens", 0, integer=True),
+    _Range("logprobs", 0, integer=True, optional=True),
+    _Range("n", 1, integer=True),
+    _Range("draft_temperature", 0, optional=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    Names and meanings are those of the OpenAI API and vLLM. Processors act in this order: allowed
+    tokens, logit bias, bad tokens, min_tokens, repetition, frequency and presence penalty,
+    temperature, min_p, top_k, top_p.
+
+    Attributes:
+        temperature: 0 is greedy (lowest id on ties).
+        top_p: smallest set of most likely tokens with this mass; 1 is off.
+        top_k: the k most likely tokens, ties kept; 0 or -1 is off.
+        min_p: only tokens at least this share of the most likely one; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
+            output.
+        presence_penalty: subtracted from logits of tokens in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: added to the logits of these ids.
+        allowed_token_ids: only these ids; None allows all.
+        bad_token_ids: never these ids.
+        seed: makes the output reproducible; None takes fresh noise.
+        max_tokens: most output tokens; None goes to the end of the context.
+        min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
+        stop: strings that end the text (a single string is taken as a tuple of one).
+        stop_token_ids: ids that end the text.
+        ignore_eos: go on after an end-of-sequence token.
+        logprobs: also report this many most likely tokens per position, before any processing.
+        n: samples per prompt.
+        verification: "auto" chooses the best exact verifier, see `resolve_verification`.
+        draft_temperature: temperature of the draft alone; None uses the request's. Speed only.
+
+    Raises:
+        InvalidRequest: a value is outside its range; the message names it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    verification: Verification = "auto"
+    draft_temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        """Bring collections to their declared types, then refuse what cannot be honoured."""
+        self._normalise()
+        for limits in RANGES:
+            limits.check(getattr(self, limits.name))
+        self._check_temperatures()
+        self._check_tokens()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}"
+            )
+        if not all(map(_is_stop, self.stop)):
+            raise InvalidRequest(f"stop is {self.stop!r}; it must hold non-empty strings")
+        if self.verification not in get_args(Verification):
+            raise InvalidRequest(
+                f"verification is {self.verification!r}; it must be one of "
+                + ", ".join(get_args(Verification))
+            )
+
+    def _normalise(self) -> None:
+        """JSON brings lists, string keys and single stop strings; fields hold tuples and ids."""
+
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)  # the one place a frozen instance is written
+
+        stop: object = self.stop
+        put("stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        put("stop_token_ids", tuple(self.stop_token_ids))
+        put("bad_token_ids", tuple(self.bad_token_ids))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put("logit_bias", _as_bias(self.logit_bias))
+
+    def _check_temperatures(self) -> None:
+        for name in ("temperature", "draft_temperature"):
+            value = getattr(self, name)
+            if value is not None and 0 < value < MIN_TEMPERATURE:
+                raise InvalidRequest(
+                    f"{name} is {value!r}; it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
+                )
+
+    def _check_tokens(self) -> None:
+        named = {
+            "logit_bias": tuple(self.logit_bias or ()),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_token_ids": self.bad_token_ids,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not _is_token(token):
+                    raise InvalidRequest(
+                        f"{name} names {token!r}; token ids are integers from 0 up"
+                    )
+        if self.allowed_token_ids is not None and not (
+            set(self.allowed_token_ids) - set(self.bad_token_ids)
+        ):
+            raise InvalidRequest(
+                "allowed_token_ids leaves no token possible; name at least one not in bad_token_ids"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens occurred."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether processing needs a `History`: penalties, per-request masks, min_tokens."""
+        return (
+            self.has_penalties
+            or self.logit_bias is not None
+            or self.allowed_token_ids is not None
+            or bool(self.bad_token_ids)
+            or self.min_tokens > 0
+        )
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether anything but the temperature shapes the law."""
+        return self.needs_history or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def draft_params(params: SamplingParams) -> SamplingParams:
+    """The parameters a draft samples under: the request's own, at `draft_temperature` where given.
+
+    A greedy request is drafted greedily whatever `draft_temperature` says: one guess is right, and
+    the most likely token is the best bet for it.
+    """
+    if params.draft_temperature is None or params.greedy:
+        return params
+    return replace(params, temperature=params.draft_temperature)
+
+
+def resolve_verification(
+    params: SamplingParams, choice: Choice, *, is_chain: bool = True
+) -> Method:
+    """The verifier for a proposal chosen like `choice`.
+
+    Ask with `Choice.SAMPLED` before drafting: "coupled" says the draft should share the target's
+    noise. Every answer is exact; they differ in what is accepted and in what a seed reproduces. A
+    deterministic proposal, a greedy target or a sampled tree is walked: for the first the walk is
+    optimal, for the second every rule is an exact match.
+
+    Args:
+        params: of the request.
+        choice: how the nodes are (or will be) chosen.
+        is_chain: whether no node has a sibling.
+
+    Raises:
+        InvalidRequest: "block" or "token" was asked for a proposal it is not exact for.
+    """
+    asked = params.verification
+    if choice is Choice.DETERMINISTIC or params.greedy:
+        return "walk"
+    if asked in ("block", "token") and (choice is Choice.COUPLED or not is_chain):
+        reason = "a tree" if not is_chain else "a draft that shares the target's noise"
+        raise InvalidRequest(
+            f'verification is "{asked}", which is not exact for {reason}; use "auto" or "walk"'
+        )
+    if asked != "auto":
+        return asked
+    if choice is Choice.COUPLED or params.seed is not None:
+        return "coupled"
+    return "block" if is_chain else "walk"
+
+
+def _is_stop(text: object) -> bool:
+    return isinstance(text, str) and text != ""
+
+
+def _is_token(token: object) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and token >= 0
+
+
+def _as_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    """Ids and finite floats, whatever JSON made of the keys."""
+    try:
+        converted = {int(token): float(value) for token, value in bias.items()}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"logit_bias is {bias!r}; it must map token ids to numbers") from error
+    for token, value in converted.items():
+        if not math.isfinite(value):
+            raise InvalidRequest(
+                f"logit_bias[{token}] is {value}; it must be finite (to forbid a token, name it in "
+                "bad_token_ids)"
+            )
+    return converted

@@ -1,0 +1,165 @@
+"""Counter-based noise: every random number is a pure function of a key.
+
+A key names one draw of one request. Target draws of the walk are keyed by position, so that the
+text of a seed does not depend on how it was drafted. Every other draw is keyed by the number of
+committed tokens at the start of the step, too: a rejected position is drawn again in the next step,
+and noise that has already decided a rejection is no longer uniform (`forerun exact` shows the
+bias).
+
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood 2014), in Python for keys
+and in wrapping int64 arithmetic for tensors, so that any device draws the same bits.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from jaxtyping import Float, Float32, Float64, Int64
+from torch import Tensor
+
+from forerun.sampling.chunks import row_chunks
+
+__all__ = [
+    "Purpose",
+    "chain_keys",
+    "draw",
+    "exponential",
+    "position_key",
+    "race",
+    "request_key",
+    "step_key",
+    "uniform",
+]
+
+
+class Purpose(IntEnum):
+    """What a draw is for; part of its key."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RECOVERED = 3
+    BONUS = 4
+
+
+MASK = (1 << 64) - 1
+INCREMENT = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: SplitMix64's step
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+PURPOSE_BITS = 3
+
+
+def request_key(seed: int, sample_index: int) -> int:
+    """Key of one sample of one request; fits int64.
+
+    Args:
+        seed: any integer, taken modulo 2^64.
+        sample_index: 0 to n - 1.
+    """
+    return _signed(_absorb(_absorb(0, seed), sample_index))
+
+
+def position_key(request_key: int, position: int) -> int:
+    """Key of the target's draw, and of the coupled draft's, for the token at `position`.
+
+    Args:
+        request_key: of the sample.
+        position: index of the drawn token in prompt + output.
+    """
+    return _signed(_absorb(request_key, position << PURPOSE_BITS | Purpose.TARGET))
+
+
+def step_key(request_key: int, num_committed: int, node: int, purpose: Purpose) -> int:
+    """Key of any other draw.
+
+    Args:
+        request_key: of the sample.
+        num_committed: tokens of prompt + output at the start of the step.
+        node: node of the proposal the draw belongs to; 0 for the one final token of a step.
+        purpose: what is drawn.
+    """
+    step = _absorb(request_key, num_committed << PURPOSE_BITS | purpose)
+    return _signed(_absorb(step, node))
+
+
+def chain_keys(request_key: int, num_committed: int, num_nodes: int) -> list[int]:
+    """All keys `verify_chains` needs for one row: ACCEPT per node, then RECOVERED, then BONUS."""
+    accept = [step_key(request_key, num_committed, i, Purpose.ACCEPT) for i in range(num_nodes)]
+    last = [step_key(request_key, num_committed, 0, p) for p in (Purpose.RECOVERED, Purpose.BONUS)]
+    return accept + last
+
+
+def uniform(keys: Int64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
+    """One uniform in [0, 1) per key: its upper 53 bits, for a key is mixed already."""
+    return _logical_shift(keys, 11).to(torch.float64).mul_(2.0**-53)
+
+
+def exponential(keys: Int64[Tensor, " rows"], vocab_size: int) -> Float32[Tensor, "rows vocab"]:
+    """Standard exponential clocks, one per token: -log1p(-u) of a uniform on the open interval.
+
+    The uniform is an odd multiple of 2^-53: neither 0 nor 1, so no clock is 0 or infinite, and
+    small clocks, the ones that win races, keep full relative precision.
+    """
+    clocks = torch.empty(len(keys), vocab_size, dtype=torch.float32, device=keys.device)
+    steps = torch.arange(1, vocab_size + 1, device=keys.device).mul_(_signed(INCREMENT))
+    for rows in row_chunks(len(keys), vocab_size):
+        bits = _logical_shift(_mix(keys[rows, None] + steps), 12)
+        uniforms = bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
+        clocks[rows] = uniforms.neg_().log1p_().neg_()
+    return clocks
+
+
+def draw(
+    weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]
+) -> Int64[Tensor, " rows"]:
+    """Inverse-CDF draw from unnormalised weights, one per row.
+
+    Token x is drawn when u * total lies in [W(x - 1), W(x)), W the running sum. Only tokens of
+    positive weight keep their running sum below, so no rounding of u * total, and no parallel scan,
+    can select another one.
+
+    Args:
+        weights: non-negative, at least one positive per row; they need not sum to 1.
+        uniforms: in [0, 1).
+    """
+    sums = weights.to(torch.float64).cumsum(-1).mul_(weights > 0)
+    reached = sums > (sums.amax(-1) * uniforms)[:, None]
+    return reached.view(torch.uint8).argmax(-1)  # argmax: the first of the equal ones
+
+
+def race(
+    probs: Float[Tensor, "rows vocab"], clocks: Float[Tensor, "rows vocab"]
+) -> Int64[Tensor, " rows"]:
+    """The token whose clock, slowed by its probability, rings first: a draw from `probs`.
+
+    Clocks of rate `probs` ring first with just these probabilities (the Gumbel-max trick in the
+    exponential domain). A token of probability 0 never rings; a one-hot row needs no noise to be
+    right.
+    """
+    return (clocks / probs).argmin(-1)
+
+
+def _absorb(key: int, word: int) -> int:
+    """A new key from a key and one more word."""
+    bits = (key + (word + 1) * INCREMENT) & MASK
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        bits = ((bits ^ bits >> shift) * factor) & MASK
+    return bits ^ bits >> SHIFTS[-1]
+
+
+def _signed(bits: int) -> int:
+    """The int64 with these 64 bits."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _logical_shift(bits: Int64[Tensor, "*shape"], count: int) -> Int64[Tensor, "*shape"]:
+    """Shift right, filling with zeros; torch's shift copies the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """The finaliser of `_absorb` on tensors; int64 products wrap."""
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        bits = (bits ^ _logical_shift(bits, shift)).mul_(_signed(factor))
+    return bits ^ _logical_shift(bits, SHIFTS[-1])

@@ -1,0 +1,260 @@
+"""From logits to the probabilities a request asked for, every row under its own parameters.
+
+Order: allowed tokens, logit bias, bad tokens, min_tokens, repetition, frequency and presence
+    penalty,
+temperature, min_p, top_k, top_p. The warpers keep what transformers' warpers keep, ties included;
+the penalties are those of transformers (repetition), OpenAI and vLLM (frequency, presence).
+What no row asks for costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int64
+from torch import Tensor
+
+from forerun.errors import NumericalError
+from forerun.sampling.chunks import row_chunks
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.history import History, RowHistory
+
+__all__ = [
+    "History",
+    "RowHistory",
+    "RowParams",
+    "check_rows",
+    "failed_rows",
+    "pack_params",
+    "target_probs",
+]
+
+Logits = Float32[Tensor, "rows vocab"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowParams:
+    """Parameters of logits rows as columns; None where no row uses a processor.
+
+    Attributes:
+        greedy: rows at temperature 0.
+        all_greedy: whether every row is.
+        temperature: greedy rows hold 1.
+        min_p: 0 is off.
+        top_k: 0 is off.
+        max_top_k: largest of them, on the host: a device need not be asked for it.
+        excluded_mass: 1 - top_p, the mass top_p may drop; 0 is off.
+        repetition_penalty: 1 is off.
+        frequency_penalty: 0 is off.
+        presence_penalty: 0 is off.
+    """
+
+    greedy: Bool[Tensor, "rows 1"] | None
+    all_greedy: bool
+    temperature: Float32[Tensor, "rows 1"] | None
+    min_p: Float32[Tensor, "rows 1"] | None
+    top_k: Int64[Tensor, "rows 1"] | None
+    max_top_k: int
+    excluded_mass: Float32[Tensor, "rows 1"] | None
+    repetition_penalty: Float32[Tensor, "rows 1"] | None
+    frequency_penalty: Float32[Tensor, "rows 1"] | None
+    presence_penalty: Float32[Tensor, "rows 1"] | None
+
+    def rows(self, chosen: slice) -> RowParams:
+        """The parameters of some of the rows."""
+        columns: dict[str, Any] = {
+            field.name: value[chosen]
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **columns)
+
+
+def pack_params(
+    params: Sequence[SamplingParams],
+    device: torch.device | str = "cpu",
+    rows: Sequence[int] | None = None,
+) -> RowParams:
+    """Columns of parameters, once per step.
+
+    Args:
+        params: of the requests.
+        device: where the logits are.
+        rows: request of every logits row; None: one row per request.
+    """
+    index = range(len(params)) if rows is None else rows
+
+    def column(
+        values: list[float], off: float, dtype: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        if all(value == off for value in values):
+            return None
+        packed = torch.tensor([[values[i]] for i in index], dtype=dtype)
+        return packed.to(device, non_blocking=True)
+
+    top_k = [max(p.top_k, 0) for p in params]
+    return RowParams(
+        greedy=column([p.greedy for p in params], False, torch.bool),
+        all_greedy=all(p.greedy for p in params),
+        temperature=column([p.temperature or 1.0 for p in params], 1.0),
+        min_p=column([p.min_p for p in params], 0.0),
+        top_k=column([*top_k], 0, torch.int64),
+        max_top_k=max(top_k, default=0),
+        excluded_mass=column([1 - p.top_p for p in params], 0.0),
+        repetition_penalty=column([p.repetition_penalty for p in params], 1.0),
+        frequency_penalty=column([p.frequency_penalty for p in params], 0.0),
+        presence_penalty=column([p.presence_penalty for p in params], 0.0),
+    )
+
+
+def target_probs(
+    logits: Float[Tensor, "rows vocab"],
+    row_params: RowParams,
+    histories: Sequence[RowHistory | None] = (),
+) -> Float32[Tensor, "rows vocab"]:
+    """The law every row is drawn from, in fp32. `logits` are left as they are.
+
+    A greedy row is one-hot at its most likely token, the lowest id on ties. A row whose logits are
+    NaN or +inf, or leave no token possible, is NaN throughout: see `failed_rows`.
+
+    Args:
+        logits: of any floating dtype.
+        row_params: from `pack_params`, one entry per row.
+        histories: one entry per row, None for requests that need none; empty if none of them does.
+    """
+    num_rows, vocab_size = logits.shape
+    chunks = list(row_chunks(num_rows, vocab_size))
+    if len(chunks) <= 1:
+        return _probs(logits, row_params, histories)
+    probs = torch.empty(num_rows, vocab_size, device=logits.device)
+    for rows in chunks:
+        probs[rows] = _probs(logits[rows], row_params.rows(rows), histories[rows])
+    return probs
+
+
+def failed_rows(probs: Float[Tensor, "rows vocab"]) -> list[int]:
+    """Rows `target_probs` could not make sense of. Waits for the device."""
+    bad: list[int] = probs[:, 0].isnan().nonzero().flatten().tolist()
+    return bad
+
+
+def check_rows(probs: Float[Tensor, "rows vocab"]) -> None:
+    """Raise NumericalError if there are `failed_rows`. Waits for the device."""
+    rows = failed_rows(probs)
+    if rows:
+        raise NumericalError(
+            f"rows {rows} have NaN or infinite logits, or no possible token; check the model's "
+            "weights and dtype, and that allowed and bad tokens leave a choice"
+        )
+
+
+def _probs(logits: Tensor, row_params: RowParams, histories: Sequence[RowHistory | None]) -> Tensor:
+    scores = logits.to(torch.float32)
+    if any(history is not None for history in histories):
+        # masks write in place, and `to` returns fp32 logits themselves
+        scores = scores.clone() if scores is logits else scores
+        _mask_and_bias(scores, histories)
+        scores = _penalise(scores, row_params, histories)
+    if row_params.all_greedy:
+        return _one_hot(scores)
+    if row_params.temperature is not None:
+        scores = scores / row_params.temperature
+    probs = _warp(scores, row_params).softmax(-1)
+    if row_params.greedy is None:
+        return probs
+    return torch.where(row_params.greedy, _one_hot(scores), probs)
+
+
+def _one_hot(scores: Logits) -> Logits:
+    """All mass on the largest score, the first of equals; NaN rows where it is not finite."""
+    best = scores.argmax(-1, keepdim=True)  # of a NaN, if there is one
+    failed = ~scores.gather(-1, best).isfinite()
+    return torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(failed, torch.nan)
+
+
+def _mask_and_bias(scores: Logits, histories: Sequence[RowHistory | None]) -> None:
+    """Allowed tokens, logit bias, bad tokens, then min_tokens, in place."""
+    for row, history in enumerate(histories):
+        if history is None:
+            continue
+        if history.base.bias is not None:
+            scores[row] += history.base.bias.to(scores.device)
+        if history.held_back:
+            scores[row, list(history.held_back)] = -torch.inf
+
+
+def _penalise(
+    scores: Logits, row_params: RowParams, histories: Sequence[RowHistory | None]
+) -> Logits:
+    """Repetition, then frequency and presence penalty, over counts extended along each path."""
+    counts = _output_counts(scores, histories)
+    if counts is None:
+        return scores
+    if row_params.repetition_penalty is not None:
+        seen = (counts > 0) | _prompt_masks(scores, histories)
+        penalty = row_params.repetition_penalty
+        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
+        scores = torch.where(seen, penalised, scores)
+    if row_params.frequency_penalty is not None:
+        scores = scores - row_params.frequency_penalty * counts
+    if row_params.presence_penalty is not None:
+        scores = scores - row_params.presence_penalty * (counts > 0)
+    return scores
+
+
+def _output_counts(scores: Logits, histories: Sequence[RowHistory | None]) -> Tensor | None:
+    """Occurrences of every token in each row's output, its path included; None if no row counts."""
+    counts: Tensor | None = None
+    path_tokens: list[tuple[int, int]] = []
+    for row, history in enumerate(histories):
+        if history is None or history.base.output_counts is None:
+            continue
+        counts = torch.zeros_like(scores) if counts is None else counts
+        counts[row] = history.base.output_counts
+        path_tokens += [(row, token) for token in history.path]
+    if counts is not None and path_tokens:
+        rows, tokens = torch.tensor(path_tokens, device=scores.device).unbind(-1)
+        counts.index_put_((rows, tokens), counts.new_ones(len(rows)), accumulate=True)
+    return counts
+
+
+def _prompt_masks(
+    scores: Logits, histories: Sequence[RowHistory | None]
+) -> Bool[Tensor, "rows vocab"]:
+    masks = torch.zeros_like(scores, dtype=torch.bool)
+    for row, history in enumerate(histories):
+        if history is not None and history.base.prompt_mask is not None:
+            masks[row] = history.base.prompt_mask
+    return masks
+
+
+def _warp(scores: Logits, row_params: RowParams) -> Logits:
+    """min_p, top_k, top_p: drop unlikely tokens."""
+    if row_params.min_p is not None:
+        probs = scores.softmax(-1)
+        unlikely = probs < row_params.min_p * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(unlikely, -torch.inf)
+    if row_params.top_k is not None:
+        scores = _top_k(scores, row_params.top_k, row_params.max_top_k)
+    if row_params.excluded_mass is not None:
+        scores = _top_p(scores, row_params.excluded_mass)
+    return scores
+
+
+def _top_k(scores: Logits, top_k: Int64[Tensor, "rows 1"], max_top_k: int) -> Logits:
+    """Drop tokens below the k-th largest score; ties with it stay."""
+    most = min(max_top_k, scores.shape[-1])
+    largest = scores.topk(most, dim=-1).values
+    lowest = largest.gather(-1, (top_k - 1).clamp(min=0, max=most - 1))
+    return scores.masked_fill((scores < lowest) & (top_k > 0), -torch.inf)
+
+
+def _top_p(scores: Logits, excluded_mass: Float32[Tensor, "rows 1"]) -> Logits:
+    """Drop the least likely tokens whose masses together stay within `excluded_mass`; one stays."""
+    ordered, index = scores.sort(dim=-1, stable=True)
+    dropped = ordered.softmax(-1).cumsum(-1) <= excluded_mass
+    dropped[:, -1] = False
+    return scores.masked_fill(torch.zeros_like(dropped).scatter_(-1, index, dropped), -torch.inf)

@@ -1,0 +1,61 @@
+"""What a drafter hands to verification, and what verification hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.sampling.choice import Choice, TokenSource
+from forerun.theory.tree import TokenTree
+
+__all__ = ["Choice", "Proposal", "TokenSource", "Verdict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proposal:
+    """The token tree one drafter proposes for one sequence.
+
+    Attributes:
+        tokens: token id of every node, in the order of `tree.parents`.
+        tree: topology; a chain is a tree.
+        choice: how the nodes were chosen; it decides which verifiers are exact.
+        draft_probs: for `SAMPLED`, the very rows drawn from, one per expanded parent; for a chain
+            row i is the law node i was drawn from. A `COUPLED` chain may carry its rows too, for
+            the figures of the trace; verification does not read them. None otherwise.
+        stop_reason: why drafting ended ("budget", "stop_rule", "context").
+    """
+
+    tokens: Int64[Tensor, " nodes"]
+    tree: TokenTree
+    choice: Choice
+    draft_probs: Float[Tensor, "parents vocab"] | None = None
+    stop_reason: str = "budget"
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of nodes proposed."""
+        return len(self.tree.parents)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome of verifying one proposal.
+
+    Attributes:
+        path: accepted nodes from the root down (indices into the proposal).
+        tokens: every emitted token: the accepted ones, then one recovered or bonus token.
+        sources: provenance of each emitted token.
+        expected_accepted: E[num_accepted | proposal, target] under the verifier in use.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    sources: tuple[TokenSource, ...]
+    expected_accepted: float
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens; one fewer than emitted."""
+        return len(self.path)

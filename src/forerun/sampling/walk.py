@@ -1,0 +1,129 @@
+"""The target walk: draw the target's own tokens and follow the draft while it agrees.
+
+Every emitted token is a draw from the target's law given the tokens before it, whatever was
+drafted, so the output law is the target's for deterministic, sampled and coupled proposals, chains
+and trees alike:
+
+- deterministic or sampled: the drafts are independent of the target's noise;
+- coupled: the drafts are functions of that noise, but a token is emitted as the target's race on
+  the clocks of its position, never because it was drafted. Each position's clocks decide at most
+  one emitted token: the walk stops before it looks at a position whose token it does not emit.
+
+As that noise is keyed by position, the text is a function of the seed alone and equals plain
+decoding. For trees fixed before the target's randomness is seen no exact verifier accepts more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from forerun.sampling.noise import exponential, position_key, race
+from forerun.theory.tree import TokenTree
+
+__all__ = [
+    "coupled_match_probs",
+    "edge_probs",
+    "expected_accepted",
+    "target_keys",
+    "target_tokens",
+    "walk",
+]
+
+
+def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
+    """Keys of the target's draws at the root row and at every node: what follows each of them.
+
+    Args:
+        request_key: of the sample.
+        num_committed: tokens of prompt + output; the root row draws the one at this position.
+        tree: the proposal's.
+    """
+    depths = (0, *tree.depths)
+    return [position_key(request_key, num_committed + depth) for depth in depths]
+
+
+def target_tokens(
+    probs: Float[Tensor, "rows vocab"],
+    keys: Int64[Tensor, " rows"],
+    greedy: Bool[Tensor, " rows"] | bool = False,
+) -> Int64[Tensor, " rows"]:
+    """The target's own token at every row.
+
+    Args:
+        probs: laws, from `target_probs`.
+        keys: position keys of the rows, see `target_keys`; siblings share theirs.
+        greedy: rows known to be one-hot; they need no noise.
+    """
+    if greedy is True:
+        return probs.argmax(-1)
+    if greedy is False:
+        return race(probs, exponential(keys, probs.shape[-1]))
+    tokens = probs.argmax(-1)
+    rows = (~greedy).nonzero()[:, 0]
+    tokens[rows] = race(probs[rows], exponential(keys[rows], probs.shape[-1]))
+    return tokens
+
+
+def walk(
+    tree: TokenTree, draft_tokens: Sequence[int], target_tokens: Sequence[int]
+) -> tuple[tuple[int, ...], int]:
+    """Follow the target's tokens down the tree.
+
+    Args:
+        tree: topology of the proposal; may be empty.
+        draft_tokens: token of every node.
+        target_tokens: the target's token at the root row, then at the row of every node.
+
+    Returns:
+        The accepted path (nodes from the root down) and the first target token no child carries.
+    """
+    children = {}
+    for node in reversed(range(len(tree.parents))):  # of equal siblings the first one stays
+        children[tree.parents[node], draft_tokens[node]] = node
+    path: list[int] = []
+    token = target_tokens[0]
+    while (node := children.get((path[-1] if path else -1, token), -1)) >= 0:
+        path.append(node)
+        token = target_tokens[node + 1]
+    return tuple(path), token
+
+
+def edge_probs(
+    tree: TokenTree, tokens: Int64[Tensor, " nodes"], probs: Float[Tensor, "rows vocab"]
+) -> Float[Tensor, " nodes"]:
+    """Target probability of every node's token at its parent's row (row 0 is the root's)."""
+    parent_rows = torch.tensor(tree.parents, dtype=torch.int64, device=probs.device) + 1
+    return probs[parent_rows, tokens]
+
+
+def expected_accepted(tree: TokenTree, edge_probs: Sequence[float]) -> float:
+    """E[num_accepted | proposal]: the sum over nodes of the target's probability of their paths.
+
+    For a coupled chain hand in `coupled_match_probs` instead of the target's edge probabilities:
+    given its draft, the target's draw is no longer independent of it.
+    """
+    mass: list[float] = []
+    for parent, prob in zip(tree.parents, edge_probs, strict=True):
+        mass.append(prob * mass[parent] if parent >= 0 else prob)
+    return sum(mass)
+
+
+def coupled_match_probs(
+    target_rows: Float[Tensor, "nodes vocab"],
+    draft_rows: Float[Tensor, "nodes vocab"],
+    tokens: Int64[Tensor, " nodes"],
+) -> Float[Tensor, " nodes"]:
+    """Probability that the target draws the drafted token, given that the draft did.
+
+    Both races choose x with probability 1 / sum_y max(target_y / target_x, draft_y / draft_x), for
+    x must ring before every y in the two of them; dividing by draft_x conditions on the draft.
+    """
+    target = target_rows.gather(-1, tokens[:, None])
+    draft = draft_rows.gather(-1, tokens[:, None])
+    # both sides times target_x: a token impossible under the target then matches with probability 0
+    needed = torch.maximum(draft * target_rows, target * draft_rows).sum(-1)
+    return target[:, 0] / needed.clamp(min=torch.finfo(needed.dtype).tiny)
