@@ -1,0 +1,177 @@
+"""From measured blocks to figures with intervals, for tables, plots and verdicts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.bench.compare import Arm, Block, Measurement
+from forerun.bench.text import distinct_ngram_share
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.intervals import Interval, bootstrap_ratio
+
+__all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "summarise"]
+
+MIN_BLOCKS = 5
+"""Fewer prompts say too little about their spread for an interval to be believed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmSummary:
+    """What all blocks say about one arm.
+
+    Attributes:
+        arm: which.
+        num_blocks: prompts measured.
+        num_tokens: emitted tokens over all prompts.
+        tokens_per_s: wall time, prefill included.
+        decode_tokens_per_s: without the prefill and the token it yields.
+        speedup: plain seconds over this arm's, per token and paired by prompt, prefill included.
+        decode_speedup: the same without the prefill.
+        acceptance: counts over the steps that drafted.
+        cycle_cost: kappa, decode seconds per step in plain decode steps.
+        break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
+        distinct_4gram_share: mean over the completions; low where text loops.
+    """
+
+    arm: Arm
+    num_blocks: int
+    num_tokens: int
+    tokens_per_s: Interval
+    decode_tokens_per_s: Interval
+    speedup: Interval
+    decode_speedup: Interval
+    acceptance: AcceptanceCounts
+    cycle_cost: float
+    break_even: float | None
+    distinct_4gram_share: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau over the steps that drafted; 1 for plain decoding."""
+        return self.acceptance.acceptance_length or 1.0
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether the speedup is shown to differ from 1."""
+        differs = self.speedup.is_above(1.0) or self.speedup.is_below(1.0)
+        return differs and self.num_blocks >= MIN_BLOCKS
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON wants it."""
+        return {
+            "name": self.arm.name,
+            "method": self.arm.method,
+            "k": self.arm.num_speculative_tokens,
+            "num_blocks": self.num_blocks,
+            "num_tokens": self.num_tokens,
+            "tokens_per_s": self.tokens_per_s.estimate,
+            "tokens_per_s_ci": ends(self.tokens_per_s),
+            "decode_tokens_per_s": self.decode_tokens_per_s.estimate,
+            "decode_tokens_per_s_ci": ends(self.decode_tokens_per_s),
+            "speedup": self.speedup.estimate,
+            "speedup_ci": ends(self.speedup),
+            "decode_speedup": self.decode_speedup.estimate,
+            "decode_speedup_ci": ends(self.decode_speedup),
+            "acceptance_length": self.acceptance_length,
+            "acceptance_rate_per_position": list(self.acceptance.acceptance_rate_per_position),
+            "drafted_per_position": list(self.acceptance.drafted_per_position),
+            "accepted_per_position": list(self.acceptance.accepted_per_position),
+            "num_drafted": self.acceptance.num_drafted,
+            "num_accepted": self.acceptance.num_accepted,
+            "draft_acceptance_rate": self.acceptance.draft_acceptance_rate,
+            "cycle_cost": self.cycle_cost,
+            "break_even": self.break_even,
+            "distinct_4gram_share": self.distinct_4gram_share,
+        }
+
+
+def summarise(blocks: Sequence[Block], seed: int = 0) -> list[ArmSummary]:
+    """Figures of every arm; the first arm is what the others are compared with.
+
+    Args:
+        blocks: complete blocks. One where an arm ended with its first token has no decoding to
+            measure and is left out.
+        seed: decides the resamples of the intervals.
+
+    Raises:
+        ValueError: no block is left.
+    """
+    usable = [block for block in blocks if all(m.num_decoded > 0 for m in block)]
+    if not usable:
+        raise ValueError(f"none of {len(blocks)} blocks decoded a second token in every arm")
+    columns = columns_of(usable)
+    return [summarise_arm(column, columns[0], seed) for column in columns]
+
+
+def summarise_arm(
+    own: Sequence[Measurement], plain: Sequence[Measurement], seed: int
+) -> ArmSummary:
+    """Figures of one arm from its measurements and those of plain decoding on the same prompts."""
+    acceptance = drafting_steps(own)
+    kappa = step_s(own) / step_s(plain)
+    num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
+    return ArmSummary(
+        arm=own[0].arm,
+        num_blocks=len(own),
+        num_tokens=sum(m.num_tokens for m in own),
+        tokens_per_s=bootstrap_ratio(
+            [m.num_tokens for m in own], [m.total_s for m in own], seed=seed
+        ),
+        decode_tokens_per_s=bootstrap_ratio(
+            [m.num_decoded for m in own], [m.decode_s for m in own], seed=seed
+        ),
+        speedup=bootstrap_ratio(
+            [m.total_s for m in plain],
+            [m.total_s * p.num_tokens / m.num_tokens for m, p in zip(own, plain, strict=True)],
+            seed=seed,
+        ),
+        decode_speedup=bootstrap_ratio(
+            [m.decode_s for m in plain],
+            [m.decode_s * p.num_decoded / m.num_decoded for m, p in zip(own, plain, strict=True)],
+            seed=seed,
+        ),
+        acceptance=acceptance,
+        cycle_cost=kappa,
+        # tau = 1 + rate * nodes per step, so tau = kappa at this rate, for every acceptance profile
+        break_even=(kappa - 1.0) * num_steps / num_drafted if num_drafted else None,
+        distinct_4gram_share=sum(distinct_ngram_share(m.token_ids) for m in own) / len(own),
+    )
+
+
+def best_arm(blocks: Sequence[Block]) -> Arm:
+    """The arm that emitted most per second over `blocks`.
+
+    The winner of several is flattered by the blocks it won on: score it on others.
+    """
+
+    def tokens_per_s(measurements: Sequence[Measurement]) -> float:
+        return sum(m.num_tokens for m in measurements) / sum(m.total_s for m in measurements)
+
+    return max(columns_of(blocks), key=tokens_per_s)[0].arm
+
+
+def columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
+    """Measurements by arm instead of by block."""
+    return [list(column) for column in zip(*blocks, strict=True)]
+
+
+def drafting_steps(measurements: Sequence[Measurement]) -> AcceptanceCounts:
+    """Merged counts without the steps that drafted nothing: prefill, and the last free token."""
+    merged = AcceptanceCounts()
+    for measurement in measurements:
+        merged += measurement.acceptance
+    steps = Counter({key: n for key, n in merged.steps.items() if key[0] > 0})
+    return AcceptanceCounts(merged.num_drafted, steps)
+
+
+def step_s(measurements: Sequence[Measurement]) -> float:
+    """Mean seconds of a decode step: those after the one that ended the prefill."""
+    num_steps = sum(m.acceptance.num_steps - 1 for m in measurements)
+    return sum(m.decode_s for m in measurements) / num_steps
+
+
+def ends(interval: Interval) -> list[float]:
+    """Low and high end."""
+    return [interval.low, interval.high]

@@ -1,0 +1,51 @@
+"""Flags several commands share, generated from the dataclasses the library itself uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tyro.conf import UseAppendAction
+
+from forerun.engine.config import EngineConfig
+from forerun.sampling.config import SamplingParams, Verification
+
+__all__ = ["PairFlags", "SamplingFlags"]
+
+ZOO = "zoo:"
+ZOO_DRAFT = "zoo:draft-domain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags(SamplingParams):
+    """How tokens are chosen. Names and meanings are those of the OpenAI API and vLLM."""
+
+    # Help comes from SamplingParams; types are narrowed here to what a shell can say.
+
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    logit_bias: UseAppendAction[Mapping[int, float]] = field(default_factory=dict)
+    verification: Verification = "auto"
+    """Verifier; every one keeps the target's law. "auto": coupled with a seed, else block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFlags:
+    """Which models, and how they run."""
+
+    target: str = "zoo:target"
+    """Folder, hub name or zoo: name of the model whose text is wanted."""
+    draft: str = "auto"
+    """Draft model; "none" decodes plainly, "auto" takes the shipped draft for a shipped target."""
+    k: int = EngineConfig().num_speculative_tokens
+    """Most tokens drafted per step; 0 decodes plainly."""
+    dtype: str = "auto"
+    """auto (as stored), bfloat16, float16 or float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+
+    @property
+    def draft_name(self) -> str | None:
+        """The draft that is meant; None for plain decoding."""
+        if self.draft == "auto":
+            return ZOO_DRAFT if self.target.startswith(ZOO) else None
+        return None if self.draft == "none" else self.draft

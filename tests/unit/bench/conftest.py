@@ -1,0 +1,78 @@
+"""Engines that emit what they are told and take the time they are told, on a clock of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from forerun.bench.compare import Arm
+from forerun.engine.results import Completion, RequestOutput
+from forerun.sampling.choice import TokenSource
+from forerun.theory.acceptance import AcceptanceCounts
+
+
+@dataclass
+class FakeClock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class FakeEngine:
+    """Every step drafts `k`, accepts `accepted`, takes `step_s`; the prefill takes `prefill_s`."""
+
+    clock: FakeClock
+    k: int = 0
+    accepted: int = 0
+    step_s: float = 1.0
+    prefill_s: float = 2.0
+    vocab_size: int = 10**6
+    calls: list[str] = field(default_factory=list)
+
+    def generate(self, prompts: Sequence[str], params) -> list[RequestOutput]:
+        return [self.one(prompt, params.max_tokens) for prompt in prompts]
+
+    def one(self, prompt: str, max_tokens: int) -> RequestOutput:
+        self.calls.append(prompt)
+        counts = AcceptanceCounts()
+        counts.add(0, 0)
+        num_tokens, decode_s = 1, 0.0
+        while num_tokens < max_tokens:
+            counts.add(self.k, self.accepted)
+            num_tokens += self.accepted + 1
+            decode_s += self.step_s
+        num_tokens = min(num_tokens, max_tokens)
+        total_s = self.prefill_s + decode_s
+        self.clock.now_s += total_s
+        completion = Completion(
+            index=0,
+            text="",
+            token_ids=tuple(i % self.vocab_size for i in range(num_tokens)),
+            finish_reason="length",
+            stop_reason=None,
+            sources=(TokenSource.BONUS,) * num_tokens,
+            logprobs=None,
+            acceptance=counts,
+            ttft_s=self.prefill_s,
+            total_s=total_s,
+        )
+        return RequestOutput(request_id="0", prompt_token_ids=(1,), completions=(completion,))
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def make_arm(clock):
+    def make(name: str, k: int = 0, accepted: int = 0, **changes) -> Arm:
+        engine = FakeEngine(clock, k=k, accepted=accepted, **changes)
+        method = "draft_model" if k else "plain"
+        return Arm(name=name, method=method, num_speculative_tokens=k, engine=engine)
+
+    return make
