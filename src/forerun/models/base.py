@@ -1,0 +1,143 @@
+"""Contracts between tokens and logits: RowBatch in, Scores out, a KVStore in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.theory.tree import TokenTree
+
+__all__ = ["KVPrefix", "KVStore", "LanguageModel", "RowBatch", "Scores", "Span"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The rows of one sequence in a pass.
+
+    The first `num_chain` rows are a causal chain (pending tokens or a prefill chunk); the rows of
+    `tree` follow, their roots hanging off the last chain row. Row i is written at index `start + i`
+    of the slot. It sees indices [0, start), the chain rows up to itself and, in the tree, its
+    ancestors.
+
+    Attributes:
+        slot: KV slot of the sequence.
+        start: index of the first row; normally the committed length, more when earlier rows of the
+            same step are staged but not yet committed (a drafter feeding one token at a time).
+        num_chain: number of chain rows, at least 1.
+        tree: draft nodes verified in this pass (may be empty).
+    """
+
+    slot: int
+    start: int
+    num_chain: int
+    tree: TokenTree = TokenTree(())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows this sequence contributes to the pass."""
+        return self.num_chain + len(self.tree.parents)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowBatch:
+    """One packed pass: the rows of all sequences one after another, in the order of `spans`.
+
+    Attributes:
+        tokens: token id per row.
+        positions: absolute position per row (`start + offset` in the chain, then plus tree depth).
+        spans: structure, one entry per sequence.
+        logit_rows: rows whose logits are wanted, in the order they are wanted; may be empty.
+    """
+
+    tokens: Int64[Tensor, " rows"]
+    positions: Int64[Tensor, " rows"]
+    spans: tuple[Span, ...]
+    logit_rows: Int64[Tensor, " wanted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """What one pass returns.
+
+    Attributes:
+        logits: one row per entry of `RowBatch.logit_rows`, in the model's dtype.
+        features: hidden states of all rows per requested layer, None unless requested.
+    """
+
+    logits: Float[Tensor, "wanted vocab"]
+    features: dict[int, Float[Tensor, "rows hidden"]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KVPrefix:
+    """A detached copy of a committed prefix; what it holds is the store's business."""
+
+    num_tokens: int
+    tensors: tuple[Tensor, ...]
+
+
+@runtime_checkable
+@runtime_checkable
+class KVStore(Protocol):
+    """Per-sequence state of a model; its layout is private.
+
+    Rows past the committed length are staged: they are there until the next commit.
+    """
+
+    @property
+    def num_free(self) -> int:
+        """Slots not reserved."""
+
+    def reserve(self) -> int:
+        """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
+
+    def length(self, slot: int) -> int:
+        """Committed tokens in `slot`."""
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        """Keep the staged rows `rows`, drop the rest.
+
+        They are ascending offsets from the committed length.
+        """
+
+    def fork(self, slot: int) -> int:
+        """A new slot holding a copy of the committed prefix of `slot`."""
+
+    def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
+        """Copy the first `num_tokens` committed tokens out."""
+
+    def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
+        """Fill an empty slot with an exported prefix."""
+
+    def free(self, slot: int) -> None:
+        """Give `slot` back; its contents are gone."""
+
+
+@runtime_checkable
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A causal language model over packed rows; it holds weights and a store, nothing else."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+
+    @property
+    def store(self) -> KVStore:
+        """Where this model's KV lives."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass. Stages the KV of every row; committing is the caller's business."""

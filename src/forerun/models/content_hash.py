@@ -1,0 +1,49 @@
+"""Short hashes of what a model folder holds, to tell models apart in traces."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from forerun.errors import InvalidModel
+
+__all__ = ["tokenizer_hash", "weights_hash"]
+
+HASH_LENGTH = 16
+
+
+def weights_hash(weight_files: Iterable[Path]) -> str:
+    """Hash of the bytes of safetensors files, taken in the order of their names.
+
+    Args:
+        weight_files: as in `Checkpoint.weight_files`.
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256.
+    """
+    return combined(sorted(weight_files))
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Hash of the tokenizer in a model folder.
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256.
+
+    Raises:
+        InvalidModel: the folder has no tokenizer.json.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InvalidModel(f"{path} is missing; is {folder} a model folder?")
+    return combined([path])
+
+
+def combined(files: Iterable[Path]) -> str:
+    """Hash of the hashes, so that moving bytes from one file to the next changes it."""
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:HASH_LENGTH]

@@ -1,0 +1,76 @@
+"""One sequence as one model sees it: committed ids, what is cached of them, what is pending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.models.base import KVStore, RowBatch, Span
+from forerun.theory.tree import TokenTree
+
+__all__ = ["Context", "pack"]
+
+NO_TREE = TokenTree(())
+
+
+class Context:
+    """Committed ids shared with the request, plus this model's slot.
+
+    `ids` is owned by the request and only ever appended to; what this model has not cached of it is
+    pending and is fed by the next pass, so neither drafters nor the step do catch-up arithmetic.
+    """
+
+    def __init__(self, store: KVStore, ids: list[int]) -> None:
+        self.store = store
+        self.ids = ids
+        self.slot = store.reserve()
+
+    @property
+    def num_cached(self) -> int:
+        """Committed tokens whose KV this model holds."""
+        return self.store.length(self.slot)
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens this model has not seen."""
+        return len(self.ids) - self.num_cached
+
+    def pending(self, limit: int | None = None) -> list[int]:
+        """The next committed tokens to feed, at most `limit`."""
+        start = self.num_cached
+        return self.ids[start : len(self.ids) if limit is None else start + limit]
+
+    def span(self, num_chain: int, tree: TokenTree = NO_TREE, num_staged: int = 0) -> Span:
+        """Rows for the next pass: after `num_staged` staged ones, a chain, then `tree`."""
+        start = self.num_cached + num_staged
+        return Span(slot=self.slot, start=start, num_chain=num_chain, tree=tree)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these staged rows; everything else staged is gone."""
+        self.store.commit(self.slot, rows)
+
+    def close(self) -> None:
+        """Give the slot back."""
+        self.store.free(self.slot)
+
+
+def positions_of(span: Span) -> list[int]:
+    """Absolute position of every row of a span."""
+    last = span.start + span.num_chain - 1
+    chain = range(span.start, span.start + span.num_chain)
+    return [*chain, *(last + depth for depth in span.tree.depths)]
+
+
+def pack(
+    spans: Sequence[Span], tokens: Tensor, logit_rows: Sequence[int], device: torch.device
+) -> RowBatch:
+    """A RowBatch from spans, their tokens (already packed, on any device) and the rows to score."""
+    positions = [position for span in spans for position in positions_of(span)]
+    return RowBatch(
+        tokens=tokens.to(device, non_blocking=True),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        spans=tuple(spans),
+        logit_rows=torch.tensor(list(logit_rows), dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,139 @@
+"""A transformers model as a LanguageModel: packed rows in, logits of the wanted rows out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from forerun.models.architecture import Architecture, read_architecture
+from forerun.models.attention import ATTENTION_NAME, plan_pass, register
+from forerun.models.base import RowBatch, Scores
+from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+
+__all__ = ["HuggingFaceModel", "adapt", "geometry_of"]
+
+
+class HuggingFaceModel:
+    """A LanguageModel over the decoder and the head of a transformers model; see `adapt`.
+
+    Args:
+        decoder: token ids to final hidden states, attending through `packed_attention`.
+        head: hidden states to logits.
+        store: KV of the sequences.
+        architecture: sizes of the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: nn.Module,
+        head: nn.Module,
+        store: ContiguousKVStore,
+        architecture: Architecture,
+    ) -> None:
+        self.decoder = decoder
+        self.head = head
+        self.architecture = architecture
+        self._store = store
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; may exceed the tokenizer's vocabulary."""
+        return self.architecture.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+        return self._store.geometry.capacity
+
+    @property
+    def store(self) -> ContiguousKVStore:
+        """Where this model's KV lives."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+        return self._store.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, KV and logits."""
+        return self._store.geometry.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass. Stages the KV of every row; committing is the caller's business.
+
+        Raises:
+            NotEnoughMemory: rows do not fit into their slot.
+            ValueError: rows overwrite committed ones or leave a gap.
+        """
+        groups = self.architecture.num_heads // self.architecture.num_kv_heads
+        outputs = self.decoder(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            attention_pass=plan_pass(batch.spans, self._store, groups),
+        )
+        hidden = outputs.last_hidden_state[0]
+        if not len(batch.logit_rows):
+            return Scores(logits=hidden.new_empty((0, self.vocab_size)))
+        return Scores(logits=self.head(hidden.index_select(0, batch.logit_rows)))
+
+
+def adapt(
+    model: PreTrainedModel, *, num_slots: int, max_context: int, max_staged_rows: int = 64
+) -> HuggingFaceModel:
+    """Take over a transformers model: its attention is replaced, in place.
+
+    Args:
+        model: a model of a supported architecture, on its device and in its dtype.
+        num_slots: sequences at once.
+        max_context: tokens a sequence may have.
+        max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
+
+    Raises:
+        InvalidModel: the model is not supported.
+    """
+    architecture = read_architecture(type(model).__name__, model.config.to_dict())
+    geometry = geometry_of(
+        architecture,
+        num_slots=num_slots,
+        capacity=max_context,
+        max_staged_rows=max_staged_rows,
+        dtype=model.dtype,
+    )
+    register()
+    model.set_attn_implementation(ATTENTION_NAME)
+    untyped: Any = model  # the methods below carry no annotations
+    untyped.eval().requires_grad_(False)
+    return HuggingFaceModel(
+        decoder=untyped.get_decoder(),
+        head=untyped.get_output_embeddings(),
+        store=ContiguousKVStore(geometry, model.device),
+        architecture=architecture,
+    )
+
+
+def geometry_of(
+    architecture: Architecture,
+    *,
+    num_slots: int,
+    capacity: int,
+    max_staged_rows: int,
+    dtype: torch.dtype,
+) -> KVGeometry:
+    """The KV store a model of this architecture needs."""
+    return KVGeometry(
+        num_layers=architecture.num_layers,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        num_slots=num_slots,
+        capacity=capacity,
+        max_staged_rows=max_staged_rows,
+        dtype=dtype,
+    )

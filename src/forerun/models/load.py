@@ -1,0 +1,236 @@
+"""From a folder or a name to a model or a tokenizer, with everything checked before allocating."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from forerun.errors import InvalidModel, InvalidRequest
+from forerun.models.architecture import Architecture, read_architecture
+from forerun.models.checkpoint import Checkpoint, read_checkpoint
+from forerun.models.huggingface import HuggingFaceModel, adapt, geometry_of
+from forerun.models.memory import check_fits, estimate
+from forerun.models.tokenizers import Tokenizer
+from forerun.models.zoo.catalog import PREFIX, zoo_path
+
+__all__ = ["load_model", "load_tokenizer", "model_folder"]
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "bf16": torch.bfloat16,
+        "bfloat16": torch.bfloat16,
+        "fp16": torch.float16,
+        "float16": torch.float16,
+        "fp32": torch.float32,
+        "float32": torch.float32,
+    }
+)
+STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F32": torch.float32,
+        "F64": torch.float32,
+    }
+)
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_batch: int = 8,
+    max_context: int | None = None,
+    max_staged_rows: int = 64,
+) -> HuggingFaceModel:
+    """Load a model with room for the KV of a batch.
+
+    Args:
+        source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:target".
+        dtype: "bf16", "fp16", "fp32", or "auto" for the dtype the weights are stored in.
+        device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the fastest there is.
+        max_batch: sequences at once.
+        max_context: tokens a sequence may have (None: all the model was made for).
+        max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
+
+    Raises:
+        InvalidModel: files are missing, damaged or of an unsupported kind.
+        InvalidRequest: an argument cannot be honoured.
+        NotEnoughMemory: weights, KV and logits do not fit; nothing has been allocated yet.
+    """
+    checkpoint = read_checkpoint(model_folder(source))
+    config, architecture = read_config(checkpoint)
+    chosen_device = choose_device(device)
+    geometry = geometry_of(
+        architecture,
+        num_slots=max_batch,
+        capacity=choose_context(max_context, architecture),
+        max_staged_rows=max_staged_rows,
+        dtype=choose_dtype(dtype, checkpoint),
+    )
+    needed = estimate(checkpoint.num_parameters, architecture, geometry)
+    check_fits(str(source), needed, geometry, chosen_device)
+    model = read_weights(checkpoint, config, geometry.dtype)
+    return adapt(
+        model.to(chosen_device),
+        num_slots=geometry.num_slots,
+        max_context=geometry.capacity,
+        max_staged_rows=geometry.max_staged_rows,
+    )
+
+
+def load_tokenizer(source: str | Path) -> Tokenizer:
+    """Load the tokenizer of a model; `source` as for `load_model`.
+
+    Raises:
+        InvalidModel: there is none, or it is of an unsupported kind.
+    """
+    folder = model_folder(source)
+    try:
+        backend = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    return Tokenizer(backend)
+
+
+def model_folder(source: str | Path) -> Path:
+    """The local folder of a model, fetched from the Hugging Face hub if it is not one already.
+
+    Raises:
+        InvalidModel: there is no such folder and no such model.
+    """
+    name = str(source)
+    if name.startswith(PREFIX):
+        return zoo_path(name)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if not HUB_NAME.fullmatch(name):
+        raise InvalidModel(f"there is no model folder {folder}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:
+        raise InvalidModel(
+            f"{name!r} is neither a folder nor a model that can be fetched: {error}"
+        ) from error
+
+
+def read_config(checkpoint: Checkpoint) -> tuple[Any, Architecture]:
+    """The configuration, as transformers' object and as the sizes we need."""
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise InvalidModel(
+            f"the configuration in {checkpoint.folder} is refused: {error}"
+        ) from error
+    return config, read_architecture(checkpoint.architecture, config.to_dict())
+
+
+def read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+    """The transformers model, with every parameter from the checkpoint.
+
+    transformers fills what is missing or misshapen with random numbers and reports it; here that
+    is an error.
+
+    Raises:
+        InvalidModel: parameters are missing, unknown or have the wrong shape.
+    """
+    untyped: Any = AutoModelForCausalLM
+    try:
+        with quiet_transformers():
+            model, info = untyped.from_pretrained(
+                checkpoint.folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
+    for problem in ("missing", "unexpected", "mismatched"):
+        names = sorted(str(name) for name in info[f"{problem}_keys"])
+        if names:
+            raise InvalidModel(
+                f"the weights in {checkpoint.folder} do not fit its configuration: "
+                f"{len(names)} {problem}, the first {names[0]}"
+            )
+    return model
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and reports on stderr: what matters is raised."""
+    untyped: Any = transformers_logging
+    verbosity, had_bars = untyped.get_verbosity(), untyped.is_progress_bar_enabled()
+    untyped.set_verbosity(untyped.CRITICAL)
+    untyped.disable_progress_bar()
+    try:
+        yield
+    finally:
+        untyped.set_verbosity(verbosity)
+        if had_bars:
+            untyped.enable_progress_bar()
+
+
+def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype asked for; for "auto" that of most stored elements."""
+    if dtype == "auto":
+        return STORED_DTYPES[checkpoint.stored_dtype]
+    if dtype not in DTYPES:
+        raise InvalidRequest(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def choose_device(device: str) -> torch.device:
+    """The device asked for; for "auto" a GPU if there is one."""
+    if device != "auto":
+        return named_device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def named_device(name: str) -> torch.device:
+    """The device of that name, if this machine has it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidRequest(f"device {name!r} is unknown; use auto, cpu, cuda or mps") from None
+    present = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not present.get(device.type, False):
+        raise InvalidRequest(f"this machine has no device {name!r}; use auto or cpu")
+    return device
+
+
+def choose_context(max_context: int | None, architecture: Architecture) -> int:
+    """Tokens per sequence, at most what the model was made for."""
+    if max_context is None:
+        return architecture.max_positions
+    if not 1 <= max_context <= architecture.max_positions:
+        raise InvalidRequest(
+            f"max_context is {max_context}; this model allows 1 to {architecture.max_positions}"
+        )
+    return max_context

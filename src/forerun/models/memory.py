@@ -1,0 +1,98 @@
+"""How much memory a model will take, worked out and compared before any of it is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from forerun.errors import NotEnoughMemory
+from forerun.models.architecture import Architecture
+from forerun.models.kv_store import KVGeometry, bytes_needed
+
+__all__ = ["MemoryEstimate", "available_bytes", "check_fits", "estimate", "readable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes by purpose.
+
+    Attributes:
+        weights_bytes: parameters in the dtype they are loaded in.
+        kv_bytes: the KV store.
+        logits_bytes: one fp32 row per token a full batch may verify at once.
+    """
+
+    weights_bytes: int
+    kv_bytes: int
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything together."""
+        return self.weights_bytes + self.kv_bytes + self.logits_bytes
+
+
+def estimate(
+    num_parameters: int, architecture: Architecture, geometry: KVGeometry
+) -> MemoryEstimate:
+    """What a model needs with a KV store of this geometry."""
+    num_logit_rows = geometry.num_slots * (geometry.max_staged_rows + 1)
+    return MemoryEstimate(
+        weights_bytes=num_parameters * geometry.dtype.itemsize,
+        kv_bytes=bytes_needed(geometry),
+        logits_bytes=num_logit_rows * architecture.vocab_size * torch.float32.itemsize,
+    )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be allocated on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
+
+
+def check_fits(
+    name: str, needed: MemoryEstimate, geometry: KVGeometry, device: torch.device
+) -> None:
+    """Compare an estimate with what is available.
+
+    Args:
+        name: of the model, for the message.
+        needed: the estimate for it.
+        geometry: the KV store it contains.
+        device: where it is to live.
+
+    Raises:
+        NotEnoughMemory: it does not fit; the message has the numbers and what would fit.
+    """
+    available = available_bytes(device)
+    if needed.total_bytes <= available:
+        return
+    raise NotEnoughMemory(
+        f"{name} needs {readable(needed.total_bytes)} on {device}, {readable(available)} are "
+        f"available: weights {readable(needed.weights_bytes)}, KV {readable(needed.kv_bytes)} for "
+        f"{geometry.num_slots} sequences of {geometry.capacity} tokens, logits "
+        f"{readable(needed.logits_bytes)}. {remedy(needed, geometry, available)}"
+    )
+
+
+def remedy(needed: MemoryEstimate, geometry: KVGeometry, available: int) -> str:
+    """The largest context that would fit, or the advice to take a smaller model."""
+    spare = available - needed.weights_bytes - needed.logits_bytes
+    bytes_per_row = needed.kv_bytes // (geometry.capacity + geometry.max_staged_rows)
+    capacity = spare // bytes_per_row - geometry.max_staged_rows
+    if capacity > 0:
+        return f"max_context={capacity} would fit; or lower max_batch"
+    return "Lower max_batch, load in bf16, or use a smaller model"
+
+
+def readable(num_bytes: int) -> str:
+    """A number of bytes for people: "5.6 GiB"."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

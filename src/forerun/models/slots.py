@@ -1,0 +1,146 @@
+"""Book-keeping every KV store shares: which slots are taken, what is committed, what is staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from forerun.errors import NotEnoughMemory
+
+__all__ = ["SlotTable", "num_in_place"]
+
+
+class SlotTable:
+    """Lengths of the sequences in a store; holds no tensors.
+
+    A slot holds `committed` tokens followed by staged rows. Rows are staged without gaps and never
+    over committed ones, so whatever a model reads has been written.
+
+    Args:
+        num_slots: sequences the store has room for.
+        capacity: most tokens a slot may commit.
+        max_staged_rows: rows that may be staged past `capacity`; a token tree near the end of the
+            context has more rows than it can commit.
+    """
+
+    def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self.max_staged_rows = max_staged_rows
+        self._committed: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+        self._free = list(reversed(range(num_slots)))
+
+    @property
+    def num_free(self) -> int:
+        """Slots not reserved."""
+        return len(self._free)
+
+    def reserve(self) -> int:
+        """Take a free slot with committed length 0.
+
+        Raises:
+            NotEnoughMemory: every slot is taken.
+        """
+        if not self._free:
+            raise NotEnoughMemory(
+                f"all {self.num_slots} slots of the KV store are taken; free one or raise max_batch"
+            )
+        slot = self._free.pop()
+        self._committed[slot] = self._written[slot] = 0
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Give `slot` back."""
+        self.length(slot)
+        del self._committed[slot], self._written[slot]
+        self._free.append(slot)
+
+    def length(self, slot: int) -> int:
+        """Committed tokens in `slot`.
+
+        Raises:
+            ValueError: the slot is not reserved.
+        """
+        committed = self._committed.get(slot)
+        if committed is None:
+            raise ValueError(f"slot {slot} is not reserved")
+        return committed
+
+    def stage(self, slot: int, start: int, num_rows: int) -> None:
+        """Note that rows `start` to `start + num_rows` are being written; later ones are void.
+
+        Raises:
+            ValueError: the rows overwrite committed ones or leave a gap.
+            NotEnoughMemory: the rows do not fit into the slot.
+        """
+        committed, written = self.length(slot), self._written[slot]
+        if not committed <= start <= written:
+            raise ValueError(
+                f"rows of slot {slot} start at {start}; {committed} tokens are committed and "
+                f"{written} rows written, so they must start between the two"
+            )
+        end, width = start + num_rows, self.capacity + self.max_staged_rows
+        if end > width:
+            raise NotEnoughMemory(
+                f"slot {slot} would hold {end} rows; there is room for {self.capacity} tokens and "
+                f"{self.max_staged_rows} staged rows: feed or draft less, or raise max_context"
+            )
+        self._written[slot] = end
+
+    def commit(self, slot: int, rows: Sequence[int]) -> int:
+        """Keep the staged rows `rows`, drop the rest.
+
+        Args:
+            slot: a reserved slot.
+            rows: offsets from the committed length, ascending.
+
+        Returns:
+            The committed length before.
+
+        Raises:
+            ValueError: the rows are not ascending or were never staged.
+            NotEnoughMemory: the slot would exceed its capacity.
+        """
+        committed = self.length(slot)
+        num_staged = self._written[slot] - committed
+        if rows and not is_ascending(rows):
+            raise ValueError(f"rows {list(rows)} to commit are not ascending from 0")
+        if rows and rows[-1] >= num_staged:
+            raise ValueError(f"row {rows[-1]} of slot {slot} is not among its {num_staged} staged")
+        length = committed + len(rows)
+        if length > self.capacity:
+            raise NotEnoughMemory(
+                f"slot {slot} would commit {length} tokens, its capacity is {self.capacity}; "
+                "raise max_context"
+            )
+        self._committed[slot] = self._written[slot] = length
+        return committed
+
+    def fill(self, slot: int, num_tokens: int) -> None:
+        """Give an empty slot `num_tokens` committed tokens at once.
+
+        Raises:
+            ValueError: the slot is not empty.
+            NotEnoughMemory: the tokens exceed its capacity.
+        """
+        if self.length(slot) or self._written[slot]:
+            raise ValueError(f"slot {slot} holds {self._written[slot]} rows; it must be empty")
+        self.stage(slot, 0, num_tokens)
+        self.commit(slot, range(num_tokens))
+
+
+def is_ascending(rows: Sequence[int]) -> bool:
+    """Whether `rows` is strictly ascending from 0 or more; constant time for a plain range."""
+    if rows[0] < 0:
+        return False
+    if isinstance(rows, range):
+        return rows.step > 0
+    return all(before < after for before, after in pairwise(rows))
+
+
+def num_in_place(rows: Sequence[int]) -> int:
+    """How many leading entries of ascending `rows` already are where committing would move them."""
+    if not rows or rows[-1] == len(rows) - 1:
+        return len(rows)
+    return next(index for index, row in enumerate(rows) if row != index)

@@ -1,0 +1,181 @@
+"""A Markov model with a written-down law: the oracle that everything exact is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from forerun.models.base import KVPrefix, RowBatch, Scores, Span
+from forerun.models.slots import SlotTable
+
+__all__ = ["TabularModel", "TokenStore"]
+
+
+class TokenStore:
+    """A KVStore whose rows are the tokens themselves, so that a wrong commit changes the output."""
+
+    def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
+        self.capacity = capacity
+        self._slots = SlotTable(num_slots, capacity, max_staged_rows)
+        self._tokens: dict[int, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Slots not reserved."""
+        return self._slots.num_free
+
+    def reserve(self) -> int:
+        """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
+        slot = self._slots.reserve()
+        self._tokens[slot] = []
+        return slot
+
+    def length(self, slot: int) -> int:
+        """Committed tokens in `slot`."""
+        return self._slots.length(slot)
+
+    def stage(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        """Write rows; see SlotTable.stage for what is refused."""
+        self._slots.stage(slot, start, len(tokens))
+        self._tokens[slot][start:] = tokens
+
+    def tokens(self, slot: int, end: int) -> list[int]:
+        """Rows [0, end) of `slot`, committed and staged."""
+        return self._tokens[slot][:end]
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        """Keep the staged rows `rows`, drop the rest."""
+        start = self._slots.commit(slot, rows)
+        written = self._tokens[slot]
+        written[start:] = [written[start + row] for row in rows]
+
+    def fork(self, slot: int) -> int:
+        """A new slot holding a copy of the committed prefix of `slot`."""
+        prefix = self.export_prefix(slot, self.length(slot))
+        copy = self.reserve()
+        self.import_prefix(copy, prefix)
+        return copy
+
+    def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
+        """Copy the first `num_tokens` committed tokens out."""
+        if not 0 <= num_tokens <= self.length(slot):
+            raise ValueError(f"a prefix of {num_tokens} tokens of slot {slot}, {self.length(slot)}")
+        tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
+        return KVPrefix(num_tokens=num_tokens, tensors=(tokens,))
+
+    def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
+        """Fill an empty slot with an exported prefix."""
+        self._slots.fill(slot, prefix.num_tokens)
+        self._tokens[slot] = prefix.tensors[0].tolist()
+
+    def free(self, slot: int) -> None:
+        """Give `slot` back; its contents are gone."""
+        self._slots.free(slot)
+        del self._tokens[slot]
+
+
+class TabularModel:
+    """A LanguageModel whose next token depends on the last `order` tokens through a table.
+
+    Args:
+        log_probs: one normalised row per state, see `state_of`; fp64.
+        order: tokens that matter.
+        store: where the tokens live.
+        dtype: of the logits that `forward` returns; they are the log-probabilities.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_probs: Float64[Tensor, "states vocab"],
+        order: int,
+        store: TokenStore,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.log_probs = log_probs
+        self.order = order
+        self.dtype = dtype
+        self._store = store
+
+    @classmethod
+    def from_seed(
+        cls,
+        seed: int,
+        *,
+        vocab_size: int,
+        order: int = 2,
+        num_slots: int = 8,
+        max_context: int = 256,
+        scale: float = 1.5,
+    ) -> TabularModel:
+        """A random law; the same seed and sizes give the same law.
+
+        Args:
+            seed: of the table.
+            vocab_size: tokens; the table has (vocab_size + 1) ** order rows.
+            order: tokens that matter.
+            num_slots: sequences at once.
+            max_context: tokens a sequence may have.
+            scale: standard deviation of the logits; more makes the law more decided.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.empty((vocab_size + 1) ** order, vocab_size, dtype=torch.float64)
+        log_probs = logits.normal_(0.0, scale, generator=generator).log_softmax(-1)
+        store = TokenStore(num_slots, max_context, max_staged_rows=64)
+        return cls(log_probs=log_probs, order=order, store=store)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.log_probs.shape[1]
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+        return self._store.capacity
+
+    @property
+    def store(self) -> TokenStore:
+        """Where the tokens live."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+        return self.log_probs.device
+
+    def state_of(self, ids: Sequence[int]) -> int:
+        """Row of the table: the last tokens as digits; a start mark stands for those missing."""
+        start_mark = self.vocab_size
+        state = 0
+        for token in [*[start_mark] * self.order, *ids][len(ids) :]:
+            state = state * (self.vocab_size + 1) + token
+        return state
+
+    def law(self, ids: Sequence[int]) -> Float64[Tensor, " vocab"]:
+        """Exact distribution of the token after `ids`."""
+        return self.log_probs[self.state_of(ids)].exp()
+
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass. Stages the tokens of every row; committing is the caller's business."""
+        tokens = batch.tokens.tolist()
+        states: list[int] = []
+        first = 0
+        for span in batch.spans:
+            rows = tokens[first : first + span.num_rows]
+            self._store.stage(span.slot, span.start, rows)
+            states += map(self.state_of, self.histories(span, rows))
+            first += span.num_rows
+        wanted = torch.tensor(states, device=self.device)[batch.logit_rows]
+        return Scores(logits=self.log_probs[wanted].to(self.dtype))
+
+    def histories(self, span: Span, rows: Sequence[int]) -> Iterator[list[int]]:
+        """What each row of a span may see, itself included, read back from the store."""
+        chain = self._store.tokens(span.slot, span.start + span.num_chain)
+        for end in range(span.start + 1, len(chain) + 1):
+            yield chain[:end]
+        for node in range(len(span.tree.parents)):
+            yield chain + [rows[span.num_chain + above] for above in span.tree.path(node)]

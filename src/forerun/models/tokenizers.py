@@ -1,0 +1,163 @@
+"""Text to ids and back: comparing vocabularies, and detokenising one token at a time."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from forerun.errors import InvalidModel, InvalidRequest
+from forerun.models.token_bytes import piece_decoder
+
+__all__ = ["Detokenizer", "Tokenizer", "VocabularyComparison", "compare_vocabularies"]
+
+
+class Tokenizer:
+    """A transformers tokenizer behind the few operations the engine needs.
+
+    Args:
+        backend: a transformers tokenizer with a `tokenizers` backend.
+
+    Raises:
+        InvalidModel: tokens of this tokenizer do not stand for fixed bytes.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        if not backend.is_fast:
+            raise InvalidModel(f"{type(backend).__name__} has no tokenizer.json; convert it to one")
+        self._backend = backend
+        self._to_bytes = piece_decoder(backend.backend_tokenizer.to_str())
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with the special tokens (such as a start token) the model expects."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return [int(token) for token in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt for a conversation; encode it without special tokens.
+
+        Args:
+            messages: each with "role" and "content".
+
+        Raises:
+            InvalidRequest: the tokenizer has no chat template.
+        """
+        if self._backend.chat_template is None:
+            raise InvalidRequest("this model has no chat template; give a plain prompt")
+        turns = [dict(message) for message in messages]
+        rendered = self._backend.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True
+        )
+        return str(rendered)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, if there is one."""
+        token = self._backend.eos_token_id
+        return None if token is None else int(token)
+
+    @cached_property
+    def vocabulary(self) -> dict[int, str]:
+        """The written form of every token."""
+        return {token: piece for piece, token in self._backend.get_vocab().items()}
+
+    @cached_property
+    def added(self) -> dict[int, tuple[str, bool]]:
+        """Tokens outside the model's alphabet: their text, and whether they are special."""
+        tokens = self._backend.added_tokens_decoder
+        return {token: (added.content, added.special) for token, added in tokens.items()}
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token contributes to the text; nothing for special tokens and padding ids."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._work_out_bytes(token)
+        return known
+
+    def _work_out_bytes(self, token: int) -> bytes:
+        if token in self.added:
+            content, is_special = self.added[token]
+            return b"" if is_special else self._to_bytes(content)
+        piece = self.vocabulary.get(token)
+        return b"" if piece is None else self._to_bytes(piece)
+
+
+class Detokenizer:
+    """Ids to text, one at a time; bytes of an unfinished character are held back.
+
+    The text equals decoding all ids at once, at the cost of a table look-up per token.
+
+    Args:
+        tokenizer: whose ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.text = ""
+
+    def append(self, token: int) -> str:
+        """Take one id; returns the text it completed, which may be empty."""
+        return self._extend(self._decoder.decode(self._tokenizer.token_bytes(token)))
+
+    def finish(self) -> str:
+        """No more ids: what was held back becomes U+FFFD. Returns the text added."""
+        return self._extend(self._decoder.decode(b"", final=True))
+
+    def _extend(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyComparison:
+    """Whether two tokenizers mean the same by every id.
+
+    Attributes:
+        identical: whether they do.
+        num_target: tokens of the target's tokenizer.
+        num_draft: tokens of the draft's tokenizer.
+        num_different: ids that differ.
+        first_differences: (id, target's token, draft's token) of the first few; None where a
+            tokenizer has no such id.
+    """
+
+    identical: bool
+    num_target: int
+    num_draft: int
+    num_different: int
+    first_differences: tuple[tuple[int, str | None, str | None], ...]
+
+
+def compare_vocabularies(
+    target: Tokenizer, draft: Tokenizer, max_shown: int = 8
+) -> VocabularyComparison:
+    """Compare two tokenizers id by id.
+
+    Models padded to different widths compare equal as long as their tokenizers are: padding is the
+    model's, not the tokenizer's.
+
+    Args:
+        target: the target's tokenizer.
+        draft: the draft's tokenizer.
+        max_shown: how many differences to list.
+    """
+    ours, theirs = target.vocabulary, draft.vocabulary
+    different: list[int] = []
+    if ours != theirs:
+        ids = sorted(ours.keys() | theirs.keys())
+        different = [token for token in ids if ours.get(token) != theirs.get(token)]
+    return VocabularyComparison(
+        identical=not different,
+        num_target=len(ours),
+        num_draft=len(theirs),
+        num_different=len(different),
+        first_differences=tuple((t, ours.get(t), theirs.get(t)) for t in different[:max_shown]),
+    )

@@ -1,0 +1,65 @@
+"""The pair that ships with the package: its folders, and prompts kept out of its training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import InvalidModel
+
+__all__ = ["PREFIX", "ZOO", "HeldOutPrompt", "held_out_prompts", "zoo_path"]
+
+PREFIX = "zoo:"
+ZOO = ("target", "draft-domain", "draft-off-the-shelf")
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutPrompt:
+    """The beginning of a module that was kept out of training.
+
+    Attributes:
+        name: the module it is from.
+        text: the prompt.
+    """
+
+    name: str
+    text: str
+
+
+def zoo_path(name: str) -> Path:
+    """Folder of a shipped model.
+
+    Args:
+        name: one of ZOO, with or without the prefix "zoo:".
+
+    Raises:
+        InvalidModel: there is no such model, or it is not part of this installation.
+    """
+    short = name.removeprefix(PREFIX)
+    if short not in ZOO:
+        known = ", ".join(PREFIX + model for model in ZOO)
+        raise InvalidModel(f"no shipped model is called {name!r}; there are {known}")
+    folder = FOLDER / short
+    if not folder.is_dir():
+        raise InvalidModel(
+            f"{PREFIX}{short} is missing from this installation ({folder}); reinstall forerun or "
+            "rebuild it with recipes/zoo"
+        )
+    return folder
+
+
+def held_out_prompts() -> tuple[HeldOutPrompt, ...]:
+    """Prompts for demonstrations and benchmarks, in the order of the file.
+
+    Raises:
+        InvalidModel: the file is missing or malformed.
+    """
+    path = FOLDER / "prompts.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        return tuple(HeldOutPrompt(name=r["name"], text=r["text"]) for r in records)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidModel(f"held-out prompts cannot be read from {path}: {error}") from error
