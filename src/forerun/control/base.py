@@ -1,0 +1,61 @@
+"""The controller's contract: from what is known before drafting to one plan per request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from forerun.theory.record import StepRecord
+
+__all__ = ["Capacity", "Controller", "Plan", "RequestState"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one request does in one step.
+
+    Attributes:
+        method: name of the drafter, or "plain".
+        num_speculative_tokens: K, most nodes to propose (0: plain decoding).
+    """
+
+    method: str = "plain"
+    num_speculative_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestState:
+    """What a controller may know of a request before its next step.
+
+    Attributes:
+        request_id: which request.
+        num_committed: prompt and output tokens so far.
+        max_new: tokens that may still be emitted (context and max_tokens considered).
+        temperature: of the request.
+        tags: free-form labels of the request.
+    """
+
+    request_id: str
+    num_committed: int
+    max_new: int
+    temperature: float
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Rows the target pass may take in this step, over all requests."""
+
+    max_rows: int
+
+
+@runtime_checkable
+class Controller(Protocol):
+    """Chooses plans. Pure with respect to clock and randomness: it sees only its arguments."""
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        """One plan per state, in order."""
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        """Outcomes of the step the last plans were for."""

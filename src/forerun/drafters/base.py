@@ -1,0 +1,61 @@
+"""The drafter's contract: contexts and plans in, token trees out, outcomes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from forerun.control.base import Plan
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.processors import History
+from forerun.sampling.proposal import Proposal, Verdict
+
+__all__ = ["DraftRequest", "Drafter", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftRequest:
+    """One sequence a drafter is asked to continue.
+
+    Attributes:
+        request_id: key of the drafter's own state for this sequence.
+        ids: committed prompt and output tokens (shared with the engine: read only).
+        num_prompt: how many of them are prompt.
+        params: the request's sampling parameters.
+        noise_key: key of (seed, sample index), see `forerun.sampling.noise`.
+        history: token counts of prompt and output where penalties need them (read only).
+        coupled: draw with the target's position-keyed noise.
+    """
+
+    request_id: str
+    ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    noise_key: int
+    history: History | None
+    coupled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What became of one proposal."""
+
+    request_id: str
+    verdict: Verdict
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes token trees. State is per request_id, created on first use, dropped by `forget`."""
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        """One proposal per request (None: nothing to propose), at most plan.num_speculative_tokens nodes."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Verdicts on the last proposals, called once the accepted tokens are committed."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop all state of a request; unknown ids are ignored."""

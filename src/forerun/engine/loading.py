@@ -1,0 +1,77 @@
+"""Load target and draft for an engine and check that they fit each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from forerun.engine.config import EngineConfig
+from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.models.huggingface import HuggingFaceModel
+from forerun.models.load import load_model, load_tokenizer, model_folder
+from forerun.models.tokenizers import Tokenizer, compare_vocabularies
+
+__all__ = ["check_pair", "eos_token_ids", "load_pair_member"]
+
+logger = logging.getLogger("forerun.loading")
+
+Loaded = tuple[HuggingFaceModel, Tokenizer]
+
+
+def load_pair_member(name: str | Path, *, dtype: str, device: str, config: EngineConfig) -> Loaded:
+    """Model and tokenizer, with KV for the configured batch and its staged rows."""
+    model = load_model(
+        name,
+        dtype=dtype,
+        device=device,
+        max_batch=config.max_batch,
+        max_context=config.max_context,
+        max_staged_rows=config.num_speculative_tokens + 1,
+    )
+    if config.num_speculative_tokens >= model.max_context:
+        raise InvalidRequest(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, but the context of {name} "
+            f"holds {model.max_context} tokens; choose a smaller K"
+        )
+    return model, load_tokenizer(name)
+
+
+def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every id that ends a text, by generation settings, configuration or tokenizer."""
+    found = {tokenizer.eos_token_id}
+    for file in ("generation_config.json", "config.json"):
+        path = model_folder(name) / file
+        if path.exists():
+            listed = json.loads(path.read_text("utf-8")).get("eos_token_id")
+            found |= set(listed) if isinstance(listed, list) else {listed}
+    return frozenset(token for token in found if token is not None)
+
+
+def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> None:
+    """Refuse a draft with another vocabulary; warn about one that cannot pay.
+
+    Raises:
+        IncompatibleDraft: some token id means different text to the two.
+    """
+    comparison = compare_vocabularies(tokenizer, draft[1])
+    if not comparison.identical:
+        shown = "; ".join(
+            f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
+        )
+        raise IncompatibleDraft(
+            f"the draft's tokenizer is not the target's ({comparison.num_draft} and "
+            f"{comparison.num_target} tokens; {shown}); use a draft trained with the same tokenizer"
+        )
+    if num_parameters(draft[0]) >= num_parameters(target):
+        logger.warning(
+            "the draft has %d parameters, the target %d: drafting will cost more than it saves",
+            num_parameters(draft[0]),
+            num_parameters(target),
+        )
+
+
+def num_parameters(model: LanguageModel) -> int:
+    """Parameters of decoder and head, tied ones once."""
+    modules = (model.decoder, model.head)
+    return sum({id(p): p.numel() for m in modules for p in m.parameters()}.values())

@@ -1,0 +1,94 @@
+"""What a caller gets back: text, tokens, why it ended, and what speculation did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.sampling.proposal import TokenSource
+from forerun.theory.acceptance import AcceptanceCounts
+
+__all__ = ["Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one emitted token, before any processing.
+
+    Attributes:
+        token_id: the emitted token.
+        logprob: its natural-log probability.
+        top: the most likely tokens with their log-probabilities, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished sample of a request.
+
+    Attributes:
+        index: sample index, 0 to n - 1.
+        text: decoded output; a matched stop string is cut off.
+        token_ids: emitted tokens, the end-of-sequence token included where it ended the text.
+        finish_reason: "stop" (end-of-sequence, stop token or stop string), "length" or "abort".
+        stop_reason: the stop string or token id that matched, if one did.
+        sources: provenance of every token.
+        logprobs: one entry per token where logprobs were asked for.
+        acceptance: counts from which tau and the per-position figures follow.
+        ttft_s: seconds from admission to the first token.
+        total_s: seconds from admission to the end.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    sources: tuple[TokenSource, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    acceptance: AcceptanceCounts
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request: its prompt and all its samples."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the first sample."""
+        return self.completions[0].token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamChunk:
+    """What one step added to one sample.
+
+    Attributes:
+        request_id: which request.
+        index: which sample.
+        text: new text (may be empty while a stop string or a character is incomplete).
+        token_ids: new tokens.
+        sources: provenance of the new tokens.
+        finish_reason: set on the last chunk.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    sources: tuple[TokenSource, ...]
+    finish_reason: str | None = None

@@ -1,0 +1,144 @@
+"""One sample of a request while it runs: ids, text, stops and counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from forerun.engine.results import Completion, StreamChunk, TokenLogprobs
+from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_back
+from forerun.models.context import Context
+from forerun.models.tokenizers import Detokenizer
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.processors import History
+from forerun.sampling.proposal import TokenSource
+from forerun.theory.acceptance import AcceptanceCounts
+
+__all__ = ["Sequence", "Status"]
+
+
+class Status(StrEnum):
+    """Life of a sequence."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One sample of one request.
+
+    `ids` (prompt, then output) is shared with the target's and the drafter's contexts; only `append`
+    grows it.
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    ids: list[int]
+    num_prompt: int
+    noise_key: int
+    stops: TokenStops
+    detokenizer: Detokenizer
+    history: History | None
+    admitted_at_s: float
+    status: Status = Status.WAITING
+    context: Context | None = None
+    sources: list[TokenSource] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    stop: Stop | None = None
+    first_token_at_s: float | None = None
+    finished_at_s: float | None = None
+    drafting_failed: bool = False
+    num_shown: int = 0
+    num_streamed: int = 0
+    num_searched: int = 0
+    text_end: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of this sample for drafters and traces."""
+        return self.request_id if self.params.n == 1 else f"{self.request_id}/{self.index}"
+
+    @property
+    def num_output(self) -> int:
+        """Emitted tokens."""
+        return len(self.ids) - self.num_prompt
+
+    @property
+    def max_new(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.stops.max_new - self.num_output
+
+    @property
+    def text(self) -> str:
+        """Output text, cut at a matched stop string."""
+        return self.detokenizer.text[: self.text_end]
+
+    def append(self, tokens: tuple[int, ...], sources: tuple[TokenSource, ...]) -> int:
+        """Take emitted tokens one by one until one of them ends the sequence.
+
+        Returns:
+            How many were taken.
+        """
+        for taken, (token, source) in enumerate(zip(tokens, sources, strict=True), start=1):
+            self.ids.append(token)
+            self.sources.append(source)
+            if self.history is not None:
+                self.history.append(token)
+            self.stop = self._check(token)
+            if self.stop is not None:
+                return taken
+        return len(tokens)
+
+    def _check(self, token: int) -> Stop | None:
+        by_token = self.stops.check(token, self.num_output)
+        if by_token is not None and by_token.finish_reason == "stop":
+            return by_token  # the ending token itself is not part of the text
+        self.detokenizer.append(token)
+        if self.params.stop:
+            text, start = self.detokenizer.text, self.num_searched
+            self.num_searched = len(text)
+            found = find_stop_string(text, start, self.params.stop)
+            if found is not None and self.num_output > self.params.min_tokens:
+                self.text_end = found[0]
+                return Stop(finish_reason="stop", stop_reason=found[1])
+        return by_token
+
+    def take_chunk(self) -> StreamChunk:
+        """What is new since the last call; text that may yet be cut is held back."""
+        if self.stop is not None and self.text_end is None:
+            self.detokenizer.finish()
+        text = self.text
+        end = len(text) if self.stop else len(text) - held_back(text, self.params.stop)
+        end = max(end, self.num_shown)
+        chunk = StreamChunk(
+            request_id=self.request_id,
+            index=self.index,
+            text=text[self.num_shown : end],
+            token_ids=tuple(self.ids[self.num_prompt + self.num_streamed :]),
+            sources=tuple(self.sources[self.num_streamed :]),
+            finish_reason=self.stop.finish_reason if self.stop else None,
+        )
+        self.num_shown, self.num_streamed = end, self.num_output
+        return chunk
+
+    def completion(self) -> Completion:
+        """The finished sample."""
+        assert self.stop is not None
+        assert self.first_token_at_s is not None
+        assert self.finished_at_s is not None
+        return Completion(
+            index=self.index,
+            text=self.text,
+            token_ids=tuple(self.ids[self.num_prompt :]),
+            finish_reason=self.stop.finish_reason,
+            stop_reason=self.stop.stop_reason,
+            sources=tuple(self.sources),
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            acceptance=self.acceptance,
+            ttft_s=self.first_token_at_s - self.admitted_at_s,
+            total_s=self.finished_at_s - self.admitted_at_s,
+        )

@@ -1,0 +1,71 @@
+"""Where a sequence ends: end-of-sequence, stop tokens, stop strings, length.
+
+Tokens of an accepted block are taken one at a time, exactly as plain decoding would see them, so a stop
+inside the block drops what follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["Stop", "TokenStops", "find_stop_string", "held_back"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Why a sequence ended: finish reason, and the token or string that matched."""
+
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class TokenStops:
+    """Stops that depend on ids and counts alone."""
+
+    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_new: int) -> None:
+        self.eos = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_ids = frozenset(params.stop_token_ids)
+        self.max_new = max_new
+        self.min_tokens = params.min_tokens
+
+    def check(self, token: int, num_output: int) -> Stop | None:
+        """The stop caused by `token`, the `num_output`-th output token."""
+        if num_output > self.min_tokens:
+            if token in self.eos:
+                return Stop(finish_reason="stop")
+            if token in self.stop_ids:
+                return Stop(finish_reason="stop", stop_reason=token)
+        if num_output >= self.max_new:
+            return Stop(finish_reason="length")
+        return None
+
+
+def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    """Earliest stop string that ends after `start`: (where it begins, which); None if there is none.
+
+    Args:
+        text: output so far.
+        start: length of the text already searched.
+        stops: stop strings; on equal begin the longer one wins.
+    """
+    best: tuple[int, str] | None = None
+    for stop in stops:
+        begin = text.find(stop, max(0, start - len(stop) + 1))
+        if begin < 0:
+            continue
+        if best is None or (begin, -len(stop)) < (best[0], -len(best[1])):
+            best = (begin, stop)
+    return best
+
+
+def held_back(text: str, stops: tuple[str, ...]) -> int:
+    """Characters at the end of `text` that may yet become a stop string and must not be shown."""
+    longest = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest

@@ -1,0 +1,230 @@
+"""From one pass's logits to verdicts: processed probabilities, the right verifier per sequence, one sync.
+
+Sequences are verified together by rule: those walked (greedy, deterministic, coupled) need target tokens
+at every row; sampled chains need the draft's rows beside the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from forerun.engine.results import TokenLogprobs
+from forerun.engine.sequence import Sequence
+from forerun.errors import NumericalError
+from forerun.sampling.chain import Rule, verify_chains
+from forerun.sampling.choice import Choice, TokenSource
+from forerun.sampling.config import Method, resolve_verification
+from forerun.sampling.logprobs import raw_logprobs
+from forerun.sampling.noise import chain_keys
+from forerun.sampling.processors import RowHistory, failed_rows, pack_params, target_probs
+from forerun.sampling.proposal import Proposal, Verdict
+from forerun.sampling.walk import (
+    coupled_match_probs,
+    edge_probs,
+    expected_accepted,
+    target_keys,
+    target_tokens,
+    walk,
+)
+from forerun.theory.tree import TokenTree
+
+__all__ = ["Scored", "verify"]
+
+NO_TREE = TokenTree(())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Scored:
+    """A sequence whose pass yields tokens: logits of its last chain row, then of every draft node."""
+
+    sequence: Sequence
+    proposal: Proposal | None
+    num_chain: int
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def tree(self) -> TokenTree:
+        """Draft nodes; empty for a plain step."""
+        return self.proposal.tree if self.proposal else NO_TREE
+
+    @property
+    def num_rows(self) -> int:
+        """Logits rows."""
+        return 1 + len(self.tree.parents)
+
+    @property
+    def method(self) -> Method:
+        """The verifier its parameters and proposal ask for."""
+        choice = self.proposal.choice if self.proposal else Choice.SAMPLED
+        return resolve_verification(self.sequence.params, choice, is_chain=self.tree.is_chain)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the raw argmax decides."""
+        return self.sequence.params.greedy and self.sequence.history is None
+
+    def drafted(self) -> list[int]:
+        """Ids of the draft nodes; waits for the drafter's device."""
+        ids: list[int] = self.proposal.tokens.tolist() if self.proposal else []
+        return ids
+
+    def row_histories(self) -> list[RowHistory | None]:
+        """History of every row, extended along its path in the tree."""
+        history = self.sequence.history
+        if history is None:
+            return [None] * self.num_rows
+        ids = self.drafted()
+        paths = [self.tree.path(node) for node in range(len(ids))]
+        return [history.at(), *(history.at([ids[n] for n in path]) for path in paths)]
+
+    def row_keys(self) -> list[int]:
+        """Noise keys of the target's draws at every row."""
+        return target_keys(self.sequence.noise_key, len(self.sequence.ids), self.tree)
+
+    def draw_keys(self, num_nodes: int) -> list[int]:
+        """Noise keys of accept tests and final draw, for a chain padded to `num_nodes`."""
+        return chain_keys(self.sequence.noise_key, len(self.sequence.ids), num_nodes)
+
+    def token_logprobs(self, verdict: Verdict, num_taken: int) -> list[TokenLogprobs]:
+        """Raw log-probabilities of the first `num_taken` emitted tokens."""
+        rows = [0, *(node + 1 for node in verdict.path)][:num_taken]
+        tokens = torch.tensor(verdict.tokens[:num_taken], device=self.logits.device)
+        raw = raw_logprobs(self.logits[rows], tokens, self.sequence.params.logprobs or 0)
+        tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
+        return [
+            TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
+            for token, logprob, (ids, values) in zip(
+                verdict.tokens, raw.token_logprobs.tolist(), tops, strict=False
+            )
+        ]
+
+
+def verify(scored: Seq[Scored]) -> list[Verdict]:
+    """Verdict of every scored sequence, in order.
+
+    Raises:
+        NumericalError: a sequence's logits are NaN or leave no token; nothing has been committed.
+    """
+    by_method: dict[Method, list[int]] = {}
+    for index, item in enumerate(scored):
+        by_method.setdefault(item.method, []).append(index)
+    verdicts: dict[int, Verdict] = {}
+    for method, indices in by_method.items():
+        items = [scored[i] for i in indices]
+        if method in ("block", "token"):
+            found = verify_sampled(items, "block" if method == "block" else "token")
+        else:
+            found = verify_walked(items)
+        verdicts.update(zip(indices, found, strict=True))
+    return [verdicts[i] for i in range(len(scored))]
+
+
+def probabilities(items: Seq[Scored]) -> Tensor:
+    """Processed target probabilities of all rows of `items`, shape (rows, vocab)."""
+    logits = torch.cat([item.logits for item in items]) if len(items) > 1 else items[0].logits
+    rows = [i for i, item in enumerate(items) for _ in range(item.num_rows)]
+    params = pack_params([item.sequence.params for item in items], logits.device, rows)
+    histories: list[RowHistory | None] = []
+    if any(item.sequence.history is not None for item in items):
+        histories = [history for item in items for history in item.row_histories()]
+    probs = target_probs(logits, params, histories)
+    for row in failed_rows(probs):
+        refuse(items[rows[row]])
+    return probs
+
+
+def refuse(item: Scored) -> None:
+    """Name the request whose logits cannot be used."""
+    raise NumericalError(
+        f"request {item.sequence.key}: the target's logits are NaN or infinite, or its parameters leave "
+        "no possible token; nothing was emitted: abort it, and check dtype and weights"
+    )
+
+
+def verify_walked(items: Seq[Scored]) -> list[Verdict]:
+    """Draw (or take the argmax) at every row and follow the draft as far as it agrees."""
+    if all(item.is_plain_greedy for item in items):
+        chosen = [item.logits.argmax(dim=-1) for item in items]
+        check_finite(items)
+        return [greedy_verdict(item, t.tolist()) for item, t in zip(items, chosen, strict=True)]
+    probs = probabilities(items)
+    keys = torch.tensor([k for item in items for k in item.row_keys()], device=probs.device)
+    tokens: list[int] = target_tokens(probs, keys).tolist()
+    verdicts, start = [], 0
+    for item in items:
+        end = start + item.num_rows
+        verdicts.append(walk_verdict(item, tokens[start:end], probs[start:end]))
+        start = end
+    return verdicts
+
+
+def check_finite(items: Seq[Scored]) -> None:
+    """Refuse a sequence whose raw logits are NaN."""
+    for item in items:
+        if bool(item.logits.isnan().any()):
+            refuse(item)
+
+
+def greedy_verdict(item: Scored, tokens: list[int]) -> Verdict:
+    """The walk of an argmax; what is accepted is certain, so it is also what is expected."""
+    path, final = walk(item.tree, item.drafted(), tokens)
+    return make_verdict(item, path, final, float(len(path)))
+
+
+def walk_verdict(item: Scored, tokens: list[int], probs: Tensor) -> Verdict:
+    """The walk of drawn target tokens, and how far it was expected to get."""
+    proposal = item.proposal
+    if proposal is None:
+        return make_verdict(item, (), tokens[0], 0.0)
+    drafted = proposal.tokens.to(probs.device)
+    if proposal.choice is Choice.COUPLED and proposal.draft_probs is not None:
+        edges = coupled_match_probs(probs[:-1], proposal.draft_probs.to(probs.device), drafted)
+    else:
+        edges = edge_probs(item.tree, drafted, probs)
+    path, final = walk(item.tree, drafted.tolist(), tokens)
+    return make_verdict(item, path, final, expected_accepted(item.tree, edges.tolist()))
+
+
+def make_verdict(item: Scored, path: tuple[int, ...], final: int, expected: float) -> Verdict:
+    """Accepted tokens along `path`, then `final`: a bonus where nothing was left to reject."""
+    drafted = item.drafted()
+    at_leaf = not item.tree.children(path[-1] if path else -1)
+    last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
+    return Verdict(
+        path=path,
+        tokens=(*(drafted[node] for node in path), final),
+        sources=(*(TokenSource.ACCEPTED for _ in path), last),
+        expected_accepted=expected,
+    )
+
+
+def verify_sampled(items: Seq[Scored], rule: Rule) -> list[Verdict]:
+    """Block or token-level verification of sampled chains, padded to the longest of them."""
+    probs = probabilities(items)
+    depth = max(item.num_rows for item in items) - 1
+    vocab_size = probs.shape[-1]
+    target = probs.new_zeros(len(items), depth + 1, vocab_size)
+    draft = probs.new_zeros(len(items), depth, vocab_size)
+    tokens = torch.zeros(len(items), depth, dtype=torch.int64, device=probs.device)
+    start = 0
+    for row, item in enumerate(items):
+        target[row, : item.num_rows] = probs[start : start + item.num_rows]
+        start += item.num_rows
+        if item.proposal is not None and item.proposal.draft_probs is not None:
+            draft[row, : item.num_rows - 1] = item.proposal.draft_probs
+            tokens[row, : item.num_rows - 1] = item.proposal.tokens
+    outcome = verify_chains(
+        target,
+        draft,
+        tokens,
+        torch.tensor([item.num_rows - 1 for item in items], device=probs.device),
+        torch.tensor([item.draw_keys(depth) for item in items], device=probs.device),
+        rule,
+    )
+    columns = (outcome.num_accepted, outcome.final_tokens, outcome.expected_accepted)
+    rows = zip(items, *(column.tolist() for column in columns), strict=True)
+    return [make_verdict(item, tuple(range(n)), final, e) for item, n, final, e in rows]
