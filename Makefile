@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format exact zoo clean
+.PHONY: help install demo test check format docs exact zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ check: $(STAMP)  ## format, lint, types, layers
 format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## bring the module list of docs/architecture.md up to date
+	$(BIN)/python recipes/docs/modules.py
 
 exact: $(STAMP)  ## enumerate every verifier's output law
 	$(BIN)/forerun exact $(ARGS)

@@ -51,16 +51,28 @@ def test_functions_are_short(path: Path) -> None:
     assert not long
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.read_text()], ids=name_of)
+def constants_then_classes_then_functions(name: str) -> tuple[int, str]:
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.name != "__init__.py"], ids=name_of
+)
 def test_public_names_are_listed_and_sorted(path: Path) -> None:
     names = public_names(path)
     assert names is not None, "no literal __all__"
-    assert names == sorted(names)
+    assert names == sorted(names, key=constants_then_classes_then_functions)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_names_say_something(path: Path) -> None:
     assert not MEANINGLESS_NAMES & {path.stem, *path.relative_to(PACKAGE).parts}
+
+
+def test_every_module_is_on_the_page_of_record() -> None:
+    command = [sys.executable, PACKAGE.parents[1] / "recipes" / "docs" / "modules.py", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def modules_after(statement: str) -> set[str]:
