@@ -11,7 +11,7 @@ __all__ = ["FixedController"]
 
 
 class FixedController:
-    """Always `method` with `num_speculative_tokens`, less only where fewer tokens may still be emitted."""
+    """Always `method` with K tokens; fewer only where the request is about to end."""
 
     def __init__(self, num_speculative_tokens: int, method: str = "draft_model") -> None:
         self.num_speculative_tokens = num_speculative_tokens

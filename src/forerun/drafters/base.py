@@ -52,7 +52,7 @@ class Drafter(Protocol):
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """One proposal per request (None: nothing to propose), at most plan.num_speculative_tokens nodes."""
+        """One proposal of at most K nodes per request; None where there is nothing to propose."""
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Verdicts on the last proposals, called once the accepted tokens are committed."""

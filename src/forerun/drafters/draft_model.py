@@ -1,7 +1,7 @@
 """A separate, smaller language model as drafter: greedy at T=0, sampled otherwise.
 
-Cost per step: one pass over what the draft has not seen, then K - 1 passes of one row per sequence; each
-pass reads the draft's weights once and scores batch x vocabulary logits.
+Cost per step: one pass over what the draft has not seen, then K - 1 passes of one row per sequence;
+each pass reads the draft's weights once and scores batch x vocabulary logits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, Outcome
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context, pack
+from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.noise import Purpose, draw, exponential, position_key, race, step_key, uniform
 from forerun.sampling.processors import RowHistory, pack_params, target_probs
-from forerun.sampling.choice import Choice
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 

@@ -1,7 +1,8 @@
 """Ask the drafter, and survive it.
 
-A drafter is a guess: whatever goes wrong in one must not cost a token. A failing batch is retried row by
-row once; a sequence whose row fails again decodes plainly from then on, with one logged reason.
+A drafter is a guess: whatever goes wrong in one must not cost a token. A failing batch is retried
+row by row once; a sequence whose row fails again decodes plainly from then on, with one logged
+reason.
 """
 
 from __future__ import annotations

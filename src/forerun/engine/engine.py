@@ -18,7 +18,7 @@ from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.loading import check_pair, eos_token_ids, load_pair_member
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Sequence, Status
+from forerun.engine.sequence import Sequence
 from forerun.engine.step import Stepper
 from forerun.engine.stopping import Stop, TokenStops
 from forerun.errors import InvalidRequest
@@ -44,7 +44,7 @@ class Engine:
         print(engine.generate("def add(a, b):")[0].text)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (keyword-only parts, each replaceable)
         self,
         *,
         target: LanguageModel,
@@ -114,19 +114,16 @@ class Engine:
         dtype: str = "auto",
     ) -> Engine:
         """A new engine over the same loaded target with another drafter and K."""
-        changes = (
-            {}
-            if num_speculative_tokens is None
-            else {"num_speculative_tokens": num_speculative_tokens}
-        )
-        config = replace(self.config, **changes)
-        drafter = draft
+        config = self.config
+        if num_speculative_tokens is not None:
+            config = replace(config, num_speculative_tokens=num_speculative_tokens)
         if isinstance(draft, str | Path):
-            loaded = load_pair_member(
-                draft, dtype=dtype, device=str(self.target.device), config=config
-            )
+            device = str(self.target.device)
+            loaded = load_pair_member(draft, dtype=dtype, device=device, config=config)
             check_pair(self.target, self.tokenizer, loaded)
-            drafter = DraftModel(loaded[0], vocab_size=self.target.vocab_size)
+            drafter: Drafter | None = DraftModel(loaded[0], vocab_size=self.target.vocab_size)
+        else:
+            drafter = draft
         return Engine(
             target=self.target,
             tokenizer=self.tokenizer,
@@ -285,7 +282,7 @@ class Engine:
             What each sequence gained (nothing while a prompt is still being read).
 
         Raises:
-            NumericalError: the target returned NaN; no request has lost a token, abort the one named.
+            NumericalError: the target returned NaN; nothing is lost, abort the request named.
         """
         for sequence in self.scheduler.admit(self.target.store.num_free):
             sequence.context = Context(self.target.store, sequence.ids)

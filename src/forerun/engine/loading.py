@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.models.base import LanguageModel
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies

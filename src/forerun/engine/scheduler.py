@@ -1,7 +1,7 @@
 """Continuous batching: who runs, and how many rows each sequence gets in a pass.
 
-First come, first served. Decoding sequences are never starved by a prefill: every running sequence gets
-its decode rows first, prompt chunks share what is left of the pass.
+First come, first served. A prefill never starves decoding: every running sequence gets its decode
+rows first, prompt chunks share what is left of the pass.
 """
 
 from __future__ import annotations

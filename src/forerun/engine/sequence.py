@@ -29,7 +29,7 @@ class Status(StrEnum):
 class Sequence:
     """One sample of one request.
 
-    `ids` (prompt, then output) is shared with the target's and the drafter's contexts; only `append`
+    `ids` (prompt, then output) is shared with the contexts of target and drafter; only `append`
     grows it.
     """
 

@@ -119,7 +119,7 @@ class Stepper:
         return self.drafter.propose(running, plans)
 
     def _score(self, shares: Seq[Share], drafted: dict[str, Proposal | None]) -> list[Scored]:
-        """One target pass over the chain and tree rows of all shares; logits where tokens come out."""
+        """One target pass over all shares; logits where tokens come out."""
         spans: list[Span] = []
         tokens: list[torch.Tensor] = []
         wanted: list[int] = []

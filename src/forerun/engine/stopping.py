@@ -1,7 +1,7 @@
 """Where a sequence ends: end-of-sequence, stop tokens, stop strings, length.
 
-Tokens of an accepted block are taken one at a time, exactly as plain decoding would see them, so a stop
-inside the block drops what follows it.
+Tokens of an accepted block are taken one at a time, exactly as plain decoding would see them, so a
+stop inside the block drops what follows it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ class TokenStops:
 
 
 def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Earliest stop string that ends after `start`: (where it begins, which); None if there is none.
+    """Earliest stop string that ends after `start`, as (where it begins, which).
 
     Args:
         text: output so far.
         start: length of the text already searched.
         stops: stop strings; on equal begin the longer one wins.
+
+    Returns:
+        None where there is none.
     """
     best: tuple[int, str] | None = None
     for stop in stops:

@@ -1,7 +1,7 @@
-"""From one pass's logits to verdicts: processed probabilities, the right verifier per sequence, one sync.
+"""From one pass's logits to verdicts: the right verifier per sequence, batched by rule.
 
-Sequences are verified together by rule: those walked (greedy, deterministic, coupled) need target tokens
-at every row; sampled chains need the draft's rows beside the target's.
+Sequences that are walked (greedy, deterministic, coupled) need target tokens at every row; sampled
+chains need the draft's rows beside the target's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ NO_TREE = TokenTree(())
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Scored:
-    """A sequence whose pass yields tokens: logits of its last chain row, then of every draft node."""
+    """A sequence whose pass yields tokens.
+
+    `logits` holds the row of the last chain token, then one per draft node.
+    """
 
     sequence: Sequence
     proposal: Proposal | None
@@ -140,8 +143,8 @@ def probabilities(items: Seq[Scored]) -> Tensor:
 def refuse(item: Scored) -> None:
     """Name the request whose logits cannot be used."""
     raise NumericalError(
-        f"request {item.sequence.key}: the target's logits are NaN or infinite, or its parameters leave "
-        "no possible token; nothing was emitted: abort it, and check dtype and weights"
+        f"request {item.sequence.key}: the target's logits are NaN or infinite, or its parameters "
+        "leave no possible token; nothing was emitted: abort it, and check dtype and weights"
     )
 
 

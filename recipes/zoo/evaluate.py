@@ -1,0 +1,145 @@
+"""Judge the trained models and write their cards: held-out loss, loops, variety, the two gates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from corpus import BOOK_SOURCES, HELD_OUT_MODULES, PYTHON_SOURCES, Source
+from train import TrainConfig, held_out_bits_per_byte
+from transformers import AutoModelForCausalLM
+
+from forerun.bench.text import distinct_ngram_share, first_repeat
+from forerun.engine.engine import Engine
+from forerun.models.zoo import held_out_prompts
+from forerun.sampling.config import SamplingParams
+
+NUM_NEW_TOKENS = 256
+MIN_GAP_BITS_PER_BYTE = 0.15
+MAX_LOOPING_SHARE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFigures:
+    """Texts of one model at one temperature, NUM_NEW_TOKENS tokens after every held-out prompt."""
+
+    temperature: float
+    num_texts: int
+    looping_share: float  # texts that repeat one of their 32-grams
+    distinct_4gram_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFigures:
+    """What a card reports."""
+
+    name: str
+    num_parameters: int
+    file_bytes: int
+    held_out_bits_per_byte: float
+    texts: tuple[TextFigures, ...]
+
+
+def text_figures(engine: Engine, temperature: float, seed: int = 0) -> TextFigures:
+    """Complete every held-out prompt and count loops and distinct 4-grams."""
+    params = SamplingParams(
+        temperature=temperature, max_tokens=NUM_NEW_TOKENS, seed=seed, ignore_eos=True
+    )
+    outputs = engine.generate([prompt.text for prompt in held_out_prompts()], params)
+    texts = [output.token_ids for output in outputs]
+    return TextFigures(
+        temperature=temperature,
+        num_texts=len(texts),
+        looping_share=sum(first_repeat(ids, 32) < len(ids) for ids in texts) / len(texts),
+        distinct_4gram_share=sum(distinct_ngram_share(ids, 4) for ids in texts) / len(texts),
+    )
+
+
+def judge(name: str, folder: Path, data: Path) -> ModelFigures:
+    """All figures of one model, in bf16 as shipped."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    engine = Engine.load(folder)
+    return ModelFigures(
+        name=name,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        file_bytes=(folder / "model.safetensors").stat().st_size,
+        held_out_bits_per_byte=held_out_bits_per_byte(model, data),
+        texts=tuple(text_figures(engine, t) for t in (0.0, 0.7, 1.0)),
+    )
+
+
+def check_gates(target: ModelFigures, domain: ModelFigures) -> list[str]:
+    """The gates that fail, in words; empty when the pair may ship."""
+    gap = domain.held_out_bits_per_byte - target.held_out_bits_per_byte
+    looping = next(t.looping_share for t in target.texts if t.temperature == 0.7)
+    failed = []
+    if gap < MIN_GAP_BITS_PER_BYTE:
+        failed.append(f"target leads the domain draft by {gap:.3f} bits per byte only")
+    if looping > MAX_LOOPING_SHARE:
+        failed.append(f"{looping:.0%} of the target's T=0.7 completions loop")
+    return failed
+
+
+def card(figures: ModelFigures, config: TrainConfig, purpose: str) -> str:
+    """The model card in Markdown."""
+    sources = BOOK_SOURCES if config.tokens == "books.npy" else PYTHON_SOURCES
+    rows = "\n".join(
+        f"| {t.temperature:g} | {t.looping_share:.0%} | {t.distinct_4gram_share:.2f} |"
+        for t in figures.texts
+    )
+    tokens = config.num_steps * config.micro_batch * config.accumulate * config.window
+    return f"""---
+license: apache-2.0
+library_name: transformers
+---
+# {figures.name}
+
+{purpose}
+
+{figures.num_parameters / 1e6:.2f}M parameters, Llama-shaped: width {config.hidden_size},
+{config.num_layers} layers, vocabulary 8,192 (byte-level BPE),
+context {config.context}, bf16, {figures.file_bytes / 2**20:.1f} MiB.
+Trained by `recipes/zoo/build.py` on {tokens / 1e6:.1f}M tokens in windows of {config.window},
+seed {config.seed}.
+
+Held-out standard-library modules: **{figures.held_out_bits_per_byte:.3f} bits per byte**.
+
+{figures.texts[0].num_texts} completions of {NUM_NEW_TOKENS} tokens after held-out prompts:
+
+| temperature | share that loops (repeats a 32-gram) | distinct 4-gram share |
+|---|---|---|
+{rows}
+
+## Data
+
+{source_table(sources)}
+
+Kept out of training, tests of them included: {", ".join(sorted(HELD_OUT_MODULES))}.
+
+The model writes plausible Python; it is a test article for speculative decoding, not an assistant.
+"""
+
+
+def source_table(sources: tuple[Source, ...]) -> str:
+    """Names, licences and repeats of the training sources."""
+    rows = "\n".join(f"| {s.name} | {s.licence} | {s.repeat:g} |" for s in sources)
+    return f"| source | licence | repeats |\n|---|---|---|\n{rows}"
+
+
+def write_cards(folders: dict[str, Path], runs: dict[str, TrainConfig], data: Path) -> list[str]:
+    """Judge all, write README.md and figures.json beside the weights; returns failed gates."""
+    figures = {name: judge(name, folder, data) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        (folder / "README.md").write_text(card(figures[name], runs[name], PURPOSES[name]), "utf-8")
+        (folder / "figures.json").write_text(json.dumps(asdict(figures[name]), indent=1) + "\n")
+    return check_gates(figures["target"], figures["draft-domain"])
+
+
+PURPOSES = {
+    "target": "The target of the shipped pair: completes Python source.",
+    "draft-domain": "A draft for the target, trained on the target's own domain.",
+    "draft-off-the-shelf": "A draft with the right tokenizer and the wrong training: English "
+    "books only. It shows what an unaligned draft costs.",
+}
