@@ -1,0 +1,116 @@
+"""Every implementation of LanguageModel, each with what it must return, worked out elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from forerun.models.base import LanguageModel
+from forerun.models.huggingface import adapt
+from forerun.models.tabular import TabularModel
+
+VOCAB_SIZE = 61
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model with 4 slots of 300 tokens, and the logits it owes after every token of a text."""
+
+    model: LanguageModel
+    expected: Callable[[Sequence[int]], Tensor]
+
+
+def llama(**changes: object) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | {"num_key_value_heads": 2} | changes)))
+
+
+def mistral() -> PreTrainedModel:
+    config = MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=None)
+    return MistralForCausalLM(config)
+
+
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=4))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16))
+
+
+NETWORKS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "llama-tied": lambda: llama(tie_word_embeddings=True),
+    "llama-rope-llama3": lambda: llama(rope_parameters=LLAMA3_ROPE),
+    "llama-rope-linear": lambda: llama(rope_parameters=LINEAR_ROPE),
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+
+
+def network_case(name: str) -> Case:
+    network = NETWORKS[name]().eval().requires_grad_(False)
+    # Biases start at 0 and norms at 1, which would hide their being forgotten.
+    generator = torch.Generator().manual_seed(0)
+    for parameter in network.parameters():
+        parameter.add_(torch.empty_like(parameter).normal_(0, 0.2, generator=generator))
+    model = adapt(copy.deepcopy(network), num_slots=4, max_context=300)
+
+    def expected(ids: Sequence[int]) -> Tensor:
+        return network(torch.tensor([list(ids)])).logits[0]
+
+    return Case(model=model, expected=expected)
+
+
+def tabular_case(order: int) -> Case:
+    model = TabularModel.from_seed(
+        1, vocab_size=VOCAB_SIZE, order=order, num_slots=4, max_context=300
+    )
+
+    def expected(ids: Sequence[int]) -> Tensor:
+        laws = [model.law(ids[: end + 1]) for end in range(len(ids))]
+        return torch.stack(laws).log().float()
+
+    return Case(model=model, expected=expected)
+
+
+@pytest.fixture(params=[*NETWORKS, "tabular-1", "tabular-2"])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    kind, _, order = request.param.partition("-")
+    yield tabular_case(int(order)) if kind == "tabular" else network_case(request.param)

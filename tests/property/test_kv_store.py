@@ -1,0 +1,196 @@
+"""Random histories of a KV store against plain lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from forerun.errors import NotEnoughMemory
+from forerun.models.base import KVPrefix, KVStore
+from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.tabular import TokenStore
+
+NUM_SLOTS = 3
+CAPACITY = 12
+MAX_STAGED_ROWS = 4
+
+
+class Subject(Protocol):
+    """A store whose rows each hold one number, here to be written and read."""
+
+    store: KVStore
+
+    def write(self, slot: int, start: int, values: list[int]) -> None: ...
+
+    def read(self, slot: int, end: int) -> list[int]: ...
+
+
+class Contiguous:
+    """Every layer, head and channel holds the row's number plus its own offset."""
+
+    def __init__(self) -> None:
+        geometry = KVGeometry(
+            num_layers=2,
+            num_kv_heads=2,
+            head_dim=3,
+            num_slots=NUM_SLOTS,
+            capacity=CAPACITY,
+            max_staged_rows=MAX_STAGED_ROWS,
+            dtype=torch.float64,
+        )
+        self.store = ContiguousKVStore(geometry, torch.device("cpu"))
+        self.offsets = torch.arange(24, dtype=torch.float64).view(4, 1, 2, 1, 3) / 32
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        rows = torch.tensor(values, dtype=torch.float64).view(1, 1, 1, -1, 1)
+        views = self.store.stage(slot, start, len(values))
+        for view, numbers in zip(views, rows + self.offsets, strict=True):
+            view.copy_(numbers)
+
+    def read(self, slot: int, end: int) -> list[int]:
+        held = torch.stack(self.store.window(slot, 0, end)) - self.offsets
+        values = held[0, 0, 0, :, 0]
+        assert torch.equal(held, values.view(1, 1, 1, -1, 1).expand(held.shape))
+        return [int(value) for value in values]
+
+
+class Tokens:
+    def __init__(self) -> None:
+        self.store = TokenStore(NUM_SLOTS, CAPACITY, MAX_STAGED_ROWS)
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        self.store.stage(slot, start, values)
+
+    def read(self, slot: int, end: int) -> list[int]:
+        return self.store.tokens(slot, end)
+
+
+@dataclass
+class Naive:
+    """What a slot holds."""
+
+    committed: list[int] = field(default_factory=list)
+    staged: list[int] = field(default_factory=list)
+
+
+class History(RuleBasedStateMachine):
+    """Interleaved sequences coming, growing, branching and going."""
+
+    make: type[Subject]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.subject = self.make()
+        self.store = self.subject.store
+        self.slots: dict[int, Naive] = {}
+        self.prefixes: list[tuple[KVPrefix, list[int]]] = []
+        self.num_values = 0
+
+    def pick(self, data: st.DataObject) -> tuple[int, Naive]:
+        slot = data.draw(st.sampled_from(sorted(self.slots)), label="slot")
+        return slot, self.slots[slot]
+
+    @precondition(lambda self: len(self.slots) < NUM_SLOTS)
+    @rule()
+    def reserve(self) -> None:
+        slot = self.store.reserve()
+        assert slot not in self.slots
+        self.slots[slot] = Naive()
+
+    @precondition(lambda self: len(self.slots) == NUM_SLOTS)
+    @rule()
+    def reserve_when_full(self) -> None:
+        with pytest.raises(NotEnoughMemory, match="3 slots"):
+            self.store.reserve()
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), num_rows=st.integers(1, 6))
+    def stage(self, data: st.DataObject, num_rows: int) -> None:
+        slot, naive = self.pick(data)
+        kept = data.draw(st.integers(0, len(naive.staged)), label="staged rows kept")
+        start = len(naive.committed) + kept
+        values = list(range(self.num_values, self.num_values + num_rows))
+        if start + num_rows > CAPACITY + MAX_STAGED_ROWS:
+            with pytest.raises(NotEnoughMemory, match=f"slot {slot} would hold"):
+                self.subject.write(slot, start, values)
+            return
+        self.subject.write(slot, start, values)
+        self.num_values += num_rows
+        naive.staged[kept:] = values
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), as_prefix=st.booleans())
+    def commit(self, data: st.DataObject, as_prefix: bool) -> None:
+        slot, naive = self.pick(data)
+        size = len(naive.staged)
+        if as_prefix:
+            rows = range(data.draw(st.integers(0, size), label="rows"))
+        else:
+            rows = sorted(data.draw(st.sets(st.sampled_from(range(size))) if size else st.just([])))
+        if len(naive.committed) + len(rows) > CAPACITY:
+            with pytest.raises(NotEnoughMemory, match="capacity is 12"):
+                self.store.commit(slot, rows)
+            return
+        self.store.commit(slot, rows)
+        naive.committed += [naive.staged[row] for row in rows]
+        naive.staged = []
+
+    @precondition(lambda self: 0 < len(self.slots) < NUM_SLOTS)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        slot, naive = self.pick(data)
+        copy = self.store.fork(slot)
+        assert copy not in self.slots
+        self.slots[copy] = Naive(committed=list(naive.committed))
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def export_prefix(self, data: st.DataObject) -> None:
+        slot, naive = self.pick(data)
+        size = data.draw(st.integers(0, len(naive.committed)), label="tokens")
+        prefix = self.store.export_prefix(slot, size)
+        self.prefixes.append((prefix, naive.committed[:size]))
+
+    @precondition(lambda self: self.prefixes and len(self.slots) < NUM_SLOTS)
+    @rule(data=st.data())
+    def import_prefix(self, data: st.DataObject) -> None:
+        prefix, values = data.draw(st.sampled_from(self.prefixes), label="prefix")
+        slot = self.store.reserve()
+        self.store.import_prefix(slot, prefix)
+        self.slots[slot] = Naive(committed=list(values))
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        slot, _ = self.pick(data)
+        self.store.free(slot)
+        del self.slots[slot]
+
+    @invariant()
+    def holds_what_the_lists_hold(self) -> None:
+        assert self.store.num_free == NUM_SLOTS - len(self.slots)
+        for slot, naive in self.slots.items():
+            assert self.store.length(slot) == len(naive.committed)
+            expected = naive.committed + naive.staged
+            assert self.subject.read(slot, len(expected)) == expected
+
+
+class ContiguousHistory(History):
+    make = Contiguous
+
+
+class TokenHistory(History):
+    make = Tokens
+
+
+HISTORIES = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestContiguousKVStore = ContiguousHistory.TestCase
+TestContiguousKVStore.settings = HISTORIES
+TestTokenStore = TokenHistory.TestCase
+TestTokenStore.settings = HISTORIES

@@ -1,0 +1,134 @@
+"""Folders that must not be loaded are recognised from configuration and headers alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from forerun.errors import InvalidModel
+from forerun.models.checkpoint import INDEX, WEIGHTS, count_elements, read_checkpoint
+
+
+def test_good_folder(folder):
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.architecture == "LlamaForCausalLM"
+    assert [file.name for file in checkpoint.weight_files] == [WEIGHTS]
+    assert checkpoint.stored_dtype == "F32"
+    assert checkpoint.num_parameters > 320 * 16 * 2
+
+
+def test_elements_are_counted_by_type(tmp_path):
+    path = tmp_path / WEIGHTS
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}, path)
+    assert count_elements(path) == {"F32": 6, "BF16": 5}
+
+
+def test_sharded_folder(folder):
+    (folder / WEIGHTS).rename(folder / "a.safetensors")
+    save_file({"x": torch.zeros(7)}, folder / "b.safetensors")
+    index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "a.safetensors"}}
+    (folder / INDEX).write_text(json.dumps(index))
+    checkpoint = read_checkpoint(folder)
+    assert [file.name for file in checkpoint.weight_files] == ["a.safetensors", "b.safetensors"]
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(InvalidModel, match=r"lacks its weights: b\.safetensors"):
+        read_checkpoint(folder)
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(InvalidModel, match=r"no model folder .*absent"):
+        read_checkpoint(tmp_path / "absent")
+
+
+def test_truncated_weights(folder):
+    path = folder / WEIGHTS
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    message = (
+        f"model.safetensors has {len(content) - 100} bytes, its header declares {len(content)}"
+    )
+    with pytest.raises(InvalidModel, match=message):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300])
+def test_weights_cut_inside_the_header(folder, kept):
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(InvalidModel, match=r"model\.safetensors"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        (2).to_bytes(8, "little") + b"[]",
+        (3).to_bytes(8, "little") + b"\xff{}",
+        (11).to_bytes(8, "little") + b'{"a": {}}  ',
+        (9).to_bytes(8, "little") + b'{"a": [] ',
+    ],
+)
+def test_files_that_are_no_safetensors(folder, content):
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(InvalidModel, match=r"model\.safetensors"):
+        read_checkpoint(folder)
+
+
+def test_unreadable_weights(folder):
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+    with pytest.raises(InvalidModel, match="lacks its weights"):
+        read_checkpoint(folder)
+
+
+def test_pickled_weights_only(folder):
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(InvalidModel, match=r"only pickled weights \(pytorch_model\.bin\)"):
+        read_checkpoint(folder)
+
+
+def test_no_weights(folder):
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(InvalidModel, match=r"lacks its weights: model\.safetensors"):
+        read_checkpoint(folder)
+
+
+def test_weights_of_an_unsupported_type(folder):
+    save_file({"a": torch.zeros(4, dtype=torch.int8)}, folder / WEIGHTS)
+    with pytest.raises(InvalidModel, match="are I8; supported are BF16, F16, F32, F64"):
+        read_checkpoint(folder)
+
+
+def test_missing_configuration(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(InvalidModel, match=r"config\.json is missing; is .* a model folder"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_damaged_configuration(folder, content):
+    (folder / "config.json").write_text(content)
+    with pytest.raises(InvalidModel, match=r"config\.json (cannot be read|holds no JSON object)"):
+        read_checkpoint(folder)
+
+
+def test_remote_code(folder, configure):
+    configure(auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    with pytest.raises(InvalidModel, match="remote code is never run"):
+        read_checkpoint(folder)
+
+
+def test_nameless_architecture(folder, configure):
+    configure(architectures=None)
+    with pytest.raises(InvalidModel, match="names no architecture"):
+        read_checkpoint(folder)
+
+
+def test_adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidModel, match=r"adapter \(LoRA\); merge it"):
+        read_checkpoint(folder)

@@ -1,0 +1,124 @@
+"""Detokenising piece by piece, and comparing vocabularies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import TokenizersBackend
+
+from forerun.errors import InvalidModel, InvalidRequest
+from forerun.models.token_bytes import from_byte_level, from_sentencepiece
+from forerun.models.tokenizers import Detokenizer, Tokenizer, compare_vocabularies
+
+TEXT = "def f(x):\n    return 'naïve 😀 …'\n"
+
+
+def backend_of(pieces: list[str], decoder: object) -> TokenizersBackend:
+    backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}))
+    backend.decoder = decoder
+    return TokenizersBackend(tokenizer_object=backend)
+
+
+def sentencepiece(pieces: list[str]) -> Tokenizer:
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return Tokenizer(backend_of(pieces, decoders.Sequence(steps)))
+
+
+def detokenized(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, str]:
+    """The text at the end, and the same put together from what every call returned."""
+    detokenizer = Detokenizer(tokenizer)
+    shown = "".join([*(detokenizer.append(token) for token in ids), detokenizer.finish()])
+    return detokenizer.text, shown
+
+
+def test_text_survives(byte_level):
+    ids = byte_level.encode(TEXT)
+    assert len(ids) < len(TEXT.encode())
+    assert detokenized(byte_level, ids) == (TEXT, TEXT)
+
+
+def test_unfinished_character_is_held_back(byte_level):
+    ids = [byte_level.encode("a")[0]]
+    ids += [t for t in range(300) if byte_level.token_bytes(t) == b"\xf0"]
+    ids += [t for t in range(300) if byte_level.token_bytes(t) == b"\x9f"]
+    detokenizer = Detokenizer(byte_level)
+    assert [detokenizer.append(token) for token in ids] == ["a", "", ""]
+    assert detokenizer.text == "a"
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
+
+
+def test_any_ids_become_the_text_of_decoding_them_at_once(byte_level):
+    """Random ids are mostly broken UTF-8, and include special, added and padding ids."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        ids = torch.randint(310, (60,), generator=generator).tolist()
+        expected = byte_level.decode(ids)
+        assert detokenized(byte_level, ids) == (expected, expected)
+
+
+def test_special_tokens_are_no_text_and_added_ones_are(byte_level):
+    added = {content: token for token, (content, _) in byte_level.added.items()}
+    ids = [added["<|end|>"], added["<tool call>"], 9999]
+    assert detokenized(byte_level, ids)[0] == "<tool call>"
+
+
+def test_sentencepiece_pieces():
+    tokenizer = sentencepiece(["\u2581def", "\u2581\u2581f", "<0xC3>", "<0xA9>", "<0x0A>", "x"])
+    ids = [5, 0, 1, 2, 3, 4, 0]
+    assert detokenized(tokenizer, ids)[0] == tokenizer.decode(ids) == "x def  fé\n def"
+
+
+@pytest.mark.parametrize("piece", ["<0xZZ>", "<0x0A", "a<0x0A>"])
+def test_only_whole_byte_pieces_are_bytes(piece):
+    assert from_sentencepiece(piece) == piece.encode()
+
+
+def test_byte_level_alphabet_covers_every_byte():
+    assert from_byte_level("AĠĊ") == b"A \n"
+    alphabet = [chr(code) for code in range(0x180) if len(from_byte_level(chr(code))) == 1]
+    assert {from_byte_level(character)[0] for character in alphabet} == set(range(256))
+
+
+def test_other_decoders_are_refused():
+    with pytest.raises(InvalidModel, match="decodes by WordPiece is not supported"):
+        Tokenizer(backend_of(["a"], decoders.WordPiece()))
+
+
+def test_tokenizer_without_a_decoder_is_refused():
+    with pytest.raises(InvalidModel, match="decodes by nothing"):
+        Tokenizer(backend_of(["a"], None))
+
+
+def test_same_tokenizer_is_identical(byte_level):
+    comparison = compare_vocabularies(byte_level, byte_level)
+    assert comparison.identical
+    assert comparison.num_target == comparison.num_draft == len(byte_level.vocabulary)
+    assert comparison.first_differences == ()
+
+
+def test_differences_are_listed_by_id():
+    target = sentencepiece(["a", "b", "c", "d"])
+    draft = sentencepiece(["a", "c", "b"])
+    comparison = compare_vocabularies(target, draft, max_shown=2)
+    assert not comparison.identical
+    assert (comparison.num_target, comparison.num_draft, comparison.num_different) == (4, 3, 3)
+    assert comparison.first_differences == ((1, "b", "c"), (2, "c", "b"))
+    assert compare_vocabularies(target, draft).first_differences[-1] == (3, "d", None)
+
+
+def test_chat_needs_a_template(byte_level):
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        byte_level.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_chat_ends_where_the_answer_begins():
+    backend = backend_of(["a"], decoders.ByteLevel())
+    backend.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    rendered = Tokenizer(backend).render_chat([{"role": "user", "content": "hi"}])
+    assert rendered == "<user>hi<assistant>"
