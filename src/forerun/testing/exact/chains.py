@@ -1,0 +1,135 @@
+"""Two steps of sampled chains, every draft, acceptance and final token enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from forerun.sampling.noise import request_key
+from forerun.testing.exact.histories import Histories
+from forerun.testing.exact.laws import Laws
+from forerun.testing.exact.verifiers import ChainRows, ChainVerifier, decisive_tests
+
+__all__ = ["Drafted", "Emitted", "draft_chain", "emit_chains"]
+
+REQUEST = request_key(0, 0)
+NUM_PROMPT = 3
+"""Tokens committed before the first step; keys count them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Emitted:
+    """The output law of some steps.
+
+    Attributes:
+        joint: law of the first `horizon` tokens under each law.
+        num_histories: possible histories summed over, all laws together.
+    """
+
+    joint: Float64[Tensor, "laws texts"]
+    num_histories: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafted:
+    """Histories after drafting, and what verification will see in them."""
+
+    histories: Histories
+    tokens: Int64[Tensor, "histories nodes"]
+    num_drafted: Int64[Tensor, "laws histories"]
+    target: Float64[Tensor, "laws histories rows vocab"]
+    draft: Float64[Tensor, "laws histories rows vocab"]
+
+    def rows(self) -> ChainRows:
+        """Flattened over laws and histories, as the engine's functions want them."""
+        num_laws = len(self.num_drafted)
+        return ChainRows(
+            target=self.target.flatten(0, 1),
+            draft=self.draft.flatten(0, 1),
+            tokens=self.tokens.repeat(num_laws, 1),
+            num_drafted=self.num_drafted.flatten(),
+        )
+
+
+def emit_chains(laws: Laws, verifier: ChainVerifier, num_drafts: int) -> Emitted:
+    """Output law of two steps and the target's continuation to the horizon.
+
+    The second step drafts one token more than the first one accepted: its length then tells of the
+    noise of the first, which is what noise used twice needs to do harm.
+
+    Args:
+        laws: target and draft, given every prefix.
+        verifier: how to draft and verify.
+        num_drafts: K of the first step.
+    """
+    mass: dict[int, Tensor] = {}
+    num_histories = 0
+    for accepted, first in step(laws, verifier, Histories.begin(laws.num_laws), num_drafts):
+        room = laws.horizon - 1 - first.length
+        for _, second in step(laws, verifier, first, min(accepted + 1, room)):
+            found = second.mass(laws.vocab_size**second.length)
+            mass[second.length] = mass.get(second.length, 0.0) + found
+            num_histories += int(second.weights.count_nonzero())
+    return Emitted(joint=laws.complete(mass), num_histories=num_histories)
+
+
+def step(
+    laws: Laws, verifier: ChainVerifier, histories: Histories, num_drafts: int
+) -> Iterator[tuple[int, Histories]]:
+    """One step from `histories`: number accepted, and the histories that end so."""
+    drafted = draft_chain(laws, verifier, histories, num_drafts)
+    rows = drafted.rows()
+    shape = drafted.num_drafted.shape
+    accept = verifier.accept(rows, verifier.rule).reshape(*shape, num_drafts)
+    keys = verifier.verify_keys(REQUEST, NUM_PROMPT + histories.length, num_drafts)
+    for proposed in sorted(set(drafted.num_drafted.flatten().tolist())):
+        at_hand = drafted.histories.masked(drafted.num_drafted == proposed)
+        for accepted, tests in enumerate(decisive_tests(verifier.rule, num_drafts)[: proposed + 1]):
+            ended = at_hand
+            for node, passed in tests:
+                if node < proposed:  # tests of what was never proposed fail without noise
+                    ended = ended.compare(keys[node], accept[..., node], passed)
+            key = keys[-2] if accepted < proposed else keys[-1]
+            counts = torch.full_like(rows.num_drafted, accepted)
+            # this branch is of proposals this long; others have weight 0 but must be valid input
+            final = verifier.final(rows, counts.minimum(rows.num_drafted), verifier.rule)
+            ended = ended.draw(key, final.reshape(*shape, laws.vocab_size))
+            yield accepted, committed(ended, drafted.tokens[:, :accepted], laws.vocab_size)
+
+
+def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
+    """Commit the accepted tokens and the final one, the last draw of `ended`."""
+    final = torch.arange(vocab_size).repeat(len(accepted))
+    tokens = torch.cat([accepted.repeat_interleave(vocab_size, 0), final[:, None]], 1)
+    return ended.commit(tokens, vocab_size)
+
+
+def draft_chain(
+    laws: Laws, verifier: ChainVerifier, histories: Histories, num_drafts: int
+) -> Drafted:
+    """Every chain of `num_drafts` tokens from every history."""
+    vocab_size, start = laws.vocab_size, histories.length
+    paths = histories.prefixes
+    tokens = torch.empty(len(paths), 0, dtype=torch.int64)
+    kept = torch.ones(*histories.weights.shape, 0, dtype=torch.bool)
+    for node in range(num_drafts):
+        rows = laws.draft[start + node][:, paths]
+        key = verifier.draft_key(REQUEST, NUM_PROMPT + start, node)
+        histories = histories.draw(key, rows)
+        drawn = torch.arange(vocab_size).repeat(len(paths))
+        paths = paths.repeat_interleave(vocab_size) * vocab_size + drawn
+        tokens = torch.cat([tokens.repeat_interleave(vocab_size, 0), drawn[:, None]], 1)
+        keep = verifier.keep(rows[:, :, None], rows).expand_as(rows).flatten(1)
+        kept = torch.cat([kept.repeat_interleave(vocab_size, 1), keep[..., None]], -1)
+    prefixes = [paths // vocab_size ** (num_drafts - node) for node in range(num_drafts + 1)]
+    return Drafted(
+        histories=histories,
+        tokens=tokens,
+        num_drafted=kept.cumprod(-1).sum(-1),
+        target=torch.stack([laws.target[start + i][:, p] for i, p in enumerate(prefixes)], 2),
+        draft=torch.stack([laws.draft[start + i][:, p] for i, p in enumerate(prefixes)], 2),
+    )

@@ -1,0 +1,115 @@
+"""Random and structured target and draft laws over a tiny vocabulary, given every prefix.
+
+A prefix is the integer its tokens spell in base `vocab_size`, first token first; level l of a table
+holds one row per prefix of length l. All tables are fp64 and carry a leading axis of laws,
+enumerated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+__all__ = ["Laws", "random_laws", "structured_laws"]
+
+Table = tuple[Tensor, ...]
+BATCH = 64
+"""Laws enumerated together: tensors stay in cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Laws:
+    """A batch of target laws, each with a draft law.
+
+    Attributes:
+        target: per level, shape (laws, vocab^level, vocab).
+        draft: likewise.
+    """
+
+    target: Table
+    draft: Table
+
+    @property
+    def num_laws(self) -> int:
+        """Laws in this batch."""
+        return len(self.target[0])
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.target[0].shape[-1]
+
+    @property
+    def horizon(self) -> int:
+        """Tokens whose joint law the tables determine."""
+        return len(self.target)
+
+    def joint(self) -> Float64[Tensor, "laws texts"]:
+        """The target's law of the first `horizon` tokens."""
+        return self.complete({0: torch.ones_like(self.target[0][..., 0])})
+
+    def complete(self, mass: Mapping[int, Tensor]) -> Float64[Tensor, "laws texts"]:
+        """Extend texts to the horizon by the target's own continuation.
+
+        Args:
+            mass: probability of every text, shape (laws, vocab^length), by length of the texts.
+        """
+        total = mass.get(0, torch.zeros_like(self.target[0][..., 0]))
+        for level, rows in enumerate(self.target):
+            total = (total[..., None] * rows).flatten(1)
+            total = total + mass.get(level + 1, 0.0)
+        return total
+
+
+def random_laws(
+    num_laws: int, vocab_size: int, horizon: int, generator: torch.Generator
+) -> Iterator[Laws]:
+    """Laws from nearly uniform to nearly one-hot, target and draft more or less related."""
+    for start in range(0, num_laws, BATCH):
+        count = min(BATCH, num_laws - start)
+        sharpness, kinship = (
+            torch.empty(count, 1, 1, dtype=torch.float64).uniform_(*ends, generator=generator)
+            for ends in ((0.3, 4.0), (0.0, 1.0))
+        )
+        target, draft = [], []
+        for level in range(horizon):
+            shape = (count, vocab_size**level, vocab_size)
+            common, own = (_clocks(shape, generator) for _ in range(2))
+            target.append(_normalised(common**sharpness))
+            draft.append(_normalised(common ** (sharpness * kinship) * own ** (1 - kinship)))
+        yield Laws(target=tuple(target), draft=tuple(draft))
+
+
+def structured_laws(vocab_size: int, horizon: int, generator: torch.Generator) -> Laws:
+    """One batch of corner cases: what a random law meets with probability 0.
+
+    In order: identical; one-hot target; one-hot draft; both one-hot, sometimes agreeing; zero
+    overlap, the target on one token; zero overlap, the draft on one token; zeros in the target;
+    zeros in both.
+    """
+    target, draft = [], []
+    for level in range(horizon):
+        shape = (vocab_size**level, vocab_size)
+        first, second = (_normalised(_clocks(shape, generator)) for _ in range(2))
+        one, other = (_one_hot(_clocks(shape, generator)) for _ in range(2))
+        without = _normalised(first * (1 - one))
+        holes = _normalised(second * (1 - other))
+        target.append(torch.stack([first, one, first, one, one, without, without, without]))
+        draft.append(torch.stack([first, second, one, other, without, one, second, holes]))
+    return Laws(target=tuple(target), draft=tuple(draft))
+
+
+def _clocks(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.empty(shape, dtype=torch.float64).exponential_(generator=generator)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _one_hot(weights: Tensor) -> Tensor:
+    return torch.zeros_like(weights).scatter_(-1, weights.argmax(-1, keepdim=True), 1.0)

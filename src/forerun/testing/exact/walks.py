@@ -1,0 +1,205 @@
+"""Two steps of the target walk over deterministic and sampled proposals.
+
+The engine's own `walk` is asked about every choice of draft and target tokens. What it emits must
+be the target's draws at the rows it visited and depend on no other row; then a text has the
+probability of these draws: the target's conditionals, provided that no position's noise is
+consumed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from forerun.sampling.walk import target_keys, walk
+from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted, draft_chain
+from forerun.testing.exact.histories import Histories, Inexact
+from forerun.testing.exact.laws import Laws
+from forerun.testing.exact.verifiers import ChainVerifier
+from forerun.theory.tree import TokenTree
+
+__all__ = ["Walker", "emit_walks", "walk_table"]
+
+Walk = Callable[[TokenTree, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], int]]
+Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walker:
+    """The engine's walk and the keys of its target draws.
+
+    Attributes:
+        walk: accepted path and final token, from tree, draft tokens and target tokens.
+        keys: per row, from request key, committed tokens and tree.
+        sampled: whether chains are drawn from the draft; otherwise trees hold its top tokens.
+    """
+
+    walk: Walk = walk
+    keys: Callable[[int, int, TokenTree], list[int]] = target_keys
+    sampled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WalkTable:
+    """What a walk over one tree emits, whatever was drafted.
+
+    Attributes:
+        emits: by number of emitted tokens: 1 where draft tokens (as a base-vocab number) and target
+            draws make the walk emit a text.
+        visited: by number of emitted tokens: the sequences of rows whose draws it used.
+    """
+
+    emits: dict[int, Float64[Tensor, "drafts texts"]]
+    visited: dict[int, set[Rows]]
+
+
+def emit_walks(laws: Laws, walker: Walker, tree: TokenTree) -> Emitted:
+    """Output law of two steps and the target's continuation to the horizon.
+
+    Args:
+        laws: target and draft, given every prefix.
+        walker: the walk and how proposals are chosen.
+        tree: topology of the first proposal. The second has the same, or is a chain of one more
+            node than were accepted where proposals are sampled, as far as the horizon allows.
+
+    Raises:
+        Inexact: the walk is no function of the draws it visits, or noise is consumed twice.
+    """
+    mass: dict[int, Tensor] = {}
+    num_histories = 0
+    for first, used in step(laws, walker, Histories.begin(laws.num_laws), frozenset(), tree):
+        room = laws.horizon - 1 - first.length
+        fits = not walker.sampled and max(tree.depths) <= room
+        next_tree = tree if fits else TokenTree.chain(min(first.length, room))
+        for second, _ in step(laws, walker, first, used, next_tree):
+            found = second.mass(laws.vocab_size**second.length)
+            mass[second.length] = mass.get(second.length, 0.0) + found
+            num_histories += int(second.weights.count_nonzero())
+    return Emitted(joint=laws.complete(mass), num_histories=num_histories)
+
+
+def step(
+    laws: Laws, walker: Walker, histories: Histories, used: frozenset[int], tree: TokenTree
+) -> Iterator[tuple[Histories, frozenset[int]]]:
+    """One step: the histories by number of emitted tokens, and the target keys used up by then."""
+    keys = walker.keys(REQUEST, NUM_PROMPT + histories.length, tree)
+    if walker.sampled:
+        drafted = draft_chain(laws, ChainVerifier(rule="token"), histories, len(tree.parents))
+        histories = drafted.histories
+        drafts = number(drafted.tokens, laws.vocab_size).expand_as(histories.weights)
+    else:
+        drafts = top_tokens(laws, histories, tree)
+    table = walk_table(walker.walk, tree, laws.vocab_size)
+    for num_emitted, emits in table.emits.items():
+        spent = used
+        for rows in table.visited[num_emitted]:
+            spent |= consume([keys[row] for row in rows], used | set(histories.intervals))
+        texts = target_texts(laws, histories, num_emitted)
+        yield extend(histories, texts * emits[drafts], num_emitted, laws.vocab_size), spent
+
+
+def consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
+    """The keys of one text, which must be fresh and distinct."""
+    fresh = frozenset(keys) - used
+    if len(fresh) < len(keys):
+        raise Inexact("a target draw uses noise that has decided something before")
+    return fresh
+
+
+@lru_cache(maxsize=64)
+def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
+    """Tabulate `walk` over all draft and target tokens, checking that visited draws decide it."""
+    num_nodes = len(tree.parents)
+    lengths = range(1, max(tree.depths, default=0) + 2)
+    emits = {m: torch.zeros(vocab_size**num_nodes, vocab_size**m).double() for m in lengths}
+    visited: dict[int, set[Rows]] = {m: set() for m in lengths}
+    for index, drafts in enumerate(product(range(vocab_size), repeat=num_nodes)):
+        for text, rows in walk_outcomes(walk, tree, drafts, vocab_size).items():
+            emits[len(text)][index, spell(text, vocab_size)] = 1.0
+            visited[len(text)].add(rows)
+    return WalkTable(emits=emits, visited=visited)
+
+
+def walk_outcomes(
+    walk: Walk, tree: TokenTree, drafts: tuple[int, ...], vocab_size: int
+) -> dict[tuple[int, ...], Rows]:
+    """Every text the walk can emit over these drafts, with the rows it visits for it.
+
+    Raises:
+        Inexact: a text is not what was drawn at the visited rows, or other rows had a say.
+    """
+    num_rows = len(drafts) + 1
+    outcomes: dict[tuple[int, ...], Rows] = {}
+    counts: dict[tuple[int, ...], int] = {}
+    for draws in product(range(vocab_size), repeat=num_rows):
+        path, final = walk(tree, drafts, draws)
+        text = (*(drafts[node] for node in path), final)
+        rows = (0, *(node + 1 for node in path))
+        if text != tuple(draws[row] for row in rows) or outcomes.setdefault(text, rows) != rows:
+            raise Inexact(f"the walk emits {text}, which is not what the target drew on its way")
+        counts[text] = counts.get(text, 0) + 1
+    for text, count in counts.items():
+        if count != vocab_size ** (num_rows - len(text)):
+            raise Inexact(f"whether the walk emits {text} depends on rows it did not visit")
+    return outcomes
+
+
+def top_tokens(laws: Laws, histories: Histories, tree: TokenTree) -> Int64[Tensor, "laws drafts"]:
+    """The draft's most likely tokens as one number per history: siblings take ranks 0, 1, ..."""
+    of_law = torch.arange(laws.num_laws)[:, None]
+    root = histories.prefixes.expand_as(histories.weights)
+    paths: list[Tensor] = []
+    drafts = torch.zeros_like(root)
+    for node, parent in enumerate(tree.parents):
+        before = paths[parent] if parent >= 0 else root
+        level = histories.length + tree.depths[node] - 1
+        ranked = laws.draft[level][of_law, before].argsort(stable=True, descending=True)
+        token = ranked[..., tree.children(parent).index(node)]
+        paths.append(before * laws.vocab_size + token)
+        drafts = drafts * laws.vocab_size + token
+    return drafts
+
+
+def target_texts(
+    laws: Laws, histories: Histories, num_tokens: int
+) -> Float64[Tensor, "laws histories texts"]:
+    """The target's probability of every next `num_tokens` tokens after each history."""
+    vocab = torch.arange(laws.vocab_size)
+    probs = torch.ones_like(histories.weights)[..., None]
+    paths = histories.prefixes[:, None]
+    for offset in range(num_tokens):
+        rows = laws.target[histories.length + offset][:, paths]
+        probs = (probs[..., None] * rows).flatten(2)
+        paths = (paths[..., None] * laws.vocab_size + vocab).flatten(1)
+    return probs
+
+
+def extend(histories: Histories, probs: Tensor, num_tokens: int, vocab_size: int) -> Histories:
+    """Every history once per text it may go on with."""
+    texts = torch.arange(vocab_size**num_tokens)
+    return replace(
+        histories,
+        weights=(histories.weights[..., None] * probs).flatten(1),
+        prefixes=(histories.prefixes[:, None] * len(texts) + texts).flatten(),
+        length=histories.length + num_tokens,
+    )
+
+
+def number(tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Tensor:
+    """Rows of tokens as base-vocab numbers."""
+    powers = vocab_size ** torch.arange(tokens.shape[1]).flip(0)
+    return (tokens * powers).sum(-1)
+
+
+def spell(text: tuple[int, ...], vocab_size: int) -> int:
+    """A text as a base-vocab number."""
+    value = 0
+    for token in text:
+        value = value * vocab_size + token
+    return value
