@@ -11,7 +11,7 @@ from forerun.bench.text import distinct_ngram_share
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, bootstrap_ratio
 
-__all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "summarise"]
+__all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "drafting_only", "summarise"]
 
 MIN_BLOCKS = 5
 """Fewer prompts say too little about their spread for an interval to be believed."""
@@ -109,7 +109,7 @@ def summarise_arm(
     own: Sequence[Measurement], plain: Sequence[Measurement], seed: int
 ) -> ArmSummary:
     """Figures of one arm from its measurements and those of plain decoding on the same prompts."""
-    acceptance = drafting_steps(own)
+    acceptance = drafting_only(sum((m.acceptance for m in own), AcceptanceCounts()))
     kappa = step_s(own) / step_s(plain)
     num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
     return ArmSummary(
@@ -157,13 +157,13 @@ def columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
     return [list(column) for column in zip(*blocks, strict=True)]
 
 
-def drafting_steps(measurements: Sequence[Measurement]) -> AcceptanceCounts:
-    """Merged counts without the steps that drafted nothing: prefill, and the last free token."""
-    merged = AcceptanceCounts()
-    for measurement in measurements:
-        merged += measurement.acceptance
-    steps = Counter({key: n for key, n in merged.steps.items() if key[0] > 0})
-    return AcceptanceCounts(merged.num_drafted, steps)
+def drafting_only(counts: AcceptanceCounts) -> AcceptanceCounts:
+    """The steps that drafted: without the one that ends the prefill and the last, which is free.
+
+    Figures of other engines count the same steps.
+    """
+    steps = Counter({key: n for key, n in counts.steps.items() if key[0] > 0})
+    return AcceptanceCounts(counts.num_drafted, steps)
 
 
 def step_s(measurements: Sequence[Measurement]) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from tyro.conf import UseAppendAction
 
 from forerun.engine.config import EngineConfig
 from forerun.sampling.config import SamplingParams, Verification
 
-__all__ = ["PairFlags", "SamplingFlags"]
+__all__ = ["OutputFlags", "PairFlags", "SamplingFlags"]
 
 ZOO = "zoo:"
 ZOO_DRAFT = "zoo:draft-domain"
@@ -26,6 +27,12 @@ class SamplingFlags(SamplingParams):
     logit_bias: UseAppendAction[Mapping[int, float]] = field(default_factory=dict)
     verification: Verification = "auto"
     """Verifier; every one keeps the target's law. "auto": coupled with a seed, else block."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters these flags ask for."""
+        values = {item.name: getattr(self, item.name) for item in fields(SamplingParams)}
+        return SamplingParams(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +56,19 @@ class PairFlags:
         if self.draft == "auto":
             return ZOO_DRAFT if self.target.startswith(ZOO) else None
         return None if self.draft == "none" else self.draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFlags:
+    """What is shown, and where."""
+
+    color: bool = False
+    """Colour every token by where it came from; a legend goes to stderr."""
+    json: bool = False
+    """Print one JSON object (text, token_ids, finish_reason, figures) instead of streaming."""
+    quiet: bool = False
+    """No line of figures on stderr."""
+    trace: Path | None = None
+    """Write the trace of this run to a JSON-lines file."""
+    trace_tokens: bool = False
+    """Put token ids into the trace; without it a trace holds no text."""

@@ -7,9 +7,11 @@ and mistakes answer at once.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -92,7 +94,8 @@ def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
 def guarded(command: Command[Any], options: object) -> int:
     """Run a command; every foreseen failure becomes one line on stderr and an exit code."""
     try:
-        code = command.run(options)
+        with warnings_on_stderr():
+            code = command.run(options)
         sys.stdout.flush()
         return code
     except ForerunError as error:
@@ -105,6 +108,19 @@ def guarded(command: Command[Any], options: object) -> int:
         # The reader (head, less) has gone. Nothing is wrong, and the exit flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+@contextmanager
+def warnings_on_stderr() -> Iterator[None]:
+    """Show what the package logs as warnings, marked as ours."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("forerun: %(message)s"))
+    logger = logging.getLogger("forerun")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def overview() -> str:

@@ -1,0 +1,100 @@
+"""`forerun generate`: continue one prompt, streaming."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from forerun.cli.command import Command
+from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags
+from forerun.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from forerun.models.tokenizers import Tokenizer
+
+__all__ = ["COMMAND", "GenerateOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Options of `forerun generate`."""
+
+    prompt: Annotated[Positional[str], arg(metavar="PROMPT")]
+    """Text to continue; "-" reads it from standard input."""
+    chat: bool = False
+    """The prompt is a user's message: wrap it in the model's chat template."""
+    system: str | None = None
+    """System message that precedes the user's; needs --chat."""
+    pair: PairFlags = field(default_factory=PairFlags)
+    sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=256))
+    output: OutputFlags = field(default_factory=OutputFlags)
+
+    def check(self) -> None:
+        """Refuse combinations in which an option would silently do nothing."""
+        if self.system is not None and not self.chat:
+            raise InvalidRequest("--system needs --chat: a plain prompt has no system message")
+        if self.output.trace_tokens and self.output.trace is None:
+            raise InvalidRequest("--trace-tokens needs --trace FILE")
+        if self.output.json and self.output.color:
+            raise InvalidRequest("--json and --color exclude each other")
+
+
+def run(options: GenerateOptions) -> int:
+    """Generate; returns the exit code."""
+    options.check()
+    prompt = read_prompt(options.prompt)
+
+    from forerun.cli.session import Session, load_engine
+    from forerun.cli.trace import header_for, open_trace
+    from forerun.cli.writers import choose_writer, say_figures
+
+    pair, output, params = options.pair, options.output, options.sampling.params
+    with open_trace(output.trace) if output.trace else nullcontext() as trace:
+        engine = load_engine(pair, num_samples=params.n)
+        if trace is not None:
+            trace.header(header_for(pair.target, pair.draft_name, str(engine.target.device)))
+        ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
+        writer = choose_writer(engine.tokenizer, num_samples=params.n, flags=output)
+        session = Session(engine, trace=trace, trace_tokens=output.trace_tokens)
+        try:
+            for chunk in session.run(ids, params):
+                writer.write(chunk)
+            writer.finish(session.result, session.figures)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)  # what was streamed ends in the middle of a line
+            raise
+        finally:
+            if not output.quiet and session.records:
+                say_figures(session.figures)
+    return 0
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or standard input for "-"."""
+    return sys.stdin.read() if prompt == "-" else prompt
+
+
+def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, system: str | None) -> list[int]:
+    """Ids of the prompt, wrapped in the chat template where one is asked for."""
+    if not chat:
+        return tokenizer.encode(prompt)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": prompt})
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+
+COMMAND = Command(
+    options=GenerateOptions,
+    run=run,
+    description="Continue a prompt, streaming. The text follows the target's law, draft or not.",
+    examples=(
+        'forerun generate "def quicksort(items):" --temperature 0 --color',
+        "forerun generate - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt",
+        'forerun generate "Why?" --target DIR --draft DIR --k 6 --chat --system "Be brief."',
+        'forerun generate "import" --json --trace trace.jsonl | jq .figures',
+    ),
+)

@@ -1,0 +1,94 @@
+"""`forerun info`: what a model is, what it needs, whether a draft fits it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from forerun.cli.command import Command
+from forerun.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from forerun.cli.description import DraftFit, ModelDescription
+    from forerun.models.tokenizers import Tokenizer
+
+__all__ = ["COMMAND", "InfoOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InfoOptions:
+    """Options of `forerun info`."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """Folder, hub name or shipped model such as zoo:target."""
+    draft: str | None = None
+    """Say whether this model can draft for MODEL; the exit code is 1 if it cannot."""
+    k: int = EngineConfig().num_speculative_tokens
+    """Work memory out for this many drafted tokens per step."""
+    dtype: str = "auto"
+    """Work memory out for this dtype: auto (as stored), bfloat16, float16 or float32."""
+    max_batch: int = EngineConfig().max_batch
+    """Sequences at once."""
+    max_context: int = EngineConfig().max_context
+    """Tokens per sequence, cut to what the model was made for."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(options: InfoOptions) -> int:
+    """Describe; returns 1 where the draft does not fit, else 0."""
+    from forerun.cli.description import compare
+    from forerun.cli.description_tables import print_fit, print_model
+    from forerun.models.tokenizers import compare_vocabularies
+
+    target, tokenizer = describe_for(options, options.model)
+    draft, fit = None, None
+    if options.draft is not None:
+        draft, draft_tokenizer = describe_for(options, options.draft)
+        fit = compare(target, draft, compare_vocabularies(tokenizer, draft_tokenizer))
+    if options.json:
+        print(json.dumps(as_json(target, draft, fit)))
+    else:
+        print_model(target)
+        if draft is not None and fit is not None:
+            print_model(draft)
+            print_fit(fit)
+    return 0 if fit is None or fit.fits else 1
+
+
+def describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tokenizer]:
+    """One model of the pair under these options."""
+    from forerun.cli.description import describe
+
+    config = EngineConfig(
+        num_speculative_tokens=options.k,
+        max_batch=options.max_batch,
+        max_context=options.max_context,
+        max_step_rows=max(EngineConfig().max_step_rows, options.max_batch * (options.k + 1)),
+    )
+    return describe(name, dtype=options.dtype, config=config)
+
+
+def as_json(
+    target: ModelDescription, draft: ModelDescription | None, fit: DraftFit | None
+) -> dict[str, object]:
+    """The target's fields at the top level; draft and fit where one was asked for."""
+    content = target.to_dict()
+    if draft is not None and fit is not None:
+        content |= {"draft": draft.to_dict(), "fit": fit.to_dict()}
+    return content
+
+
+COMMAND = Command(
+    options=InfoOptions,
+    run=run,
+    description="Say what a model is, what memory it needs and whether a draft fits it.",
+    examples=(
+        "forerun info zoo:target --draft zoo:draft-domain",
+        "forerun info path/to/model --max-batch 32 --max-context 8192",
+        "forerun info path/to/model --json",
+    ),
+)

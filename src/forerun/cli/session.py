@@ -1,0 +1,103 @@
+"""One request from prompt to figures, with its trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from forerun.cli.figures import Figures
+from forerun.cli.flags import PairFlags
+from forerun.cli.trace import TraceFile, parameters_of
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.engine.results import RequestOutput, StreamChunk
+from forerun.sampling.config import SamplingParams
+from forerun.theory.record import RequestRecord, StepRecord
+
+__all__ = ["Session", "load_engine"]
+
+MAX_BATCH = 8
+"""Samples decoded at once; more wait for a place."""
+
+
+def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
+    """The engine the flags describe, with room for as many samples as one request has."""
+    config = EngineConfig(num_speculative_tokens=pair.k, max_batch=min(num_samples, MAX_BATCH))
+    return Engine.load(
+        pair.target, pair.draft_name, dtype=pair.dtype, device=pair.device, config=config
+    )
+
+
+class Session:
+    """Runs one request and keeps what happened, so that an interrupted one has figures too."""
+
+    def __init__(self, engine: Engine, *, trace: TraceFile | None, trace_tokens: bool) -> None:
+        self.engine = engine
+        self.trace = trace
+        self.trace_tokens = trace_tokens
+        self.records: list[StepRecord] = []
+        self.num_prompt_tokens = 0
+        self.started_s = self.ended_s = time.perf_counter()
+        self.first_s: float | None = None
+        self._output: RequestOutput | None = None
+
+    def run(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[StreamChunk]:
+        """Yield chunks of all samples as they are decided; `result` is there at the end."""
+        self.num_prompt_tokens = len(prompt)
+        self.started_s = self.ended_s = time.perf_counter()
+        self.engine.on_record = self.records.append
+        request_id = self.engine.add_request(prompt, params)
+        try:
+            while self.engine.has_unfinished:
+                num_before = len(self.records)
+                chunks = self.engine.step()
+                self.ended_s = time.perf_counter()
+                if chunks and self.first_s is None:
+                    self.first_s = self.ended_s
+                self._trace_steps(self.records[num_before:], chunks)
+                yield from chunks
+            self._output = self.engine.take_output(request_id)
+            self._trace_request(self._output, params)
+        finally:
+            self.engine.abort(request_id)
+
+    @property
+    def result(self) -> RequestOutput:
+        """The finished request; only after `run` has ended."""
+        assert self._output is not None
+        return self._output
+
+    @property
+    def figures(self) -> Figures:
+        """Of what has happened so far."""
+        return Figures.of(
+            self.records,
+            num_prompt_tokens=self.num_prompt_tokens,
+            total_s=self.ended_s - self.started_s,
+            ttft_s=None if self.first_s is None else self.first_s - self.started_s,
+        )
+
+    def _trace_steps(self, records: Sequence[StepRecord], chunks: Sequence[StreamChunk]) -> None:
+        if self.trace is None:
+            return
+        # A step's records and chunks are of the same samples in the same order.
+        for record, chunk in zip(records, chunks, strict=True):
+            token_ids = chunk.token_ids if self.trace_tokens else None
+            self.trace.step(replace(record, token_ids=token_ids))
+
+    def _trace_request(self, output: RequestOutput, params: SamplingParams) -> None:
+        if self.trace is None:
+            return
+        for completion in output.completions:
+            self.trace.request(
+                RequestRecord(
+                    request_id=output.request_id,
+                    parameters=parameters_of(params),
+                    num_prompt_tokens=self.num_prompt_tokens,
+                    num_output_tokens=len(completion.token_ids),
+                    ttft_s=completion.ttft_s,
+                    prefill_s=completion.ttft_s,
+                    finish_reason=completion.finish_reason,
+                )
+            )
