@@ -62,7 +62,7 @@ def load_model(
         dtype: "bf16", "fp16", "fp32", or "auto" for the dtype the weights are stored in.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the fastest there is.
         max_batch: sequences at once.
-        max_context: tokens a sequence may have (None: all the model was made for).
+        max_context: tokens a sequence may have, cut to what the model was made for (None: all).
         max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
 
     Raises:
@@ -226,11 +226,9 @@ def named_device(name: str) -> torch.device:
 
 
 def choose_context(max_context: int | None, architecture: Architecture) -> int:
-    """Tokens per sequence, at most what the model was made for."""
+    """Tokens per sequence: what was asked for, cut to what the model was made for."""
     if max_context is None:
         return architecture.max_positions
-    if not 1 <= max_context <= architecture.max_positions:
-        raise InvalidRequest(
-            f"max_context is {max_context}; this model allows 1 to {architecture.max_positions}"
-        )
-    return max_context
+    if max_context < 1:
+        raise InvalidRequest(f"max_context is {max_context}; it must be at least 1")
+    return min(max_context, architecture.max_positions)

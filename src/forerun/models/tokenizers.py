@@ -33,7 +33,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the special tokens (such as a start token) the model expects."""
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        # Not verbose: whether a text is too long is the engine's to say.
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(token) for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, TokenizersBackend
 
@@ -50,6 +51,7 @@ def byte_level() -> tokenizers.Tokenizer:
 @pytest.fixture(scope="session")
 def intact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("intact")
+    torch.manual_seed(0)
     LlamaForCausalLM(CONFIG).save_pretrained(folder)
     byte_level_backend().save_pretrained(folder)
     return folder

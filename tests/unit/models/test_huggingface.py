@@ -23,6 +23,7 @@ def network() -> LlamaForCausalLM:
         max_position_embeddings=64,
         initializer_range=0.2,
     )
+    torch.manual_seed(0)
     return LlamaForCausalLM(config)
 
 
@@ -56,15 +57,14 @@ def test_sequence_longer_than_its_slot_is_refused():
 
 
 def test_bf16_is_close_to_fp32():
-    exact = network()
-    rounded = network().bfloat16()
-    rounded.load_state_dict(exact.state_dict())
-    tree = TokenTree((-1, -1, 0))
     logits = []
-    for each in (exact, rounded):
+    for each in (network(), network().bfloat16()):
         model = adapt(each, num_slots=1, max_context=64)
         context = Context(model.store, [1, 2, 3])
-        tokens = torch.tensor([1, 2, 3, 4, 5, 6])
-        logits.append(model.forward(pack([context.span(3, tree)], tokens, range(6), model.device)))
-    assert logits[1].logits.dtype == torch.bfloat16
-    torch.testing.assert_close(logits[1].logits.float(), logits[0].logits, atol=0.05, rtol=0.05)
+        batch = pack(
+            [context.span(3, TokenTree((-1, -1, 0)))], torch.arange(1, 7), range(6), model.device
+        )
+        logits.append(model.forward(batch).logits)
+    exact, rounded = logits
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).abs().max() < 0.05 * exact.abs().max()

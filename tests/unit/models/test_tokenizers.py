@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import TokenizersBackend
 
 from forerun.errors import InvalidModel, InvalidRequest
@@ -37,6 +37,14 @@ def test_text_survives(byte_level):
     ids = byte_level.encode(TEXT)
     assert len(ids) < len(TEXT.encode())
     assert detokenized(byte_level, ids) == (TEXT, TEXT)
+
+
+def test_long_texts_are_encoded_in_silence(capfd):
+    backend = backend_of(["a"], decoders.ByteLevel())
+    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.model_max_length = 1
+    assert Tokenizer(backend).encode("a a a") == [0, 0, 0]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_unfinished_character_is_held_back(byte_level):
