@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.text import Text
@@ -20,6 +20,7 @@ from forerun.sampling.choice import TokenSource
 __all__ = ["Writer", "choose_writer", "say_figures"]
 
 
+@runtime_checkable
 class Writer(Protocol):
     """Shows chunks as they come and the rest at the end."""
 

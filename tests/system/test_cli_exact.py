@@ -1,0 +1,40 @@
+"""`forerun exact` on few laws."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.cli.main import main
+from forerun.testing.exact import run as enumeration
+from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
+
+
+def test_json_reports_every_verifier_and_planted_bug(capsys):
+    assert main(["exact", "--laws", "4", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["ok"] is True
+    assert all(row["worst_tv"] <= content["tolerance"] for row in content["verifiers"])
+    assert len(content["planted"]) >= 5
+    assert all(row["caught"] for row in content["planted"])
+
+
+@pytest.mark.parametrize(
+    ("worst_tv", "planted_tv", "word"), [(1e-9, 0.1, "NOT EXACT"), (0.0, 0.0, "MISSED")]
+)
+def test_a_biased_verifier_or_a_missed_bug_fails(worst_tv, planted_tv, word, monkeypatch, capsys):
+    report = ExactReport(
+        seed=0,
+        verifiers=(VerifierResult(name="v", num_laws=1, num_histories=1, worst_tv=worst_tv),),
+        planted=(PlantedResult(name="p", num_laws=1, worst_tv=planted_tv),),
+    )
+    monkeypatch.setattr(enumeration, "run_enumeration", lambda *_: report)
+    assert main(["exact"]) == 1
+    assert word in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("laws", ["0", "-3"])
+def test_too_few_laws_is_a_usage_error(laws, capsys):
+    assert main(["exact", "--laws", laws]) == 2
+    assert f"--laws is {laws}" in capsys.readouterr().err

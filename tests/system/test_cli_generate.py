@@ -1,0 +1,210 @@
+"""`forerun generate` on a tiny random pair."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from forerun.cli import generate
+from forerun.cli.main import guarded, main
+
+GREEDY = ("--temperature", "0", "--max-tokens", "24")
+
+
+@pytest.fixture
+def run(tiny_pair, capsys):
+    def call(*arguments: str, draft: str | None = None):
+        pair = ["--target", str(tiny_pair.target), "--draft", draft or str(tiny_pair.draft)]
+        code = main(["generate", *arguments, *pair, "--dtype", "float32"])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(run):
+    code, out, err = run("def f", *GREEDY)
+    assert code == 0
+    assert out.endswith("\n")
+    assert "24 tokens in" in err
+    assert "tokens per step, accepted per position" in err
+
+
+def test_quiet_says_nothing_on_stderr(run):
+    _, out, err = run("def f", *GREEDY, "--quiet")
+    assert out
+    assert "tokens" not in err.replace("parameters", "")
+
+
+def test_speculation_does_not_change_greedy_text(run):
+    speculative = json.loads(run("def f", *GREEDY, "--json")[1])
+    plain = json.loads(run("def f", *GREEDY, "--json", draft="none")[1])
+    assert speculative["token_ids"] == plain["token_ids"]
+    assert speculative["figures"]["num_accepted"] > 0
+    assert plain["figures"]["num_drafted"] == 0
+    assert plain["figures"]["acceptance_length"] is None
+
+
+def test_a_seed_fixes_the_text_whatever_k(run):
+    texts = {
+        json.loads(run("def f", "--seed", "5", "--max-tokens", "24", "--json", "--k", k)[1])["text"]
+        for k in ("1", "3", "6")
+    }
+    assert len(texts) == 1
+
+
+def test_json_is_one_object_alone_on_stdout(run):
+    _, out, _ = run("def f", *GREEDY, "--json")
+    content = json.loads(out)
+    assert content["finish_reason"] == "length"
+    assert len(content["token_ids"]) == len(content["sources"]) == 24
+    figures = content["figures"]
+    assert figures["num_prompt_tokens"] == 5
+    assert figures["num_tokens"] == 24
+    assert len(figures["acceptance_rate_per_position"]) == 4
+    assert figures["drafted_per_position"][0] == figures["num_steps"]
+
+
+def test_several_samples(run):
+    _, out, _ = run("def f", "--max-tokens", "8", "--n", "3", "--json")
+    content = json.loads(out)
+    assert len(content["samples"]) == 3
+    assert content["samples"][0]["token_ids"] == content["token_ids"]
+    _, out, _ = run("def f", "--max-tokens", "8", "--n", "2")
+    assert "--- sample 1 of 2\n" in out
+    assert "--- sample 2 of 2\n" in out
+
+
+def test_colour_marks_tokens_and_explains_itself(run):
+    _, out, err = run("def f", *GREEDY, "--color")
+    assert "\x1b[32m" in out
+    assert "drafted and accepted" in err
+
+
+def test_prompt_from_standard_input(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def f"))
+    from_stdin = json.loads(run("-", *GREEDY, "--json")[1])
+    assert from_stdin["token_ids"] == json.loads(run("def f", *GREEDY, "--json")[1])["token_ids"]
+
+
+def test_trace_has_header_steps_and_request(run, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    _, out, _ = run("def f", *GREEDY, "--json", "--trace", str(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = [line["record"] for line in lines]
+    assert kinds == ["header", *["step"] * (len(lines) - 2), "request"]
+    steps = lines[1:-1]
+    assert sum(step["num_emitted"] for step in steps) == 24
+    assert all(step["token_ids"] is None for step in steps)
+    assert lines[0]["target_hash"] != lines[0]["draft_hash"]
+    assert lines[-1]["parameters"]["temperature"] == 0
+    assert lines[-1]["num_output_tokens"] == 24
+
+
+def test_trace_with_tokens_holds_the_output(run, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    _, out, _ = run("def f", *GREEDY, "--json", "--trace", str(path), "--trace-tokens")
+    steps = [json.loads(line) for line in path.read_text().splitlines()][1:-1]
+    assert [t for step in steps for t in step["token_ids"]] == json.loads(out)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("",), "the prompt is empty"),
+        (("x", "--system", "be brief"), "--system needs --chat"),
+        (("x", "--trace-tokens"), "--trace-tokens needs --trace"),
+        (("x", "--json", "--color"), "exclude each other"),
+        (("x", "--chat"), "no chat template"),
+        (("x", "--k", "-1"), "num_speculative_tokens is -1"),
+        (("x", "--device", "abacus"), "abacus"),
+        (("x" * 5000,), "5000 tokens"),
+        (("x", "--trace", "/nonexistent/trace.jsonl"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_honoured_is_one_line_and_exit_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--temperature", "-1", "temperature is -1.0"),
+        ("--top-p", "0", "top_p is 0.0"),
+        ("--top-p", "1.5", "top_p is 1.5"),
+        ("--max-tokens", "0", "max_tokens is 0"),
+    ],
+)
+def test_bad_sampling_values_are_usage_errors(flag, value, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "x", flag, value])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_misspelt_option_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "x", "--temprature", "1"])
+    assert stop.value.code == 2
+    assert "--temperature" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_exit_1(capsys):
+    assert main(["generate", "x", "--target", "/nonexistent/model"]) == 1
+    assert "/nonexistent/model" in capsys.readouterr().err
+
+
+def test_a_draft_of_another_vocabulary_is_refused(run, tiny_pair):
+    code, _, err = run("x", draft=str(tiny_pair.stranger))
+    assert code == 1
+    assert "tokenizer" in err
+
+
+def test_ctrl_c_says_what_was_done_so_far(tiny_pair, monkeypatch, capsys):
+    from forerun.engine.engine import Engine
+
+    step, calls = Engine.step, []
+
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    pair = ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft)]
+    assert main(["generate", "def f", *GREEDY, *pair]) == 130
+    captured = capsys.readouterr()
+    assert captured.out
+    assert "tokens in" in captured.err
+    assert captured.err.rstrip().endswith("forerun: interrupted")
+
+
+def test_the_shipped_draft_is_used_for_the_shipped_target_only():
+    assert generate.PairFlags().draft_name == "zoo:draft-domain"
+    assert generate.PairFlags(target="models/other").draft_name is None
+    assert generate.PairFlags(draft="none").draft_name is None
+    assert generate.PairFlags(draft="models/draft").draft_name == "models/draft"
+
+
+def test_repeatable_options():
+    options = parse("x", "--stop", "a", "--stop", "b", "--logit-bias", "3", "1.5")
+    assert options.sampling.params.stop == ("a", "b")
+    assert dict(options.sampling.params.logit_bias) == {3: 1.5}
+
+
+def parse(*arguments):
+    from forerun.cli.main import parse
+
+    return parse(generate.COMMAND, "generate", arguments)
+
+
+def test_guarded_run_uses_the_commands_code():
+    assert guarded(generate.COMMAND, parse("x", "--system", "y")) == 2

@@ -1,0 +1,79 @@
+"""`forerun info` on tiny models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.cli.main import main
+
+
+@pytest.fixture
+def info(capsys):
+    def call(*arguments):
+        code = main(["info", *map(str, arguments)])
+        return code, capsys.readouterr()
+
+    return call
+
+
+def test_table_says_what_a_model_is(info, tiny_pair):
+    code, captured = info(tiny_pair.target)
+    assert code == 0
+    for word in ("LlamaForCausalLM, 2 layers", "26,816 in float32", "257 tokens", "per sequence"):
+        assert word in captured.out
+
+
+def test_json_has_sizes_memory_and_hashes(info, tiny_pair):
+    code, captured = info(tiny_pair.target, "--json", "--max-batch", 2, "--max-context", 100)
+    content = json.loads(captured.out)
+    assert code == 0
+    assert content["num_parameters"] == 26816
+    assert content["context"] == 100
+    assert content["kv_bytes_per_token"] == 2 * 2 * 1 * 16 * 4  # keys, values; layers; heads; fp32
+    assert content["memory"]["kv_bytes"] == 2 * content["kv_bytes_per_slot"]
+    assert content["memory"]["weights_bytes"] == 4 * 26816
+    assert len(content["weights_hash"]) == 16
+
+
+def test_dtype_changes_the_memory_needed(info, tiny_pair):
+    sizes = {
+        dtype: json.loads(info(tiny_pair.target, "--json", "--dtype", dtype)[1].out)["memory"]
+        for dtype in ("float32", "bfloat16")
+    }
+    assert sizes["float32"]["weights_bytes"] == 2 * sizes["bfloat16"]["weights_bytes"]
+
+
+def test_a_draft_that_fits_but_cannot_pay_is_warned_about(info, tiny_pair):
+    code, captured = info(tiny_pair.target, "--draft", tiny_pair.draft)
+    assert code == 0
+    assert "the draft fits" in captured.out
+    assert "not smaller than the target" in captured.out
+
+
+def test_a_draft_that_does_not_fit_is_exit_1_with_the_first_differences(info, tiny_pair):
+    code, captured = info(tiny_pair.target, "--draft", tiny_pair.stranger)
+    assert code == 1
+    assert "does not fit" in captured.out
+    assert "id 257: target None, draft 'zz'" in captured.out
+
+
+def test_a_draft_that_does_not_fit_in_json(info, tiny_pair):
+    code, captured = info(tiny_pair.target, "--draft", tiny_pair.stranger, "--json")
+    fit = json.loads(captured.out)["fit"]
+    assert code == 1
+    assert fit["fits"] is False
+    assert fit["vocabularies"]["first_differences"] == [[257, None, "zz"]]
+
+
+def test_a_folder_without_a_model_is_an_error(info, tmp_path):
+    code, captured = info(tmp_path)
+    assert code == 1
+    assert "config.json is missing" in captured.err
+
+
+def test_bad_k_is_a_usage_error(info, tiny_pair):
+    code, captured = info(tiny_pair.target, "--k", -1)
+    assert code == 2
+    assert "num_speculative_tokens is -1" in captured.err
