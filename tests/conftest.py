@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+PACKAGE = Path(__file__).parents[1] / "src" / "forerun"
+
 # Every annotated function of the package checks its arguments, shapes included, while tests run.
+# Configurations are left out: they judge wrong types themselves, and the tests must get that far.
 # Type checkers read `float` as "int too", hence the numeric tower. A protocol must be declared
 # `@runtime_checkable` for this. The hook must precede the first import of the package.
 install_import_hook(
-    "forerun", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+    [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if path.stem not in {"__init__", "config"}
+    ],
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 
 
