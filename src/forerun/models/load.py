@@ -22,7 +22,7 @@ from forerun.models.memory import check_fits, estimate
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import PREFIX, zoo_path
 
-__all__ = ["load_model", "load_tokenizer", "model_folder"]
+__all__ = ["choose_dtype", "load_model", "load_tokenizer", "model_folder", "read_config"]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -130,7 +130,11 @@ def model_folder(source: str | Path) -> Path:
 
 
 def read_config(checkpoint: Checkpoint) -> tuple[Any, Architecture]:
-    """The configuration, as transformers' object and as the sizes we need."""
+    """The configuration, as transformers' object and as the sizes we need.
+
+    Raises:
+        InvalidModel: transformers refuses it, or the model is not supported.
+    """
     try:
         config = AutoConfig.from_pretrained(
             checkpoint.folder, local_files_only=True, trust_remote_code=False
@@ -192,7 +196,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype asked for; for "auto" that of most stored elements."""
+    """The dtype asked for; for "auto" that of most stored elements.
+
+    Raises:
+        InvalidRequest: there is no such dtype.
+    """
     if dtype == "auto":
         return STORED_DTYPES[checkpoint.stored_dtype]
     if dtype not in DTYPES:
