@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import tyro
 from corpus import build as build_corpus
+from evaluate import write_cards
+from prompts import write as write_prompts
 from train import TrainConfig, train
 
 TARGET = TrainConfig(
@@ -18,7 +21,7 @@ TARGET = TrainConfig(
     intermediate_size=704,
     num_heads=4,
     num_kv_heads=2,
-    num_steps=2000,
+    num_steps=1600,
 )
 DRAFT = replace(
     TARGET,
@@ -28,7 +31,7 @@ DRAFT = replace(
     intermediate_size=384,
     num_heads=2,
     num_kv_heads=2,
-    num_steps=1500,
+    num_steps=1000,
     seed=1,
 )
 RUNS = {
@@ -48,6 +51,8 @@ class Args:
     """Work folder: data, checkpoints, logs, models. `touch OUT/PAUSE` makes training wait."""
     only: str = ""
     """Train just this run (target, draft-domain or draft-off-the-shelf)."""
+    zoo: Path | None = None
+    """Copy the judged models here, if they pass the gates (src/forerun/models/zoo)."""
     threads: int = 2
     """CPU threads."""
 
@@ -55,9 +60,19 @@ class Args:
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     build_corpus(args.corpora, args.out)
-    for name, config in RUNS.items():
-        if args.only in ("", name):
-            print(f"{name}: {train(config, args.out, args.out / name)}")
+    chosen = {name: run for name, run in RUNS.items() if args.only in ("", name)}
+    folders = {name: train(run, args.out, args.out / name) for name, run in chosen.items()}
+    if args.only:
+        return
+    failed = write_cards(folders, RUNS, args.out)
+    for reason in failed:
+        print(f"gate failed: {reason}")
+    if failed:
+        raise SystemExit(1)
+    if args.zoo is not None:
+        write_prompts(args.zoo / "prompts.jsonl")
+        for name, folder in folders.items():
+            shutil.copytree(folder, args.zoo / name, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

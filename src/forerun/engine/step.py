@@ -85,9 +85,8 @@ class Stepper:
         shares = self.scheduler.shares(num_tree_rows)
         pass_started_s = time.monotonic()
         scored = self._score(shares, drafted)
-        timing.verify_s = time.monotonic() - pass_started_s
-
         verdicts = verify(scored)
+        timing.verify_s = time.monotonic() - pass_started_s
         for share in shares:
             if not share.completes:
                 commit_chunk(share)
