@@ -100,7 +100,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class Optimisers:
-    """Muon for the matrices inside layers, AdamW for embedding and norms; one state file for both."""
+    """Muon for the matrices inside layers, AdamW for embedding and norms."""
 
     def __init__(self, model: LlamaForCausalLM, config: TrainConfig) -> None:
         named = dict(model.named_parameters())

@@ -12,8 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import forerun
+from forerun.models.checkpoint import read_checkpoint
+from forerun.models.content_hash import weights_hash
+from forerun.models.load import model_folder
 
-__all__ = ["Provenance", "collect"]
+__all__ = ["Provenance", "collect", "content_hash", "version_of"]
 
 PACKAGES = ("torch", "transformers")
 GIT_TIMEOUT_S = 5.0
@@ -61,6 +64,11 @@ def collect(models: Mapping[str, str]) -> Provenance:
         models=dict(models),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def content_hash(model: str) -> str:
+    """Hash of a model's weight files, by name or folder."""
+    return weights_hash(read_checkpoint(model_folder(model)).weight_files)
 
 
 def version_of(package: str) -> str:

@@ -10,10 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
-from forerun.bench.provenance import version_of
+from forerun.bench.provenance import content_hash, version_of
 from forerun.errors import InvalidRequest
-from forerun.models.checkpoint import read_checkpoint
-from forerun.models.content_hash import tokenizer_hash, weights_hash
+from forerun.models.content_hash import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
@@ -64,9 +63,9 @@ def header_for(target: str, draft: str | None, device: str) -> TraceHeader:
     """Header of a trace; reads the weight files once to hash them."""
     return TraceHeader(
         target=target,
-        target_hash=hash_of(target),
+        target_hash=content_hash(target),
         draft=draft,
-        draft_hash=hash_of(draft) if draft is not None else None,
+        draft_hash=content_hash(draft) if draft is not None else None,
         tokenizer_hash=tokenizer_hash(model_folder(target)),
         device=device,
         versions={
@@ -74,11 +73,6 @@ def header_for(target: str, draft: str | None, device: str) -> TraceHeader:
             **{name: version_of(name) for name in PACKAGES},
         },
     )
-
-
-def hash_of(model: str) -> str:
-    """Content hash of a model by name or folder."""
-    return weights_hash(read_checkpoint(model_folder(model)).weight_files)
 
 
 def parameters_of(params: SamplingParams) -> dict[str, Json]:

@@ -64,15 +64,9 @@ def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> No
             f"the draft's tokenizer is not the target's ({comparison.num_draft} and "
             f"{comparison.num_target} tokens; {shown}); use a draft trained with the same tokenizer"
         )
-    if num_parameters(draft[0]) >= num_parameters(target):
+    if draft[0].num_parameters >= target.num_parameters:
         logger.warning(
             "the draft has %d parameters, the target %d: drafting will cost more than it saves",
-            num_parameters(draft[0]),
-            num_parameters(target),
+            draft[0].num_parameters,
+            target.num_parameters,
         )
-
-
-def num_parameters(model: LanguageModel) -> int:
-    """Parameters of decoder and head, tied ones once."""
-    modules = (model.decoder, model.head)
-    return sum({id(p): p.numel() for m in modules for p in m.parameters()}.values())

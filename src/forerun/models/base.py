@@ -128,6 +128,10 @@ class LanguageModel(Protocol):
         """Width of the logits."""
 
     @property
+    def num_parameters(self) -> int:
+        """Size of the model, tied parameters counted once."""
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
 

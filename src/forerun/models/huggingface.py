@@ -45,6 +45,12 @@ class HuggingFaceModel:
         return self.architecture.vocab_size
 
     @property
+    def num_parameters(self) -> int:
+        """Size of decoder and head, tied parameters counted once."""
+        parameters = [*self.decoder.parameters(), *self.head.parameters()]
+        return sum({id(p): p.numel() for p in parameters}.values())
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
         return self._store.geometry.capacity

@@ -133,6 +133,11 @@ class TabularModel:
         return self.log_probs.shape[1]
 
     @property
+    def num_parameters(self) -> int:
+        """Entries of the table."""
+        return self.log_probs.numel()
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
         return self._store.capacity

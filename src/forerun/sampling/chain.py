@@ -5,10 +5,9 @@ draw stage (noise against those weights, strict u < a). `verify_chains` composes
 `forerun exact` feeds the same law stage every possible draft in fp64 and sums over the noise
 symbolically.
 
-Shapes: a batch of chains padded to `nodes` drafted tokens, and `rows` = nodes + 1 target rows each.
-    Row i is
-the law of the token drafted as node i, the last valid row that of the bonus token. Padding is never
-read into a result: `num_drafted` says where each chain ends.
+Shapes: a batch of chains padded to `nodes` drafted tokens, with `rows` = nodes + 1 target rows.
+Row i is the law of the token drafted as node i, the last valid row that of the bonus token. Padding
+is never read into a result, NaN included: `num_drafted` says where each chain ends.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def token_accept_probs(
 ) -> PerNode:
     """min(1, target / draft) at each drawn token (2211.17192, algorithm 1)."""
     ratios = _drawn(target_probs, tokens) / _drawn(draft_probs, tokens).clamp(min=SMALLEST)
-    return ratios.clamp(max=1).mul_(_is_valid(tokens, num_drafted))
+    return torch.where(_is_valid(tokens, num_drafted), ratios.clamp(max=1), 0.0)
 
 
 def block_accept_probs(
@@ -137,7 +136,7 @@ def block_accept_probs(
         inner = torch.where(rest > 0, mass / rest.clamp(min=SMALLEST), 1.0)
         is_last = torch.arange(1, tokens.shape[1], device=tokens.device) == num_drafted[:, None]
         accept[:, :-1] = torch.where(is_last, ratios[:, :-1], inner)
-    return accept.mul_(_is_valid(tokens, num_drafted))
+    return torch.where(_is_valid(tokens, num_drafted), accept, 0.0)
 
 
 def prefix_ratios(
@@ -148,9 +147,10 @@ def prefix_ratios(
     In logs the recursion is S_i - max(0, S_1 .. S_i), S the running sum of log ratios: a handful of
     operations for any K, and no underflow on the way. 0 in padding.
     """
-    target = _drawn(target_probs, tokens) * _is_valid(tokens, num_drafted)
-    sums = (target.log() - _drawn(draft_probs, tokens).clamp(min=SMALLEST).log()).cumsum(-1)
-    ratios = torch.ones(target.shape[0], target.shape[1] + 1, dtype=sums.dtype, device=sums.device)
+    draft = _drawn(draft_probs, tokens).clamp(min=SMALLEST)
+    logs = _drawn(target_probs, tokens).log() - draft.log()
+    sums = torch.where(_is_valid(tokens, num_drafted), logs, -torch.inf).cumsum(-1)
+    ratios = sums.new_ones(len(tokens), tokens.shape[1] + 1)
     if tokens.shape[1] > 0:
         ratios[:, 1:] = (sums - sums.cummax(-1).values.clamp(min=0)).exp()
     return ratios

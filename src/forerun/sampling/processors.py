@@ -1,10 +1,10 @@
 """From logits to the probabilities a request asked for, every row under its own parameters.
 
-Order: allowed tokens, logit bias, bad tokens, min_tokens, repetition, frequency and presence
-    penalty,
-temperature, min_p, top_k, top_p. The warpers keep what transformers' warpers keep, ties included;
-the penalties are those of transformers (repetition), OpenAI and vLLM (frequency, presence).
-What no row asks for costs nothing.
+Order: allowed tokens, logit bias, bad tokens, min_tokens; repetition, frequency and presence
+penalty; temperature; min_p, top_k, top_p. The warpers keep what transformers' warpers keep (of
+exactly equal logits at the edge of top_p the higher ids, always: a plain pass and a verify pass
+must agree); repetition is transformers' too, frequency and presence are OpenAI's and vLLM's. What
+no row asks for costs nothing.
 """
 
 from __future__ import annotations
