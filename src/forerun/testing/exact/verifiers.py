@@ -96,7 +96,8 @@ def decisive_tests(rule: Rule, num_nodes: int) -> list[tuple[Decision, ...]]:
     those tests.
     """
     patterns = list(product((False, True), repeat=num_nodes))
-    uniforms = torch.where(torch.tensor(patterns).reshape(-1, num_nodes), 0.25, 0.75).double()
+    passed = torch.tensor(patterns, dtype=torch.bool).reshape(len(patterns), num_nodes)
+    uniforms = torch.where(passed, 0.25, 0.75).double()
     verdicts = num_accepted(torch.full_like(uniforms, 0.5), uniforms, rule).tolist()
     decisive = []
     for accepted in range(num_nodes + 1):

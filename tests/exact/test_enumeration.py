@@ -1,0 +1,193 @@
+"""The suite passes on the engine's functions, and has teeth."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from forerun.sampling.noise import position_key
+from forerun.sampling.walk import walk
+from forerun.testing.exact import coupling
+from forerun.testing.exact.chains import emit_chains
+from forerun.testing.exact.coupling import compare_with_plain
+from forerun.testing.exact.histories import Inexact
+from forerun.testing.exact.laws import Laws, random_laws, structured_laws
+from forerun.testing.exact.plants import PLANTED
+from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult, render
+from forerun.testing.exact.run import run_enumeration
+from forerun.testing.exact.verifiers import ChainVerifier, confident_before
+from forerun.testing.exact.walks import Walker, emit_walks, walk_table
+from forerun.theory.tree import TokenTree
+
+TREE = TokenTree((-1, -1, 0))
+
+
+def some_laws(vocab_size: int = 3, horizon: int = 5, num_laws: int = 16, seed: int = 1) -> Laws:
+    generator = torch.Generator().manual_seed(seed)
+    return next(random_laws(num_laws, vocab_size, horizon, generator))
+
+
+def worst_tv(joint: torch.Tensor, laws: Laws) -> float:
+    return float((joint - laws.joint()).abs().sum(-1).max() / 2)
+
+
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(told: list[str]) -> ExactReport:
+    return run_enumeration(num_laws=24, seed=7, progress=told.append)
+
+
+def test_every_verifier_is_exact_and_every_planted_bug_caught(report: ExactReport) -> None:
+    assert report.ok
+    assert all(v.worst_tv <= 1e-12 for v in report.verifiers)
+    assert all(p.worst_tv > 1e-3 for p in report.planted)
+    assert all(v.num_laws >= 24 and v.num_histories > 0 for v in report.verifiers)
+    names = {v.name for v in report.verifiers}
+    assert {"token", "block", "walk, deterministic tree", "coupled, any draft"} <= names
+
+
+def test_the_report_goes_to_json_and_terminal(report: ExactReport) -> None:
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["ok"] is True
+    assert len(data["verifiers"]) == len(report.verifiers)
+    assert {"name", "num_laws", "num_histories", "worst_tv", "ok"} <= set(data["verifiers"][0])
+    assert {"name", "worst_tv", "caught"} <= set(data["planted"][0])
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(render(report))
+    text = console.export_text()
+    assert "walk, sampled chain" in text
+    assert "caught" in text
+    assert "MISSED" not in text
+
+
+def test_a_biased_verifier_or_a_missed_bug_fails_the_report() -> None:
+    good = VerifierResult(name="a", num_laws=1, num_histories=1, worst_tv=1e-15)
+    biased = VerifierResult(name="b", num_laws=1, num_histories=1, worst_tv=2e-12, detail="why")
+    caught = PlantedResult(name="c", num_laws=1, worst_tv=0.1)
+    missed = PlantedResult(name="d", num_laws=1, worst_tv=1e-13)
+    assert ExactReport(seed=0, verifiers=(good,), planted=(caught,)).ok
+    assert not ExactReport(seed=0, verifiers=(good, biased), planted=(caught,)).ok
+    assert not ExactReport(seed=0, verifiers=(good,), planted=(caught, missed)).ok
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(render(ExactReport(seed=0, verifiers=(biased,), planted=(missed,))))
+    text = console.export_text()
+    assert "NOT EXACT why" in text
+    assert "MISSED" in text
+
+
+def test_progress_names_every_part(report: ExactReport, told: list[str]) -> None:
+    parts = [v.name for v in report.verifiers] + [f"planted: {p.name}" for p in report.planted]
+    assert told == parts
+
+
+@pytest.mark.parametrize(("name", "verifiers"), PLANTED, ids=[name for name, _ in PLANTED])
+def test_each_planted_bug_biases_random_laws(
+    name: str, verifiers: tuple[ChainVerifier, ...]
+) -> None:
+    laws = some_laws(num_laws=32)
+    worst = max(worst_tv(emit_chains(laws, verifier, 2).joint, laws) for verifier in verifiers)
+    assert worst > 1e-3, name
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), [(2, 3), (4, 1), (5, 2)])
+def test_other_sizes_are_exact_too(rule: str, vocab_size: int, num_drafts: int) -> None:
+    laws = some_laws(vocab_size, num_drafts + 3, num_laws=4)
+    for verifier in (ChainVerifier(rule=rule), ChainVerifier(rule=rule, keep=confident_before)):
+        assert worst_tv(emit_chains(laws, verifier, num_drafts).joint, laws) <= 1e-12
+
+
+def test_the_stop_rule_makes_chains_ragged() -> None:
+    """Otherwise the stop-rule rows of the report would test nothing new."""
+    rows = some_laws().draft[0][:, 0]
+    assert 0 < confident_before(rows, rows[..., 0]).double().mean() < 1
+
+
+def test_structured_laws_are_what_they_say() -> None:
+    laws = structured_laws(3, 2, torch.Generator().manual_seed(0))
+    for target, draft in zip(laws.target, laws.draft, strict=True):
+        for rows in (target, draft):
+            torch.testing.assert_close(rows.sum(-1), torch.ones_like(rows[..., 0]))
+        assert torch.equal(target[0], draft[0])
+        assert ((target[1] > 0).sum(-1) == 1).all()
+        assert ((draft[2] > 0).sum(-1) == 1).all()
+        assert (target[4] * draft[4] == 0).all()
+        assert (target[5] * draft[5] == 0).all()
+        assert (target[6] == 0).any()
+
+
+# ---------------------------------------------------------------------------------- teeth: the walk
+
+
+def sloppy_walk(
+    tree: TokenTree, drafts: tuple[int, ...], draws: tuple[int, ...]
+) -> tuple[tuple[int, ...], int]:
+    """Accepts the first node unseen."""
+    return (0,), draws[1]
+
+
+def peeking_walk(
+    tree: TokenTree, drafts: tuple[int, ...], draws: tuple[int, ...]
+) -> tuple[tuple[int, ...], int]:
+    """Stops early when the last row's draw is 0."""
+    return ((), draws[0]) if draws[-1] == 0 else walk(tree, drafts, draws)
+
+
+def test_a_walk_that_emits_what_was_not_drawn_is_found_out() -> None:
+    with pytest.raises(Inexact, match="not what the target drew"):
+        walk_table(sloppy_walk, TREE, 3)
+
+
+def test_a_walk_that_looks_elsewhere_is_found_out() -> None:
+    with pytest.raises(Inexact, match="rows it did not visit"):
+        walk_table(peeking_walk, TREE, 3)
+
+
+def test_target_noise_keyed_by_depth_alone_is_found_out() -> None:
+    def keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
+        return [position_key(request_key, depth) for depth in (0, *tree.depths)]
+
+    with pytest.raises(Inexact, match="decided something before"):
+        emit_walks(some_laws(), Walker(keys=keys), TREE)
+
+
+def test_target_noise_shared_with_the_drafts_is_found_out() -> None:
+    def keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
+        draft_key = ChainVerifier(rule="token").draft_key
+        return [draft_key(request_key, num_committed, depth) for depth in (0, *tree.depths)]
+
+    with pytest.raises(Inexact, match="decided something before"):
+        emit_walks(some_laws(), Walker(keys=keys, sampled=True), TokenTree.chain(2))
+
+
+def test_a_wrong_walk_law_would_show() -> None:
+    """The walk's law is compared with the target's, not assumed: feed it another target."""
+    laws = some_laws()
+    other = Laws(target=laws.draft, draft=laws.draft)
+    assert worst_tv(emit_walks(other, Walker(), TREE).joint, laws) > 1e-3
+
+
+# ------------------------------------------------------------------------------ teeth: the coupling
+
+
+def test_coupled_steps_equal_plain_decoding() -> None:
+    compared, different = compare_with_plain(some_laws(num_laws=3), TREE, range(3))
+    assert compared == 3 * 3 * 3 * 27
+    assert different == 0
+
+
+def test_coupling_with_keys_of_the_step_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
+        return [position_key(request_key, num_committed + 7 * d) for d in (0, *tree.depths)]
+
+    monkeypatch.setattr(coupling, "target_keys", keys)
+    _, different = compare_with_plain(some_laws(num_laws=3), TREE, range(3))
+    assert different > 0

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+
+import pytest
+
+from forerun.errors import InvalidRequest
+from forerun.sampling import config
+from forerun.sampling.choice import Choice
+from forerun.sampling.config import SamplingParams, draft_params, resolve_verification
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", 1e-9),
+        ("draft_temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("logprobs", -1),
+        ("n", 0),
+        ("stop", ("",)),
+        ("stop_token_ids", (-1,)),
+        ("allowed_token_ids", ()),
+        ("logit_bias", {3: float("inf")}),
+        ("logit_bias", {-1: 1.0}),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_the_message_names_value_and_range() -> None:
+    with pytest.raises(InvalidRequest, match=r"top_p is 1\.5; it must be .*above 0 and at most 1"):
+        SamplingParams(top_p=1.5)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens is 5"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(InvalidRequest, match="no token possible"):
+        SamplingParams(allowed_token_ids=(1, 2), bad_token_ids=(2, 1))
+
+
+@pytest.fixture(scope="module")
+def unchecked() -> Iterator[ModuleType]:
+    """The module as users run it: under another name, the type checks of the tests pass it by."""
+    spec = spec_from_file_location("unchecked_config", config.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("temperature", None),
+        ("top_k", 2.5),
+        ("seed", 1.5),
+        ("stop", (3,)),
+        ("bad_token_ids", ("7",)),
+        ("logit_bias", {"word": 1.0}),
+        ("verification", "fast"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(
+    unchecked: ModuleType, field: str, value: object
+) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        unchecked.SamplingParams(**{field: value})
+
+
+def test_what_json_brings_becomes_what_is_declared(unchecked: ModuleType) -> None:
+    params = unchecked.SamplingParams(
+        stop="end",
+        stop_token_ids=[1],
+        bad_token_ids=[2],
+        allowed_token_ids=[2, 3],
+        logit_bias={"3": 1},
+    )
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (1,)
+    assert params.bad_token_ids == (2,)
+    assert params.allowed_token_ids == (2, 3)
+    assert params.logit_bias == {3: 1.0}
+
+
+def test_extremes_are_accepted() -> None:
+    SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=-(10**30), n=1)
+    SamplingParams(seed=10**400)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"logit_bias": {1: 1.0}},
+        {"allowed_token_ids": (1,)},
+        {"bad_token_ids": (1,)},
+        {"min_tokens": 1},
+    ],
+)
+def test_what_needs_a_history(field: dict[str, object]) -> None:
+    assert SamplingParams(**field).needs_history
+    assert SamplingParams(**field).has_processors
+
+
+def test_what_needs_none() -> None:
+    assert not SamplingParams(top_k=5, top_p=0.5, min_p=0.1, temperature=0.3).needs_history
+    assert SamplingParams(top_k=5).has_processors
+    assert not SamplingParams(temperature=0.3, top_k=-1).has_processors
+    assert SamplingParams(temperature=0).greedy
+
+
+def test_the_draft_has_its_own_temperature_unless_greedy() -> None:
+    params = SamplingParams(temperature=1.0, top_k=7, draft_temperature=0.5)
+    assert draft_params(params) == SamplingParams(temperature=0.5, top_k=7, draft_temperature=0.5)
+    assert draft_params(SamplingParams(temperature=0.7)).temperature == 0.7
+    assert draft_params(SamplingParams(temperature=0, draft_temperature=0.5)).greedy
+
+
+SAMPLED, COUPLED, FIXED = Choice.SAMPLED, Choice.COUPLED, Choice.DETERMINISTIC
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice", "is_chain", "method"),
+    [
+        ({}, SAMPLED, True, "block"),
+        ({}, SAMPLED, False, "walk"),
+        ({}, COUPLED, True, "coupled"),
+        ({}, FIXED, True, "walk"),
+        ({"seed": 1}, SAMPLED, True, "coupled"),
+        ({"seed": 1}, FIXED, False, "walk"),
+        ({"temperature": 0, "verification": "block"}, SAMPLED, True, "walk"),
+        ({"verification": "block"}, FIXED, False, "walk"),
+        ({"verification": "token"}, SAMPLED, True, "token"),
+        ({"verification": "block", "seed": 1}, SAMPLED, True, "block"),
+        ({"verification": "walk"}, SAMPLED, True, "walk"),
+        ({"verification": "coupled"}, SAMPLED, True, "coupled"),
+    ],
+)
+def test_the_verifier_follows_from_parameters_and_proposal(
+    fields: dict[str, object], choice: Choice, is_chain: bool, method: str
+) -> None:
+    assert resolve_verification(SamplingParams(**fields), choice, is_chain=is_chain) == method
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_a_rule_that_would_not_be_exact_is_refused(rule: str) -> None:
+    params = SamplingParams(verification=rule)
+    with pytest.raises(InvalidRequest, match=f'"{rule}", which is not exact for a tree'):
+        resolve_verification(params, SAMPLED, is_chain=False)
+    with pytest.raises(InvalidRequest, match="shares the target's noise"):
+        resolve_verification(params, COUPLED)
+
+
+def test_parameters_load_no_torch() -> None:
+    code = "import sys, forerun.sampling.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
