@@ -148,6 +148,23 @@ def test_draw_never_returns_a_zero_weight_at_the_ends() -> None:
         assert (weights[rows, tokens] > 0).all()
 
 
+@pytest.mark.parametrize(("raised", "value", "token"), [(1, 0.25, 2), (4, LARGEST, 3)])
+def test_draw_survives_a_scan_that_rounds_in_another_order(
+    monkeypatch: pytest.MonkeyPatch, raised: int, value: float, token: int
+) -> None:
+    """A device may add in parallel: the sum at a zero weight may then exceed its neighbours'."""
+    cumsum = torch.Tensor.cumsum
+
+    def jittered(self: torch.Tensor, dim: int) -> torch.Tensor:
+        sums = cumsum(self, dim)
+        sums[..., raised] *= 1 + 2.0**-50
+        return sums
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", jittered)
+    weights = torch.tensor([[1.0, 0.0, 2.0, 1.0, 0.0, 0.0]])
+    assert draw(weights, torch.tensor([value], dtype=torch.float64)).item() == token
+
+
 def test_draw_follows_the_weights() -> None:
     weights = torch.tensor([3.0, 0.0, 1.0, 4.0, 2.0])
     keys = torch.tensor([step_key(7, n, 0, Purpose.DRAFT) for n in range(8_000)])
