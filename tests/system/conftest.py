@@ -10,10 +10,18 @@ import pytest
 
 @dataclass(frozen=True)
 class TinyPair:
-    """Folders: a target, a draft that mostly agrees with it, one of another vocabulary."""
+    """Folders of models.
+
+    Attributes:
+        target: random weights.
+        draft: the same with noise, so that it mostly agrees.
+        small: smaller, of other random weights.
+        stranger: of another vocabulary.
+    """
 
     target: Path
     draft: Path
+    small: Path
     stranger: Path
 
 
@@ -59,12 +67,13 @@ def save_model(folder: Path, *, hidden_size: int, num_layers: int, seed: int, no
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory) -> TinyPair:
     root = tmp_path_factory.mktemp("tiny")
-    pair = TinyPair(root / "target", root / "draft", root / "stranger")
+    names = ("target", "draft", "small", "stranger")
+    pair = TinyPair(**{name: root / name for name in names})
     save_model(pair.target, hidden_size=32, num_layers=2, seed=0)
     save_model(pair.draft, hidden_size=32, num_layers=2, seed=0, noise=0.01)
-    save_model(pair.stranger, hidden_size=16, num_layers=1, seed=1)
-    byte_tokenizer().save_pretrained(pair.target)
-    byte_tokenizer().save_pretrained(pair.draft)
-    stranger = byte_tokenizer(("zz",))
-    stranger.save_pretrained(pair.stranger)
+    for folder in (pair.small, pair.stranger):
+        save_model(folder, hidden_size=16, num_layers=1, seed=1)
+    for folder in (pair.target, pair.draft, pair.small):
+        byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer(("zz",)).save_pretrained(pair.stranger)
     return pair

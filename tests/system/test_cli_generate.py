@@ -92,7 +92,7 @@ def test_prompt_from_standard_input(run, monkeypatch):
 
 def test_trace_has_header_steps_and_request(run, tmp_path):
     path = tmp_path / "trace.jsonl"
-    _, out, _ = run("def f", *GREEDY, "--json", "--trace", str(path))
+    run("def f", *GREEDY, "--json", "--trace", str(path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kinds = [line["record"] for line in lines]
     assert kinds == ["header", *["step"] * (len(lines) - 2), "request"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from forerun.bench.compare import Arm, Block, Measurement
 from forerun.bench.text import distinct_ngram_share
@@ -12,6 +13,9 @@ from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, bootstrap_ratio
 
 __all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "drafting_only", "summarise"]
+
+RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
+"""Interval of sum(numerators) / sum(denominators) over paired blocks."""
 
 MIN_BLOCKS = 5
 """Fewer prompts say too little about their spread for an interval to be believed."""
@@ -87,13 +91,16 @@ class ArmSummary:
         }
 
 
-def summarise(blocks: Sequence[Block], seed: int = 0) -> list[ArmSummary]:
+def summarise(
+    blocks: Sequence[Block], *, seed: int = 0, num_resamples: int = 2000
+) -> list[ArmSummary]:
     """Figures of every arm; the first arm is what the others are compared with.
 
     Args:
         blocks: complete blocks. One where an arm ended with its first token has no decoding to
             measure and is left out.
         seed: decides the resamples of the intervals.
+        num_resamples: of every interval; more give steadier ends.
 
     Raises:
         ValueError: no block is left.
@@ -102,11 +109,12 @@ def summarise(blocks: Sequence[Block], seed: int = 0) -> list[ArmSummary]:
     if not usable:
         raise ValueError(f"none of {len(blocks)} blocks decoded a second token in every arm")
     columns = columns_of(usable)
-    return [summarise_arm(column, columns[0], seed) for column in columns]
+    interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
+    return [summarise_arm(column, columns[0], interval) for column in columns]
 
 
 def summarise_arm(
-    own: Sequence[Measurement], plain: Sequence[Measurement], seed: int
+    own: Sequence[Measurement], plain: Sequence[Measurement], interval: RatioInterval
 ) -> ArmSummary:
     """Figures of one arm from its measurements and those of plain decoding on the same prompts."""
     acceptance = drafting_only(sum((m.acceptance for m in own), AcceptanceCounts()))
@@ -116,21 +124,15 @@ def summarise_arm(
         arm=own[0].arm,
         num_blocks=len(own),
         num_tokens=sum(m.num_tokens for m in own),
-        tokens_per_s=bootstrap_ratio(
-            [m.num_tokens for m in own], [m.total_s for m in own], seed=seed
-        ),
-        decode_tokens_per_s=bootstrap_ratio(
-            [m.num_decoded for m in own], [m.decode_s for m in own], seed=seed
-        ),
-        speedup=bootstrap_ratio(
+        tokens_per_s=interval([m.num_tokens for m in own], [m.total_s for m in own]),
+        decode_tokens_per_s=interval([m.num_decoded for m in own], [m.decode_s for m in own]),
+        speedup=interval(
             [m.total_s for m in plain],
             [m.total_s * p.num_tokens / m.num_tokens for m, p in zip(own, plain, strict=True)],
-            seed=seed,
         ),
-        decode_speedup=bootstrap_ratio(
+        decode_speedup=interval(
             [m.decode_s for m in plain],
             [m.decode_s * p.num_decoded / m.num_decoded for m, p in zip(own, plain, strict=True)],
-            seed=seed,
         ),
         acceptance=acceptance,
         cycle_cost=kappa,

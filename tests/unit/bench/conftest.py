@@ -34,10 +34,13 @@ class FakeEngine:
     calls: list[str] = field(default_factory=list)
 
     def generate(self, prompts: Sequence[str], params) -> list[RequestOutput]:
-        return [self.one(prompt, params.max_tokens) for prompt in prompts]
+        self.calls += prompts
+        outputs = [self.one(params.max_tokens) for _ in prompts]
+        # All prompts of a batch share every pass: it takes as long as one of them.
+        self.clock.now_s += max(output.completions[0].total_s for output in outputs)
+        return outputs
 
-    def one(self, prompt: str, max_tokens: int) -> RequestOutput:
-        self.calls.append(prompt)
+    def one(self, max_tokens: int) -> RequestOutput:
         counts = AcceptanceCounts()
         counts.add(0, 0)
         num_tokens, decode_s = 1, 0.0
@@ -47,7 +50,6 @@ class FakeEngine:
             decode_s += self.step_s
         num_tokens = min(num_tokens, max_tokens)
         total_s = self.prefill_s + decode_s
-        self.clock.now_s += total_s
         completion = Completion(
             index=0,
             text="",

@@ -23,8 +23,9 @@ def test_every_arm_continues_every_prompt_in_rotated_order(make_arm, clock):
 
 def log_of(log, name):
     class Log(list):
-        def append(self, prompt):
-            log.append(name)
+        def __iadd__(self, prompts):
+            log.extend(name for _ in prompts)
+            return self
 
     return Log()
 

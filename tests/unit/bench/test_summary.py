@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
+from forerun.bench import summary
 from forerun.bench.compare import Prompt, run_blocks
-from forerun.bench.summary import MIN_BLOCKS, best_arm, summarise
+from forerun.bench.summary import MIN_BLOCKS, best_arm
 from forerun.bench.verdict import verdict
 from forerun.sampling.config import SamplingParams
+
+summarise = partial(summary.summarise, num_resamples=100)
 
 KEYS = {
     "name",

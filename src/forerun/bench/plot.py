@@ -1,0 +1,87 @@
+"""One picture of a comparison: tokens per second, and how far drafts are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.bench.summary import ArmSummary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot"]
+
+COLOURS = ("#6e7781", "#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
+"""Told apart in greyscale and by colour-blind readers; the first is the baseline."""
+
+
+def plot(summaries: Sequence[ArmSummary], title: str, paths: Sequence[Path]) -> None:
+    """Draw the arms and write the picture to every path; the suffix names the format.
+
+    Args:
+        summaries: arms, the baseline first.
+        title: above the picture.
+        paths: for example a .png and a .svg.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    speeds, survivals = figure.subplots(1, 2, width_ratios=[3, 2])
+    figure.suptitle(title, fontsize=11)
+    draw_speeds(speeds, summaries)
+    draw_survival(survivals, summaries)
+    for path in paths:
+        figure.savefig(path, dpi=160)
+
+
+def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
+    """Horizontal bars with 95% intervals, each labelled with its speedup."""
+    for row, summary in enumerate(summaries):
+        speed, ratio = summary.tokens_per_s, summary.speedup
+        reach = [[speed.estimate - speed.low], [speed.high - speed.estimate]]
+        axes.barh(row, speed.estimate, color=colour(row), height=0.6)
+        axes.errorbar(speed.estimate, row, xerr=reach, color="black", capsize=4, linewidth=1)
+        label = "baseline" if row == 0 else f"{ratio.estimate:.2f}x ({interval_text(summary)})"
+        axes.annotate(
+            label,
+            (speed.high, row),
+            xytext=(6, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(summaries)), [summary.arm.name for summary in summaries])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * max(summary.tokens_per_s.high for summary in summaries))
+    axes.set_xlabel("tokens per second, prefill included (95% interval)")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
+    """Share of steps accepted through each position."""
+    for row, summary in enumerate(summaries):
+        survival = summary.acceptance.survival
+        if survival:
+            positions = range(1, len(survival) + 1)
+            axes.plot(positions, survival, marker="o", color=colour(row), label=summary.arm.name)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("drafted position")
+    axes.set_ylabel("accepted through it")
+    axes.set_xticks(range(1, 1 + max(s.acceptance.max_depth for s in summaries)))
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def colour(row: int) -> str:
+    """Colour of an arm, the same in both halves."""
+    return COLOURS[row % len(COLOURS)]
+
+
+def interval_text(summary: ArmSummary) -> str:
+    """Ends of the speedup's interval."""
+    return f"{summary.speedup.low:.2f}–{summary.speedup.high:.2f}"

@@ -1,0 +1,103 @@
+"""`forerun demo`: plain and speculative decoding of the shipped pair, compared and explained."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.bench.config import DemoConfig
+from forerun.cli.command import Command
+from forerun.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from forerun.bench.demo import Demo
+
+__all__ = ["COMMAND", "DemoOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """Options of `forerun demo`."""
+
+    seconds: float = DemoConfig().seconds
+    """Time budget, loading included; a slow machine may need a little more."""
+    out: Path | None = None
+    """Write demo.json, demo.png and demo.svg into this folder."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+def run(options: DemoOptions) -> int:
+    """Run the demonstration; returns 1 where speculative text differs from plain text."""
+    started_s = time.perf_counter()
+    config = DemoConfig(seconds=options.seconds)
+    if options.out is not None:
+        make_folder(options.out)
+
+    from rich.console import Console
+
+    from forerun.bench.demo import Demo
+    from forerun.models.zoo.catalog import held_out_prompts
+
+    with Console(stderr=True).status("starting") as status:
+        demo = Demo(
+            config,
+            [prompt.text for prompt in held_out_prompts()],
+            clock=time.perf_counter,
+            started_s=started_s,
+            tell=status.update,
+        )
+        try:
+            demo.run()
+        except KeyboardInterrupt:
+            status.stop()
+            if demo.blocks:
+                show(demo, options)
+            raise
+    show(demo, options)
+    return 0 if demo.exactness is not None and demo.exactness.passed else 1
+
+
+def show(demo: Demo, options: DemoOptions) -> None:
+    """Print and write what has been measured."""
+    from forerun.bench.plot import plot
+    from forerun.cli.demo_tables import print_report
+
+    report = demo.report()
+    content = json.dumps(report.to_dict(), indent=None if options.json else 1)
+    if options.json:
+        print(content)
+    else:
+        print_report(report, demo.example, demo.tokenizer)
+    if options.out is not None:
+        (options.out / "demo.json").write_text(content + "\n", encoding="utf-8")
+        title = f"{report.config.target} at T=0, {report.rows[0].num_blocks} held-out prompts"
+        plot(report.rows, title, [options.out / "demo.png", options.out / "demo.svg"])
+
+
+def make_folder(folder: Path) -> None:
+    """Create the output folder before anything slow happens.
+
+    Raises:
+        InvalidRequest: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"--out {folder} cannot be created: {error.strerror}") from error
+
+
+COMMAND = Command(
+    options=DemoOptions,
+    run=run,
+    description="Compare plain and speculative decoding on the shipped pair: a draft trained on\n"
+    "other text, a draft trained on the target's domain, and the exactness check.",
+    examples=(
+        "forerun demo",
+        "forerun demo --seconds 120 --out results",
+        "forerun demo --json | jq '.rows[] | {name, speedup, verdict}'",
+    ),
+)

@@ -1,0 +1,103 @@
+"""The demonstration's result for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from forerun.bench.report import DemoReport
+from forerun.bench.summary import ArmSummary
+from forerun.bench.verdict import verdict
+from forerun.cli.colour import ColouredText, legend
+from forerun.cli.figures import rates
+from forerun.engine.results import Completion
+from forerun.models.tokenizers import Tokenizer
+from forerun.theory.intervals import Interval
+
+__all__ = ["print_report"]
+
+HEADINGS = (
+    "tokens/s\n(95%)",
+    "speedup\n(95%)",
+    "tokens\nper\nstep",
+    "accepted by\nposition",
+    "accepted\nof drafted\n(even at)",
+)
+"""Of the columns after the arm's name; narrow enough for 80 characters."""
+
+
+def print_report(
+    report: DemoReport, example: Completion | None, tokenizer: Tokenizer | None
+) -> None:
+    """Tables, verdicts, one coloured completion, the exactness check, where it was measured."""
+    console = Console(highlight=False)
+    print_rows(console, report.rows, "Greedy (T=0), completions cut before they loop")
+    if report.sampled_rows:
+        print_rows(console, report.sampled_rows, "Sampled (T=1)")
+    if example is not None and tokenizer is not None:
+        text = ColouredText(tokenizer).take(example.text, example.token_ids, example.sources)
+        console.print(Panel(text, title="where every token came from", title_align="left"))
+        console.print(legend(), "")
+    if report.exactness is not None:
+        style = "green" if report.exactness.passed else "bold red"
+        console.print(f"[bold]exactness[/] [{style}]{escape(report.exactness.sentence)}[/]")
+    console.print(f"[dim]{escape(origin(report))}[/]")
+
+
+def print_rows(console: Console, rows: Sequence[ArmSummary], title: str) -> None:
+    """One table, then one sentence per arm."""
+    table = Table(
+        title=f"{title}, {rows[0].num_blocks} prompts",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column("arm", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.arm.name,
+            with_ends(row.tokens_per_s, ".0f"),
+            with_ends(row.speedup, ".2f"),
+            f"{row.acceptance_length:.2f}",
+            rates(row.acceptance.acceptance_rate_per_position, most=3),
+            rate_and_break_even(row),
+        )
+    console.print(table, "")
+    for row in rows:
+        console.print(Text.assemble((f"{row.arm.name}: ", "bold"), verdict(row)))
+    shares = ", ".join(f"{row.distinct_4gram_share:.2f}" for row in rows)
+    console.print(f"[dim]distinct 4-grams of the texts: {shares}[/]")
+    console.print()
+
+
+def with_ends(interval: Interval, spec: str) -> str:
+    """An estimate over its interval."""
+    low, high = format(interval.low, spec), format(interval.high, spec)
+    return f"{format(interval.estimate, spec)}\n({low}–{high})"
+
+
+def rate_and_break_even(row: ArmSummary) -> str:
+    """Share of drafted tokens accepted, and the share that would cost nothing."""
+    rate = row.acceptance.draft_acceptance_rate
+    if rate is None or row.break_even is None:
+        return ""
+    return f"{rate:.2f}\n({row.break_even:.2f})"
+
+
+def origin(report: DemoReport) -> str:
+    """Where the figures come from, on one line."""
+    found = report.provenance
+    packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
+    commit = f", commit {found.commit[:12]}" if found.commit else ""
+    return (
+        f"forerun {found.version}{commit}, {packages}, {found.cpu} x{found.num_cores}, {found.date}"
+    )

@@ -1,0 +1,110 @@
+"""The stages of the demonstration and their time, on engines and a clock that are simulated."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from forerun.bench import demo as module
+from forerun.bench.arms import Arms
+from forerun.bench.config import DemoConfig
+from forerun.bench.demo import Demo, spread
+from forerun.bench.scout import scouted
+from forerun.bench.summary import MIN_BLOCKS
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+
+
+@pytest.fixture
+def demo_for(make_arm, clock, monkeypatch):
+    """A demonstration whose engines are simulated; K=3 is the best of 2, 3 and 4."""
+
+    def make(seconds, num_prompts=60, **changes):
+        costs = {"step_s": 0.01, "prefill_s": 0.02} | changes
+        arms = Arms(
+            plain=make_arm("plain", **costs),
+            general=make_arm("off-the-shelf", k=10, **costs | {"step_s": 0.03}),
+            domain=tuple(
+                make_arm(f"K={k}", k=k, accepted=a, **costs) for k, a in ((2, 1), (3, 3), (4, 2))
+            ),
+        )
+        monkeypatch.setattr(module, "load_arms", lambda config: arms)
+        monkeypatch.setattr(Demo, "_check_exactness", lambda self: None)
+        monkeypatch.setattr(Demo, "_show_example", lambda self, arm: None)
+        prompts = [str(i) for i in range(num_prompts)]
+        return Demo(
+            DemoConfig(seconds=seconds),
+            prompts,
+            clock=clock,
+            started_s=clock(),
+            tell=lambda stage: None,
+        )
+
+    return make
+
+
+def test_the_fastest_k_is_chosen_and_compared(demo_for):
+    demo = demo_for(60.0)
+    demo.run()
+    assert [m.arm.name for m in demo.blocks[0]] == ["plain", "off-the-shelf", "K=3"]
+    assert [m.arm.name for m in demo.sampled_blocks[0]] == ["plain", "K=3"]
+
+
+def test_prompts_that_choose_k_are_not_scored(demo_for):
+    demo = demo_for(60.0)
+    assert not set(demo._set_aside) & set(demo._scored)
+    assert len(demo._set_aside) + len(demo._scored) == 60
+
+
+@pytest.mark.parametrize("seconds", [40.0, 60.0, 90.0])
+def test_measuring_ends_within_the_budget(demo_for, clock, seconds):
+    demo = demo_for(seconds)
+    demo.run()
+    assert 0.8 * seconds < clock() <= seconds
+    assert len(demo.blocks) > MIN_BLOCKS
+    assert demo.sampled_blocks
+
+
+def test_a_slow_machine_measures_the_least_number_of_prompts(demo_for):
+    demo = demo_for(1.0, step_s=0.5)
+    demo.run()
+    assert len(demo.blocks) == MIN_BLOCKS
+    assert demo.sampled_blocks == []
+
+
+def test_a_report_needs_no_time_at_t_1(demo_for, monkeypatch):
+    monkeypatch.setattr(module, "content_hash", lambda name: "0")
+    demo = demo_for(1.0)
+    demo.run()
+    report = demo.report()
+    assert len(report.rows) == 3
+    assert report.sampled_rows == ()
+    assert report.to_dict()["sampled_rows"] == []
+
+
+def test_text_that_loops_at_once_is_refused(demo_for):
+    demo = demo_for(60.0, vocab_size=2)
+    with pytest.raises(InvalidRequest, match="loops"):
+        demo.run()
+
+
+def test_spread_keeps_every_prompt_and_parts_neighbours():
+    prompts = [str(i) for i in range(60)]
+    spread_out = spread(prompts)
+    assert sorted(spread_out) == sorted(prompts)
+    assert all(abs(int(a) - int(b)) > 1 for a, b in pairwise(spread_out))
+
+
+def test_scouting_cuts_completions_before_they_repeat(make_arm):
+    engine = make_arm("plain", vocab_size=20).engine  # 0..19, 0..19: repeats from token 20 on
+    params = SamplingParams(temperature=0, max_tokens=80)
+    assert [p.params.max_tokens for p in scouted(engine, ["a", "b"], params)] == [20, 20]
+
+
+def test_scouting_decodes_no_more_than_is_asked_for(make_arm):
+    engine = make_arm("plain").engine
+    texts = [str(i) for i in range(20)]
+    prompts = scouted(engine, texts, SamplingParams(temperature=0, max_tokens=40))
+    assert next(prompts).text == "0"
+    assert engine.calls == texts[:8]
