@@ -79,7 +79,8 @@ class DraftModel:
         """Draft up to K tokens for every request, one pass per level for the whole batch."""
         branches = [self._branch(r, p) for r, p in zip(requests, plans, strict=True)]
         growing = [b for b in branches if b.budget > 0]
-        self._staged = {b.request.request_id: b for b in growing}
+        # One call need not cover all of a step's requests: branches of others stay staged.
+        self._staged |= {b.request.request_id: b for b in growing}
         self._prefill(growing)
         while growing:
             self._draw(growing, self._forward(growing))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 
-import torch
-
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Outcome
+from forerun.engine.proposal_check import check_proposal
 from forerun.engine.sequence import Sequence
 from forerun.errors import DrafterError
+from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
-from forerun.sampling.proposal import Choice, Proposal
+from forerun.sampling.proposal import Proposal
 
 __all__ = ["GuardedDrafter"]
 
@@ -56,55 +56,62 @@ class GuardedDrafter:
         return [self._single(s, p) for s, p in zip(sequences, plans, strict=True)]
 
     def _single(self, sequence: Sequence, plan: Plan) -> Proposal | None:
-        self.drafter.forget(sequence.key)  # the failed attempt may have left half a state
+        self.forget(sequence)  # the failed attempt may have left half a state
         try:
             return self._checked([sequence], [plan])[0]
         except Exception as error:  # noqa: BLE001 - as above
-            sequence.drafting_failed = True
-            self.drafter.forget(sequence.key)
-            logger.warning("request %s decodes plainly: drafter failed: %s", sequence.key, error)
+            self._give_up(sequence, error)
             return None
 
     def _checked(self, sequences: list[Sequence], plans: list[Plan]) -> list[Proposal | None]:
         proposals = self.drafter.propose([as_request(s) for s in sequences], plans)
         if len(proposals) != len(plans):
             raise DrafterError(f"{len(proposals)} proposals for {len(plans)} requests")
-        for proposal, plan in zip(proposals, plans, strict=True):
+        for sequence, proposal, plan in zip(sequences, proposals, plans, strict=True):
             if proposal is not None:
-                self._check(proposal, plan)
+                check_proposal(
+                    proposal,
+                    num_speculative_tokens=plan.num_speculative_tokens,
+                    vocab_size=self.vocab_size,
+                    params=sequence.params,
+                )
         return proposals
 
-    def _check(self, proposal: Proposal, plan: Plan) -> None:
-        num_nodes = proposal.num_drafted
-        if num_nodes > plan.num_speculative_tokens:
-            raise DrafterError(f"{num_nodes} nodes, but K is {plan.num_speculative_tokens}")
-        if proposal.tokens.shape != (num_nodes,):
-            raise DrafterError(f"{num_nodes} nodes, tokens of shape {tuple(proposal.tokens.shape)}")
-        if num_nodes == 0:
-            return
-        low, high = (int(x) for x in torch.aminmax(proposal.tokens))
-        if low < 0 or high >= self.vocab_size:
-            raise DrafterError(
-                f"token id {low if low < 0 else high} is outside 0..{self.vocab_size - 1}"
-            )
-        probs = proposal.draft_probs
-        if proposal.choice is Choice.SAMPLED and probs is None:
-            raise DrafterError("a sampled proposal needs the draft_probs it was drawn from")
-        if probs is not None and not bool(torch.isfinite(probs).all()):
-            raise DrafterError("draft_probs are not finite")
+    def _give_up(self, sequence: Sequence, error: Exception) -> None:
+        sequence.drafting_failed = True
+        self.forget(sequence)
+        logger.warning("request %s decodes plainly: drafter failed: %s", sequence.key, error)
 
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        """Pass verdicts on; a drafter that fails here loses its state, not the text."""
+    def observe(self, sequences: Seq[Sequence], outcomes: Seq[Outcome]) -> None:
+        """Pass verdicts on; a drafter that fails here loses its state, not the text.
+
+        Half-told outcomes cannot be told again. So a failing batch is forgotten, its sequences are
+        told singly from the next step on, and the one that fails once more decodes plainly.
+        """
+        pairs = list(zip(sequences, outcomes, strict=True))
+        together = [pair for pair in pairs if not pair[0].observing_failed]
+        singly = [[pair] for pair in pairs if pair[0].observing_failed]
+        for group in [together, *singly] if together else singly:
+            self._tell(group)
+
+    def _tell(self, group: list[tuple[Sequence, Outcome]]) -> None:
         try:
-            self.drafter.observe(outcomes)
+            self.drafter.observe([outcome for _, outcome in group])
         except Exception as error:  # noqa: BLE001 - as above
-            logger.warning("drafter failed to observe, its state is dropped: %s", error)
-            for outcome in outcomes:
-                self.drafter.forget(outcome.request_id)
+            logger.info("drafter failed to observe a batch of %d: %s", len(group), error)
+            for sequence, _ in group:
+                if sequence.observing_failed:
+                    self._give_up(sequence, error)
+                else:
+                    sequence.observing_failed = True
+                    self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the drafter's state of a finished or aborted sequence."""
-        self.drafter.forget(sequence.key)
+        """Drop the drafter's state of a sequence that is finished, aborted or given up."""
+        try:
+            self.drafter.forget(sequence.key)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.warning("drafter failed to forget request %s: %s", sequence.key, error)
 
 
 def as_request(sequence: Sequence) -> DraftRequest:

@@ -52,6 +52,7 @@ class Sequence:
     first_token_at_s: float | None = None
     finished_at_s: float | None = None
     drafting_failed: bool = False
+    observing_failed: bool = False
     num_shown: int = 0
     num_streamed: int = 0
     num_searched: int = 0

@@ -174,12 +174,10 @@ class Stepper:
     def _tell_drafter(self, emitted: Seq[Emitted]) -> None:
         if self.drafter is None:
             return
-        outcomes = [
-            Outcome(request_id=e.item.sequence.key, verdict=e.verdict)
-            for e in emitted
-            if e.item.proposal is not None and e.item.sequence.stop is None
-        ]
-        self.drafter.observe(outcomes)
+        drafted = [e for e in emitted if e.item.proposal and e.item.sequence.stop is None]
+        sequences = [e.item.sequence for e in drafted]
+        outcomes = [Outcome(request_id=e.item.sequence.key, verdict=e.verdict) for e in drafted]
+        self.drafter.observe(sequences, outcomes)
 
     def _records(
         self, emitted: Seq[Emitted], plans: dict[str, Plan], shares: Seq[Share], timing: Timing
