@@ -1,0 +1,12 @@
+"""`python -m forerun` is `forerun`."""
+
+from __future__ import annotations
+
+import sys
+
+from forerun.cli.main import main
+
+__all__ = []
+
+if __name__ == "__main__":
+    sys.exit(main())
