@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from forerun.cli import generate
-from forerun.cli.main import guarded, main
+from forerun.cli.main import main
 
 GREEDY = ("--temperature", "0", "--max-tokens", "24")
 
@@ -206,5 +206,8 @@ def parse(*arguments):
     return parse(generate.COMMAND, "generate", arguments)
 
 
-def test_guarded_run_uses_the_commands_code():
-    assert guarded(generate.COMMAND, parse("x", "--system", "y")) == 2
+@pytest.mark.parametrize("prompt", ["caf\udce9", "-"])
+def test_a_prompt_that_is_not_utf8_is_refused(prompt, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert main(["generate", prompt]) == 2
+    assert "not UTF-8" in capsys.readouterr().err

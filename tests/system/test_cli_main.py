@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 
 import forerun
-from forerun.cli.command import Command
 from forerun.cli.main import COMMANDS, guarded, main
 from forerun.errors import InvalidModel, InvalidRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoOptions:
-    """None."""
-
-
-def command(run):
-    return Command(options=NoOptions, run=run, description="d", examples=())
-
-
 def raising(error):
-    def run(options):
+    def action():
         raise error
 
-    return run
+    return action
 
 
 def test_help_lists_every_command_with_examples(capsys):
@@ -98,32 +87,31 @@ def test_help_loads_neither_torch_nor_transformers(arguments):
     [(InvalidModel("no config.json in 'x'"), 1), (InvalidRequest("top_p is 2; use (0, 1]"), 2)],
 )
 def test_an_error_is_one_line_and_no_traceback(error, code, capsys):
-    assert guarded(command(raising(error)), NoOptions()) == code
+    assert guarded(raising(error)) == code
     assert capsys.readouterr().err == f"forerun: {error}\n"
 
 
 def test_brackets_in_a_message_are_not_markup(capsys):
-    assert guarded(command(raising(InvalidModel("[bold]x[/bold] [1, 2]"))), NoOptions()) == 1
+    assert guarded(raising(InvalidModel("[bold]x[/bold] [1, 2]"))) == 1
     assert capsys.readouterr().err == "forerun: [bold]x[/bold] [1, 2]\n"
 
 
 def test_ctrl_c_says_interrupted(capsys):
-    assert guarded(command(raising(KeyboardInterrupt())), NoOptions()) == 130
+    assert guarded(raising(KeyboardInterrupt())) == 130
     assert "interrupted" in capsys.readouterr().err
 
 
 def test_a_defect_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
-        guarded(command(raising(ZeroDivisionError())), NoOptions())
+        guarded(raising(ZeroDivisionError()))
 
 
 def test_a_reader_that_goes_away_is_no_error():
     code = (
-        "import sys\nfrom forerun.cli.command import Command\n"
-        "from forerun.cli.main import guarded\n"
-        "def run(options):\n"
+        "import sys\nfrom forerun.cli.main import guarded\n"
+        "def action():\n"
         "    for _ in range(100000):\n        print('x' * 100)\n    return 0\n"
-        "sys.exit(guarded(Command(options=int, run=run, description='', examples=()), 0))"
+        "sys.exit(guarded(action))"
     )
     run = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -74,8 +74,17 @@ def run(options: GenerateOptions) -> int:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or standard input for "-"."""
-    return sys.stdin.read() if prompt == "-" else prompt
+    """The prompt itself, or standard input for "-".
+
+    Raises:
+        InvalidRequest: it is not UTF-8.
+    """
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # bytes of another encoding arrive as lone surrogates
+    except UnicodeError as error:
+        raise InvalidRequest(f"the prompt is not UTF-8 text: {error}") from error
+    return text
 
 
 def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, system: str | None) -> list[int]:

@@ -10,8 +10,9 @@ import difflib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -70,8 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         say_error(unknown(arguments[0]))
         return EXIT_USAGE
-    command: Command[Any] = import_module(f"forerun.cli.{arguments[0]}").COMMAND
-    return guarded(command, parse(command, arguments[0], arguments[1:]))
+    return guarded(partial(run_command, *arguments))
+
+
+def run_command(name: str, *arguments: str) -> int:
+    """Import, parse and run one subcommand."""
+    command: Command[Any] = import_module(f"forerun.cli.{name}").COMMAND
+    return command.run(parse(command, name, arguments))
 
 
 def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
@@ -91,11 +97,11 @@ def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
     )
 
 
-def guarded(command: Command[Any], options: object) -> int:
-    """Run a command; every foreseen failure becomes one line on stderr and an exit code."""
+def guarded(action: Callable[[], int]) -> int:
+    """Do it; every foreseen failure becomes one line on stderr and an exit code."""
     try:
         with warnings_on_stderr():
-            code = command.run(options)
+            code = action()
         sys.stdout.flush()
         return code
     except ForerunError as error:
