@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from io import StringIO
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from forerun.sampling.noise import position_key
 from forerun.sampling.walk import walk
-from forerun.testing.exact import coupling
+from forerun.testing.exact import coupling, run
 from forerun.testing.exact.chains import emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
 from forerun.testing.exact.histories import Inexact
@@ -81,6 +82,24 @@ def test_a_biased_verifier_or_a_missed_bug_fails_the_report() -> None:
     text = console.export_text()
     assert "NOT EXACT why" in text
     assert "MISSED" in text
+
+
+def test_the_number_of_threads_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[int] = []
+
+    def nothing(*_: object) -> Iterator[PlantedResult]:
+        inside.append(torch.get_num_threads())
+        return iter(())
+
+    monkeypatch.setattr(run, "_check_verifiers", nothing)
+    monkeypatch.setattr(run, "_check_planted", nothing)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run_enumeration()
+        assert (inside, torch.get_num_threads()) == ([1, 1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_progress_names_every_part(report: ExactReport, told: list[str]) -> None:

@@ -86,19 +86,18 @@ def step(
     shape = drafted.num_drafted.shape
     accept = verifier.accept(rows, verifier.rule).reshape(*shape, num_drafts)
     keys = verifier.verify_keys(REQUEST, NUM_PROMPT + histories.length, num_drafts)
-    for proposed in sorted(set(drafted.num_drafted.flatten().tolist())):
-        at_hand = drafted.histories.masked(drafted.num_drafted == proposed)
-        for accepted, tests in enumerate(decisive_tests(verifier.rule, num_drafts)[: proposed + 1]):
-            ended = at_hand
-            for node, passed in tests:
-                if node < proposed:  # tests of what was never proposed fail without noise
-                    ended = ended.compare(keys[node], accept[..., node], passed)
-            key = keys[-2] if accepted < proposed else keys[-1]
-            counts = torch.full_like(rows.num_drafted, accepted)
-            # this branch is of proposals this long; others have weight 0 but must be valid input
-            final = verifier.final(rows, counts.minimum(rows.num_drafted), verifier.rule)
-            ended = ended.draw(key, final.reshape(*shape, laws.vocab_size))
-            yield accepted, committed(ended, drafted.tokens[:, :accepted], laws.vocab_size)
+    for accepted, tests in enumerate(decisive_tests(verifier.rule, num_drafts)):
+        # the row after `accepted` tokens; shorter proposals have weight 0 but must be valid input
+        counts = torch.full_like(rows.num_drafted, accepted).minimum(rows.num_drafted)
+        final = verifier.final(rows, counts, verifier.rule).reshape(*shape, laws.vocab_size)
+        at_hand = drafted.histories
+        for node, passed in tests:
+            at_hand = at_hand.compare(keys[node], accept[..., node], passed)
+        recovered, bonus = drafted.num_drafted > accepted, drafted.num_drafted == accepted
+        for kind, key in ((recovered, keys[-2]), (bonus, keys[-1])):
+            if kind.any():
+                ended = at_hand.masked(kind).draw(key, final)
+                yield accepted, committed(ended, drafted.tokens[:, :accepted], laws.vocab_size)
 
 
 def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:

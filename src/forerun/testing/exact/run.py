@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_args
 
@@ -64,11 +65,23 @@ def run_enumeration(
         progress: told the name of what is enumerated next.
     """
     tell = progress or (lambda name: None)
-    return ExactReport(
-        seed=seed,
-        verifiers=tuple(_check_verifiers(num_laws, seed, tell)),
-        planted=tuple(_check_planted(seed, tell)),
-    )
+    with _one_thread():
+        return ExactReport(
+            seed=seed,
+            verifiers=tuple(_check_verifiers(num_laws, seed, tell)),
+            planted=tuple(_check_planted(seed, tell)),
+        )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors here are small: a second thread costs more in waiting than it computes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _check_verifiers(num_laws: int, seed: int, tell: Progress) -> Iterator[VerifierResult]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from forerun.sampling.walk import target_keys, walk
@@ -50,12 +50,12 @@ class WalkTable:
     """What a walk over one tree emits, whatever was drafted.
 
     Attributes:
-        emits: by number of emitted tokens: 1 where draft tokens (as a base-vocab number) and target
-            draws make the walk emit a text.
+        emits: by number of emitted tokens: whether, for draft tokens (as a base-vocab number), some
+            target draws make the walk emit a text.
         visited: by number of emitted tokens: the sequences of rows whose draws it used.
     """
 
-    emits: dict[int, Float64[Tensor, "drafts texts"]]
+    emits: dict[int, Bool[Tensor, "drafts texts"]]
     visited: dict[int, set[Rows]]
 
 
@@ -89,19 +89,31 @@ def step(
 ) -> Iterator[tuple[Histories, frozenset[int]]]:
     """One step: the histories by number of emitted tokens, and the target keys used up by then."""
     keys = walker.keys(REQUEST, NUM_PROMPT + histories.length, tree)
-    if walker.sampled:
-        drafted = draft_chain(laws, ChainVerifier(rule="token"), histories, len(tree.parents))
-        histories = drafted.histories
-        drafts = number(drafted.tokens, laws.vocab_size).expand_as(histories.weights)
-    else:
-        drafts = top_tokens(laws, histories, tree)
+    drafted, drafts = draft(laws, walker, histories, tree)
+    num_drafts = drafted.weights.shape[1] // histories.weights.shape[1]
     table = walk_table(walker.walk, tree, laws.vocab_size)
     for num_emitted, emits in table.emits.items():
         spent = used
         for rows in table.visited[num_emitted]:
-            spent |= consume([keys[row] for row in rows], used | set(histories.intervals))
-        texts = target_texts(laws, histories, num_emitted)
-        yield extend(histories, texts * emits[drafts], num_emitted, laws.vocab_size), spent
+            spent |= consume([keys[row] for row in rows], used | set(drafted.intervals))
+        possible = emits[drafts]
+        owners, texts = possible.any(0).nonzero(as_tuple=True)
+        drawn = target_texts(laws, histories, num_emitted)[:, owners // num_drafts, texts]
+        probs = drawn * possible[:, owners, texts]
+        prefixes = drafted.prefixes[owners] * laws.vocab_size**num_emitted + texts
+        weights = drafted.weights[:, owners] * probs
+        length = drafted.length + num_emitted
+        yield replace(drafted, weights=weights, prefixes=prefixes, length=length), spent
+
+
+def draft(
+    laws: Laws, walker: Walker, histories: Histories, tree: TokenTree
+) -> tuple[Histories, Int64[Tensor, "some drafts"]]:
+    """The histories after drafting, and what each drafted as a number (under each law, or any)."""
+    if not walker.sampled:
+        return histories, top_tokens(laws, histories, tree)
+    drafted = draft_chain(laws, ChainVerifier(rule="token"), histories, len(tree.parents))
+    return drafted.histories, number(drafted.tokens, laws.vocab_size)[None]
 
 
 def consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
@@ -117,11 +129,13 @@ def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
     """Tabulate `walk` over all draft and target tokens, checking that visited draws decide it."""
     num_nodes = len(tree.parents)
     lengths = range(1, max(tree.depths, default=0) + 2)
-    emits = {m: torch.zeros(vocab_size**num_nodes, vocab_size**m).double() for m in lengths}
+    emits = {
+        m: torch.zeros(vocab_size**num_nodes, vocab_size**m, dtype=torch.bool) for m in lengths
+    }
     visited: dict[int, set[Rows]] = {m: set() for m in lengths}
     for index, drafts in enumerate(product(range(vocab_size), repeat=num_nodes)):
         for text, rows in walk_outcomes(walk, tree, drafts, vocab_size).items():
-            emits[len(text)][index, spell(text, vocab_size)] = 1.0
+            emits[len(text)][index, spell(text, vocab_size)] = True
             visited[len(text)].add(rows)
     return WalkTable(emits=emits, visited=visited)
 
@@ -178,17 +192,6 @@ def target_texts(
         probs = (probs[..., None] * rows).flatten(2)
         paths = (paths[..., None] * laws.vocab_size + vocab).flatten(1)
     return probs
-
-
-def extend(histories: Histories, probs: Tensor, num_tokens: int, vocab_size: int) -> Histories:
-    """Every history once per text it may go on with."""
-    texts = torch.arange(vocab_size**num_tokens)
-    return replace(
-        histories,
-        weights=(histories.weights[..., None] * probs).flatten(1),
-        prefixes=(histories.prefixes[:, None] * len(texts) + texts).flatten(),
-        length=histories.length + num_tokens,
-    )
 
 
 def number(tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Tensor:

@@ -1,0 +1,164 @@
+"""The law of whole texts out of the running engine, where no seed ties them to plain decoding.
+
+Verifiers are enumerated elsewhere; here they are wired to drafts, noise keys, batches and KV. The
+noise is fixed, so a test passes always or never; the same test must reject a drafter that lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tests import tiny
+
+from forerun.control.base import Plan
+from forerun.drafters.base import DraftRequest
+from forerun.drafters.draft_model import DraftModel
+from forerun.engine.engine import Engine
+from forerun.models.tabular import TabularModel
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.noise import draw as draw_from
+from forerun.sampling.noise import position_key, uniform
+from forerun.sampling.proposal import Proposal
+from forerun.theory.record import StepRecord
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+VOCAB_SIZE = 3
+LENGTH = 4
+PROMPT = [1]
+BATCH = 128
+BASE = SamplingParams(seed=20, max_tokens=LENGTH, ignore_eos=True, verification="block")
+SMALLEST_P = 1e-3
+"""A sound engine fails a test of fixed noise once in a thousand; the liars are far below."""
+
+
+@pytest.fixture(scope="module")
+def target() -> TabularModel:
+    return tiny.tabular(0, vocab_size=VOCAB_SIZE, num_slots=BATCH)
+
+
+@pytest.fixture
+def draft(target: TabularModel) -> TabularModel:
+    law = tiny.tabular(7, vocab_size=VOCAB_SIZE, num_slots=BATCH)
+    mixed = (0.5 * target.log_probs + 0.7 * law.log_probs).log_softmax(-1)
+    return TabularModel(log_probs=mixed, order=2, store=law.store)
+
+
+def engine_over(target: TabularModel, drafter: DraftModel, k: int = 3) -> Engine:
+    return tiny.engine_over(target, drafter, k=k, max_batch=BATCH)
+
+
+def text_law(target: TabularModel, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every text of LENGTH tokens, by the chain rule."""
+    law: dict[tuple[int, ...], float] = {}
+    for text in itertools.product(range(VOCAB_SIZE), repeat=LENGTH):
+        probability = 1.0
+        for end, token in enumerate(text):
+            row = target.law([*PROMPT, *text[:end]]) ** (1 / params.temperature)
+            if params.top_k:
+                row = torch.where(row < row.topk(params.top_k).values[-1], 0.0, row)
+            probability *= float(row[token] / row.sum())
+        if probability > 0:
+            law[text] = probability
+    return law
+
+
+def texts_of(engine: Engine, params: SamplingParams, num_samples: int) -> Counter[tuple[int, ...]]:
+    (output,) = engine.generate([PROMPT], replace(params, n=num_samples))
+    return Counter(completion.token_ids for completion in output.completions)
+
+
+def p_value(texts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Pearson's chi-square; texts expected fewer than five times are taken together."""
+    if texts.keys() - law.keys():
+        return 0.0
+    num_samples = texts.total()
+    cells = [(texts[text], num_samples * probability) for text, probability in law.items()]
+    common = [cell for cell in cells if cell[1] >= 5]
+    rare = [cell for cell in cells if cell[1] < 5]
+    if rare:
+        common.append((sum(seen for seen, _ in rare), sum(expected for _, expected in rare)))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in common)
+    half_freedom = torch.tensor((len(common) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2).double()))
+
+
+LAWS = {
+    "block": BASE,
+    "token": replace(BASE, verification="token"),
+    "block, shaped": replace(BASE, temperature=0.7, top_k=2, draft_temperature=1.3),
+    "greedy draft": replace(BASE, draft_temperature=0.0),
+    "coupled": replace(BASE, verification="auto"),
+}
+
+
+@pytest.mark.parametrize("params", LAWS.values(), ids=LAWS)
+def test_texts_follow_the_targets_law(target, draft, params):
+    engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
+    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+
+
+def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
+    params = replace(BASE, seed=None, verification="auto")
+    engine = engine_over(target, DraftModel(draft, VOCAB_SIZE), k=2)
+    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+
+
+def test_as_much_is_accepted_as_is_expected(target, draft):
+    """The trace's expectation is unbiased: over many steps the differences cancel."""
+    for verification in ("block", "token", "auto"):
+        records: list[StepRecord] = []
+        engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
+        engine.on_record = records.append
+        texts_of(engine, replace(BASE, verification=verification), 400)
+        drafted = [record for record in records if record.num_drafted]
+        differences = torch.tensor([r.num_accepted - r.expected_accepted for r in drafted])
+        assert len(drafted) > 400
+        error = float(differences.std()) / len(drafted) ** 0.5
+        assert abs(float(differences.mean())) < 3.5 * error
+
+
+class Lying(DraftModel):
+    """Says its tokens were drawn from rows flatter than the real ones."""
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        honest = super().propose(requests, plans)
+        return [p and replace(p, draft_probs=self.flatter(p.draft_probs)) for p in honest]
+
+    def flatter(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else (rows + 1 / VOCAB_SIZE) / 2
+
+
+class Positional(DraftModel):
+    """Draws with noise that depends on the position alone: a rejected one is drawn again."""
+
+    def _draw(self, branches, logits):
+        super()._draw(branches, logits)
+        for branch in branches:
+            position = len(branch.request.ids) + len(branch.tokens) - 1
+            key = torch.tensor([position_key(branch.request.noise_key ^ 1, position)])
+            branch.tokens[-1] = draw_from(branch.laws[-1][None], uniform(key))[0]
+
+
+@pytest.mark.parametrize("kind", [Lying, Positional])
+@pytest.mark.parametrize("verification", ["block", "token"])
+def test_the_same_test_catches_a_drafter_that_lies(target, draft, kind, verification):
+    params = replace(BASE, verification=verification)
+    engine = engine_over(target, kind(draft, VOCAB_SIZE))
+    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) < 1e-6
+
+
+def test_a_liar_cannot_bias_the_coupled_walk(target, draft):
+    params = replace(BASE, verification="auto")
+    engine = engine_over(target, Lying(draft, VOCAB_SIZE))
+    honest = engine_over(target, DraftModel(tiny.cousin(target, 2), VOCAB_SIZE))
+    assert texts_of(engine, params, 200) == texts_of(honest, params, 200)
