@@ -92,7 +92,7 @@ def test_every_stage_measures_what_it_should(finished):
     assert 0 < report.rows[0].num_blocks <= NUM_PROMPTS - 2
     assert [row.arm.method for row in report.sampled_rows] == ["plain", "draft_model"]
     assert report.sampled_rows[0].num_blocks == NUM_PROMPTS - 2
-    assert len(finished.example.token_ids) == 18
+    assert len(finished.example.completion.token_ids) > 8
 
 
 def test_json_and_files(replay, tmp_path, capsys):

@@ -7,6 +7,7 @@ other prompts, the same at T=1. The time left decides how many prompts are measu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from forerun.bench.arms import Arms, load_arms, warm_up
@@ -23,7 +24,16 @@ from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Demo"]
+__all__ = ["Demo", "Example"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One completion and what is needed to show where its tokens came from."""
+
+    prompt: str
+    completion: Completion
+    tokenizer: Tokenizer
 
 
 class Demo:
@@ -55,8 +65,7 @@ class Demo:
         self.calibration: list[Block] = []
         self.blocks: list[Block] = []
         self.sampled_blocks: list[Block] = []
-        self.example: Completion | None = None
-        self.tokenizer: Tokenizer | None = None
+        self.example: Example | None = None
 
     def run(self) -> None:
         """Do everything; at most a few seconds beyond the budget on a slow machine."""
@@ -64,9 +73,9 @@ class Demo:
         self.tell("loading models")
         arms = load_arms(self.config)
         chosen = self._choose_k(arms)
-        self._compare((arms.plain, arms.general, chosen))
+        first = self._compare((arms.plain, arms.general, chosen))
         self._compare_sampled((arms.plain, chosen))
-        self._show_example(chosen)
+        self._show_example(chosen, first)
 
     def report(self) -> DemoReport:
         """What there is so far; needs one measured prompt."""
@@ -97,32 +106,37 @@ class Demo:
 
     def _choose_k(self, arms: Arms) -> Arm:
         """The domain draft's best K, by prompts that are not scored afterwards."""
-        prompts = self._warmed(arms.domain, arms.plain, self._set_aside)
+        _, prompts = self._warmed(arms.domain, arms.plain, self._set_aside)
         share = self._left_s / 5
         for block in self._timed(arms.domain, prompts, share, "choosing K", at_least=2):
             self.calibration.append(block)
         return best_arm(self.calibration)
 
-    def _compare(self, arms: Sequence[Arm]) -> None:
-        prompts = self._warmed(arms, arms[0], self._scored)
+    def _compare(self, arms: Sequence[Arm]) -> Prompt:
+        """The comparison at T=0; returns its first prompt."""
+        first, prompts = self._warmed(arms, arms[0], self._scored)
         share = self._left_s * 3 / 4
         for block in self._timed(arms, prompts, share, "comparing at T=0", at_least=MIN_BLOCKS):
             self.blocks.append(block)
+        return first
 
     def _compare_sampled(self, arms: Sequence[Arm]) -> None:
+        """The same at T=1, with the time that is left."""
         params = SamplingParams(temperature=1, max_tokens=self.config.max_tokens)
         prompts = [Prompt(text=text, params=params) for text in self._scored]
         for block in self._timed(arms, prompts, self._left_s, "comparing at T=1", at_least=0):
             self.sampled_blocks.append(block)
 
-    def _warmed(self, arms: Sequence[Arm], plain: Arm, texts: Sequence[str]) -> Iterator[Prompt]:
-        """Prompts cut before they loop; every arm has generated the first one once."""
+    def _warmed(
+        self, arms: Sequence[Arm], plain: Arm, texts: Sequence[str]
+    ) -> tuple[Prompt, Iterator[Prompt]]:
+        """Prompts cut before they loop, and the first of them, on which every arm has warmed up."""
         prompts = scouted(plain.engine, texts, self._greedy)
         first = next(prompts, None)
         if first is None:
             raise InvalidRequest("the target's greedy text loops at once on every prompt")
         warm_up(arms, first)
-        return chain([first], prompts)
+        return first, chain([first], prompts)
 
     def _timed(
         self,
@@ -142,14 +156,16 @@ class Demo:
             self.tell(f"{stage}: {count} prompts")
             yield block
 
-    def _show_example(self, arm: Arm) -> None:
+    def _show_example(self, arm: Arm, prompt: Prompt) -> None:
         """One completion with its sources."""
         self.tell("writing an example")
-        engine = arm.engine
-        assert isinstance(engine, Engine)
-        self.tokenizer = engine.tokenizer
-        (output,) = engine.generate([self._scored[0]], self._greedy)
-        self.example = output.completions[0]
+        assert isinstance(arm.engine, Engine)
+        (output,) = arm.engine.generate([prompt.text], prompt.params)
+        self.example = Example(
+            prompt=prompt.text,
+            completion=output.completions[0],
+            tokenizer=arm.engine.tokenizer,
+        )
 
     @property
     def _left_s(self) -> float:

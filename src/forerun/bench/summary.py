@@ -56,12 +56,6 @@ class ArmSummary:
         """tau over the steps that drafted; 1 for plain decoding."""
         return self.acceptance.acceptance_length or 1.0
 
-    @property
-    def is_conclusive(self) -> bool:
-        """Whether the speedup is shown to differ from 1."""
-        differs = self.speedup.is_above(1.0) or self.speedup.is_below(1.0)
-        return differs and self.num_blocks >= MIN_BLOCKS
-
     def to_dict(self) -> dict[str, object]:
         """As JSON wants it."""
         return {

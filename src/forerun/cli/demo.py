@@ -71,7 +71,7 @@ def show(demo: Demo, options: DemoOptions) -> None:
     if options.json:
         print(content)
     else:
-        print_report(report, demo.example, demo.tokenizer)
+        print_report(report, demo.example)
     if options.out is not None:
         (options.out / "demo.json").write_text(content + "\n", encoding="utf-8")
         title = f"{report.config.target} at T=0, {report.rows[0].num_blocks} held-out prompts"

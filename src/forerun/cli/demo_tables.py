@@ -11,17 +11,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from forerun.bench.demo import Example
 from forerun.bench.report import DemoReport
 from forerun.bench.summary import ArmSummary
 from forerun.bench.verdict import verdict
 from forerun.cli.colour import ColouredText, legend
 from forerun.cli.figures import rates
-from forerun.engine.results import Completion
-from forerun.models.tokenizers import Tokenizer
 from forerun.theory.intervals import Interval
 
 __all__ = ["print_report"]
 
+PROMPT_LINES = 6
 HEADINGS = (
     "tokens/s\n(95%)",
     "speedup\n(95%)",
@@ -32,22 +32,28 @@ HEADINGS = (
 """Of the columns after the arm's name; narrow enough for 80 characters."""
 
 
-def print_report(
-    report: DemoReport, example: Completion | None, tokenizer: Tokenizer | None
-) -> None:
+def print_report(report: DemoReport, example: Example | None) -> None:
     """Tables, verdicts, one coloured completion, the exactness check, where it was measured."""
     console = Console(highlight=False)
     print_rows(console, report.rows, "Greedy (T=0), completions cut before they loop")
     if report.sampled_rows:
         print_rows(console, report.sampled_rows, "Sampled (T=1)")
-    if example is not None and tokenizer is not None:
-        text = ColouredText(tokenizer).take(example.text, example.token_ids, example.sources)
-        console.print(Panel(text, title="where every token came from", title_align="left"))
-        console.print(legend(), "")
+    if example is not None:
+        console.print(Panel(coloured(example), title="where every token came from"))
+        console.print(legend(), "", sep="\n")
     if report.exactness is not None:
         style = "green" if report.exactness.passed else "bold red"
         console.print(f"[bold]exactness[/] [{style}]{escape(report.exactness.sentence)}[/]")
     console.print(f"[dim]{escape(origin(report))}[/]")
+
+
+def coloured(example: Example) -> Text:
+    """The end of the prompt, dim, and the completion in the colours of its sources."""
+    tail = "\n".join(example.prompt.splitlines()[-PROMPT_LINES:])
+    lead = Text(tail + "\n" * example.prompt.endswith("\n"), style="dim")
+    found = example.completion
+    take = ColouredText(example.tokenizer).take
+    return lead.append_text(take(found.text, found.token_ids, found.sources))
 
 
 def print_rows(console: Console, rows: Sequence[ArmSummary], title: str) -> None:

@@ -31,7 +31,7 @@ def demo_for(make_arm, clock, monkeypatch):
         )
         monkeypatch.setattr(module, "load_arms", lambda config: arms)
         monkeypatch.setattr(Demo, "_check_exactness", lambda self: None)
-        monkeypatch.setattr(Demo, "_show_example", lambda self, arm: None)
+        monkeypatch.setattr(Demo, "_show_example", lambda self, arm, prompt: None)
         prompts = [str(i) for i in range(num_prompts)]
         return Demo(
             DemoConfig(seconds=seconds),
