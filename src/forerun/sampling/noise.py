@@ -6,8 +6,8 @@ committed tokens at the start of the step, too: a rejected position is drawn aga
 and noise that has already decided a rejection is no longer uniform (`forerun exact` shows the
 bias).
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood 2014), in Python for keys
-and in wrapping int64 arithmetic for tensors, so that any device draws the same bits.
+Keys are mixed by `theory.splitmix` in Python, clocks by the same function in wrapping int64
+arithmetic on tensors, so that any device draws the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from forerun.sampling.chunks import row_chunks
+from forerun.theory.splitmix import FACTORS, INCREMENT, SHIFTS, finalise
 
 __all__ = [
     "Purpose",
@@ -43,10 +44,6 @@ class Purpose(IntEnum):
     BONUS = 4
 
 
-MASK = (1 << 64) - 1
-INCREMENT = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: SplitMix64's step
-FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SHIFTS = (30, 27, 31)
 PURPOSE_BITS = 3
 
 
@@ -142,10 +139,7 @@ def race(
 
 def _absorb(key: int, word: int) -> int:
     """A new key from a key and one more word."""
-    bits = (key + (word + 1) * INCREMENT) & MASK
-    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        bits = ((bits ^ bits >> shift) * factor) & MASK
-    return bits ^ bits >> SHIFTS[-1]
+    return finalise(key + (word + 1) * INCREMENT)
 
 
 def _signed(bits: int) -> int:
@@ -159,7 +153,7 @@ def _logical_shift(bits: Int64[Tensor, "*shape"], count: int) -> Int64[Tensor, "
 
 
 def _mix(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """The finaliser of `_absorb` on tensors; int64 products wrap."""
+    """`finalise` on tensors; int64 products wrap."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits = (bits ^ _logical_shift(bits, shift)).mul_(_signed(factor))
     return bits ^ _logical_shift(bits, SHIFTS[-1])

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from forerun.theory.splitmix import INCREMENT, MASK, finalise
+
 __all__ = ["Interval", "bootstrap_mean", "bootstrap_ratio", "wilson_interval"]
 
-MASK_64 = (1 << 64) - 1
 MASK_32 = (1 << 32) - 1
 
 
@@ -162,7 +163,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
     """`num_blocks` indices with replacement. One hash yields two: its 32-bit halves."""
-    key = _mix(_mix(seed & MASK_64) ^ resample)
+    key = _mix(_mix(seed & MASK) ^ resample)
     for draw in range(num_blocks // 2):
         bits = _mix(key + draw)
         yield (bits >> 32) * num_blocks >> 32
@@ -172,11 +173,5 @@ def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
 
 
 def _mix(counter: int) -> int:
-    """A 64-bit hash: spread by the golden ratio, then two rounds of xor-shift and multiply.
-
-    Source: SplitMix64; Steele, Lea and Flood 2014.
-    """
-    bits = counter * 0x9E3779B97F4A7C15 & MASK_64
-    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
-    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & MASK_64
-    return bits ^ bits >> 31
+    """A 64-bit hash."""
+    return finalise(counter * INCREMENT)

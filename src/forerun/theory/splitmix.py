@@ -1,0 +1,22 @@
+"""SplitMix64: 64 bits in, 64 well-mixed bits out. What every counter-based number here rests on.
+
+Source: Steele, Lea and Flood 2014.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FACTORS", "INCREMENT", "MASK", "SHIFTS", "finalise"]
+
+MASK = (1 << 64) - 1
+INCREMENT = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio, odd: multiples of it spread consecutive counters."""
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+
+
+def finalise(bits: int) -> int:
+    """Two rounds of xor-shift and multiply, one more xor-shift; only the low 64 bits count."""
+    bits &= MASK
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        bits = ((bits ^ bits >> shift) * factor) & MASK
+    return bits ^ bits >> SHIFTS[-1]
