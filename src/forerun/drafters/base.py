@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from forerun.control.base import Plan
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.processors import History
+from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
 __all__ = ["DraftRequest", "Drafter", "Outcome"]

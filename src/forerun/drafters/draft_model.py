@@ -7,7 +7,7 @@ each pass reads the draft's weights once and scores batch x vocabulary logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -18,9 +18,10 @@ from forerun.drafters.base import DraftRequest, Outcome
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context, pack
 from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import SamplingParams, draft_params
+from forerun.sampling.history import RowHistory
 from forerun.sampling.noise import Purpose, draw, exponential, position_key, race, step_key, uniform
-from forerun.sampling.processors import RowHistory, pack_params, target_probs
+from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 
@@ -93,9 +94,7 @@ class DraftModel:
         context = self._contexts.get(request.request_id)
         if context is None:
             context = self._contexts[request.request_id] = Context(self.model.store, request.ids)
-        params = request.params
-        if params.draft_temperature is not None and not params.greedy:
-            params = replace(params, temperature=params.draft_temperature)
+        params = draft_params(request.params)
         room = self.model.max_context - len(request.ids)
         return Branch(
             request=request,

@@ -26,8 +26,8 @@ from forerun.models.base import LanguageModel
 from forerun.models.context import Context
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.history import History
 from forerun.sampling.noise import request_key
-from forerun.sampling.processors import History
 from forerun.theory.record import StepRecord
 
 __all__ = ["Engine"]

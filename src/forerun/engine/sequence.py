@@ -10,7 +10,7 @@ from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_bac
 from forerun.models.context import Context
 from forerun.models.tokenizers import Detokenizer
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.processors import History
+from forerun.sampling.history import History
 from forerun.sampling.proposal import TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
 

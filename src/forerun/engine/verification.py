@@ -18,9 +18,10 @@ from forerun.errors import NumericalError
 from forerun.sampling.chain import Rule, verify_chains
 from forerun.sampling.choice import Choice, TokenSource
 from forerun.sampling.config import Method, resolve_verification
+from forerun.sampling.history import RowHistory
 from forerun.sampling.logprobs import raw_logprobs
 from forerun.sampling.noise import chain_keys
-from forerun.sampling.processors import RowHistory, failed_rows, pack_params, target_probs
+from forerun.sampling.processors import failed_rows, pack_params, target_probs
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.sampling.walk import (
     coupled_match_probs,

@@ -17,20 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from forerun.errors import NumericalError
 from forerun.sampling.chunks import row_chunks
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import History, RowHistory
+from forerun.sampling.history import RowHistory
 
-__all__ = [
-    "History",
-    "RowHistory",
-    "RowParams",
-    "check_rows",
-    "failed_rows",
-    "pack_params",
-    "target_probs",
-]
+__all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
 
 Logits = Float32[Tensor, "rows vocab"]
 
@@ -139,16 +130,6 @@ def failed_rows(probs: Float[Tensor, "rows vocab"]) -> list[int]:
     """Rows `target_probs` could not make sense of. Waits for the device."""
     bad: list[int] = probs[:, 0].isnan().nonzero().flatten().tolist()
     return bad
-
-
-def check_rows(probs: Float[Tensor, "rows vocab"]) -> None:
-    """Raise NumericalError if there are `failed_rows`. Waits for the device."""
-    rows = failed_rows(probs)
-    if rows:
-        raise NumericalError(
-            f"rows {rows} have NaN or infinite logits, or no possible token; check the model's "
-            "weights and dtype, and that allowed and bad tokens leave a choice"
-        )
 
 
 def _probs(logits: Tensor, row_params: RowParams, histories: Sequence[RowHistory | None]) -> Tensor:

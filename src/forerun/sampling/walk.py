@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.sampling.noise import exponential, position_key, race
@@ -47,25 +47,15 @@ def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[i
 
 
 def target_tokens(
-    probs: Float[Tensor, "rows vocab"],
-    keys: Int64[Tensor, " rows"],
-    greedy: Bool[Tensor, " rows"] | bool = False,
+    probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, " rows"]
 ) -> Int64[Tensor, " rows"]:
     """The target's own token at every row.
 
     Args:
         probs: laws, from `target_probs`.
         keys: position keys of the rows, see `target_keys`; siblings share theirs.
-        greedy: rows known to be one-hot; they need no noise.
     """
-    if greedy is True:
-        return probs.argmax(-1)
-    if greedy is False:
-        return race(probs, exponential(keys, probs.shape[-1]))
-    tokens = probs.argmax(-1)
-    rows = (~greedy).nonzero()[:, 0]
-    tokens[rows] = race(probs[rows], exponential(keys[rows], probs.shape[-1]))
-    return tokens
+    return race(probs, exponential(keys, probs.shape[-1]))
 
 
 def walk(
