@@ -22,11 +22,9 @@ from forerun.models.base import LanguageModel, Span
 from forerun.models.context import pack
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.theory.record import StepRecord
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import NO_TREE
 
 __all__ = ["Stepper"]
-
-NO_TREE = TokenTree(())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,8 +155,8 @@ class Stepper:
             sequence.first_token_at_s = time.monotonic()
         if sequence.params.logprobs is not None:
             sequence.logprobs += item.token_logprobs(verdict, taken)
-        num_drafted = item.proposal.num_drafted if item.proposal else 0
-        depth = max(item.proposal.tree.depths, default=0) if item.proposal else 0
+        num_drafted = len(item.tree.parents)
+        depth = max(item.tree.depths, default=0)
         sequence.acceptance.add(depth, verdict.num_accepted, num_drafted=num_drafted)
         context = sequence.context
         assert context is not None

@@ -31,11 +31,9 @@ from forerun.sampling.walk import (
     target_tokens,
     walk,
 )
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["Scored", "verify"]
-
-NO_TREE = TokenTree(())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["KVPrefix", "KVStore", "LanguageModel", "RowBatch", "Scores", "Span"]
 
@@ -35,7 +35,7 @@ class Span:
     slot: int
     start: int
     num_chain: int
-    tree: TokenTree = TokenTree(())
+    tree: TokenTree = NO_TREE
 
     @property
     def num_rows(self) -> int:
@@ -82,7 +82,6 @@ class KVPrefix:
 
 
 @runtime_checkable
-@runtime_checkable
 class KVStore(Protocol):
     """Per-sequence state of a model; its layout is private.
 
@@ -118,7 +117,6 @@ class KVStore(Protocol):
         """Give `slot` back; its contents are gone."""
 
 
-@runtime_checkable
 @runtime_checkable
 class LanguageModel(Protocol):
     """A causal language model over packed rows; it holds weights and a store, nothing else."""

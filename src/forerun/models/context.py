@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from forerun.models.base import KVStore, RowBatch, Span
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["Context", "pack"]
-
-NO_TREE = TokenTree(())
 
 
 class Context:

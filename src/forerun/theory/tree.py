@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["TokenTree"]
+__all__ = ["NO_TREE", "TokenTree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,9 @@ class TokenTree:
         """Square mask: row i is true at i and at its ancestors."""
         return _ancestor_mask(self.parents)
 
+
+NO_TREE = TokenTree(())
+"""What a plain step proposes."""
 
 # Chains and recurring templates come back every step: what is derived from them is kept.
 
