@@ -1,4 +1,4 @@
-"""Rebuild the shipped pair: `python recipes/zoo/build.py --corpora ../shared/corpora --out DIR`."""
+"""Rebuild the shipped pair: `python recipes/zoo/build.py --corpora DIR --out DIR`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from corpus import build as build_corpus
 from evaluate import write_cards
 from prompts import write as write_prompts
 from train import TrainConfig, train
+from unloop import unloop
 
 TARGET = TrainConfig(
     name="target",
@@ -64,6 +65,7 @@ def main(args: Args) -> None:
     folders = {name: train(run, args.out, args.out / name) for name, run in chosen.items()}
     if args.only:
         return
+    folders["target"] = unloop(folders["target"], args.out, args.out / "target" / "unlooped")
     failed = write_cards(folders, RUNS, args.out)
     for reason in failed:
         print(f"gate failed: {reason}")

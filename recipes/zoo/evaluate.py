@@ -16,7 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.models.zoo import held_out_prompts
 from forerun.sampling.config import SamplingParams
 
-NUM_NEW_TOKENS = 256
+NUM_NEW_TOKENS = 192
 MIN_GAP_BITS_PER_BYTE = 0.15
 MAX_LOOPING_SHARE = 0.2
 
@@ -138,7 +138,9 @@ def write_cards(folders: dict[str, Path], runs: dict[str, TrainConfig], data: Pa
 
 
 PURPOSES = {
-    "target": "The target of the shipped pair: completes Python source.",
+    "target": "The target of the shipped pair: completes Python source. After training it was "
+    "tuned for 120 steps against repeating itself (`unloop.py`: unlikelihood on its own loops, "
+    "1908.04319).",
     "draft-domain": "A draft for the target, trained on the target's own domain.",
     "draft-off-the-shelf": "A draft with the right tokenizer and the wrong training: English "
     "books only. It shows what an unaligned draft costs.",
