@@ -232,18 +232,11 @@ class Engine:
 
     def _check_ids(self, params: SamplingParams) -> None:
         """Token ids named by the parameters must exist."""
-        named = {
-            "logit_bias": tuple(params.logit_bias or ()),
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "bad_token_ids": params.bad_token_ids,
-            "stop_token_ids": params.stop_token_ids,
-        }
-        for name, tokens in named.items():
-            for token in tokens:
-                if not 0 <= token < self.target.vocab_size:
-                    raise InvalidRequest(
-                        f"{name} names token {token}, outside 0..{self.target.vocab_size - 1}"
-                    )
+        for name, token in params.named_tokens():
+            if token >= self.target.vocab_size:
+                raise InvalidRequest(
+                    f"{name} names token {token}, outside 0..{self.target.vocab_size - 1}"
+                )
 
     def _sequence(
         self, request_id: str, index: int, ids: list[int], params: SamplingParams, seed: int

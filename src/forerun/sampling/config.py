@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -167,24 +167,21 @@ class SamplingParams:
                 )
 
     def _check_tokens(self) -> None:
-        named = {
-            "logit_bias": tuple(self.logit_bias or ()),
-            "allowed_token_ids": self.allowed_token_ids or (),
-            "bad_token_ids": self.bad_token_ids,
-            "stop_token_ids": self.stop_token_ids,
-        }
-        for name, tokens in named.items():
-            for token in tokens:
-                if not _is_token(token):
-                    raise InvalidRequest(
-                        f"{name} names {token!r}; token ids are integers from 0 up"
-                    )
+        for name, token in self.named_tokens():
+            if not _is_token(token):
+                raise InvalidRequest(f"{name} names {token!r}; token ids are integers from 0 up")
         if self.allowed_token_ids is not None and not (
             set(self.allowed_token_ids) - set(self.bad_token_ids)
         ):
             raise InvalidRequest(
                 "allowed_token_ids leaves no token possible; name at least one not in bad_token_ids"
             )
+
+    def named_tokens(self) -> Iterator[tuple[str, int]]:
+        """Every token id a parameter names, with that parameter's name."""
+        for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
+            for token in getattr(self, name) or ():
+                yield name, token
 
     @property
     def greedy(self) -> bool:
