@@ -104,6 +104,16 @@ def test_trace_has_header_steps_and_request(run, tmp_path):
     assert lines[-1]["num_output_tokens"] == 24
 
 
+def test_trace_names_every_sample_alike_in_steps_and_requests(run, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    run("def f", "--max-tokens", "8", "--n", "2", "--json", "--trace", str(path))
+    names: dict[str, set[str]] = {"step": set(), "request": set()}
+    for line in map(json.loads, path.read_text().splitlines()[1:]):
+        names[line["record"]].add(line["request_id"])
+    assert names["step"] == names["request"]
+    assert len(names["step"]) == 2
+
+
 def test_trace_with_tokens_holds_the_output(run, tmp_path):
     path = tmp_path / "trace.jsonl"
     _, out, _ = run("def f", *GREEDY, "--json", "--trace", str(path), "--trace-tokens")

@@ -10,12 +10,7 @@ from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import tokenizer_hash, weights_hash
 from forerun.models.huggingface import geometry_of
-from forerun.models.load import (
-    choose_dtype,
-    load_tokenizer,
-    model_folder,
-    read_config,
-)
+from forerun.models.load import choose_dtype, load_tokenizer, model_folder, read_config
 from forerun.models.memory import MemoryEstimate, estimate
 from forerun.models.tokenizers import Tokenizer, VocabularyComparison
 
@@ -109,7 +104,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
     folder = model_folder(name)
     checkpoint = read_checkpoint(folder)
     architecture = read_config(checkpoint)[1]
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(folder)
     geometry = geometry_of(
         architecture,
         num_slots=config.max_batch,

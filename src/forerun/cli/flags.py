@@ -9,12 +9,12 @@ from pathlib import Path
 from tyro.conf import UseAppendAction
 
 from forerun.engine.config import EngineConfig
+from forerun.models.zoo.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
 
 __all__ = ["OutputFlags", "PairFlags", "SamplingFlags"]
 
-ZOO = "zoo:"
-ZOO_DRAFT = "zoo:draft-domain"
+ZOO_DRAFT = PREFIX + "draft-domain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class PairFlags:
     def draft_name(self) -> str | None:
         """The draft that is meant; None for plain decoding."""
         if self.draft == "auto":
-            return ZOO_DRAFT if self.target.startswith(ZOO) else None
+            return ZOO_DRAFT if self.target.startswith(PREFIX) else None
         return None if self.draft == "none" else self.draft
 
 

@@ -11,19 +11,17 @@ from forerun.cli.flags import PairFlags
 from forerun.cli.trace import TraceFile, parameters_of
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.results import RequestOutput, StreamChunk
+from forerun.engine.results import RequestOutput, StreamChunk, sample_key
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import RequestRecord, StepRecord
 
 __all__ = ["Session", "load_engine"]
 
-MAX_BATCH = 8
-"""Samples decoded at once; more wait for a place."""
-
 
 def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
     """The engine the flags describe, with room for as many samples as one request has."""
-    config = EngineConfig(num_speculative_tokens=pair.k, max_batch=min(num_samples, MAX_BATCH))
+    max_batch = min(num_samples, EngineConfig().max_batch)
+    config = EngineConfig(num_speculative_tokens=pair.k, max_batch=max_batch)
     return Engine.load(
         pair.target, pair.draft_name, dtype=pair.dtype, device=pair.device, config=config
     )
@@ -92,7 +90,7 @@ class Session:
         for completion in output.completions:
             self.trace.request(
                 RequestRecord(
-                    request_id=output.request_id,
+                    request_id=sample_key(output.request_id, completion.index, params.n),
                     parameters=parameters_of(params),
                     num_prompt_tokens=self.num_prompt_tokens,
                     num_output_tokens=len(completion.token_ids),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.sampling.proposal import TokenSource
+from forerun.sampling.choice import TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"]
+__all__ = ["Completion", "RequestOutput", "StreamChunk", "TokenLogprobs", "sample_key"]
+
+
+def sample_key(request_id: str, index: int, num_samples: int) -> str:
+    """Name of one sample for drafters and traces."""
+    return request_id if num_samples == 1 else f"{request_id}/{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from forerun.engine.results import Completion, StreamChunk, TokenLogprobs
+from forerun.engine.results import Completion, StreamChunk, TokenLogprobs, sample_key
 from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_back
 from forerun.models.context import Context
 from forerun.models.tokenizers import Detokenizer
+from forerun.sampling.choice import TokenSource
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
-from forerun.sampling.proposal import TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
 
 __all__ = ["Sequence", "Status"]
@@ -61,7 +61,7 @@ class Sequence:
     @property
     def key(self) -> str:
         """Name of this sample for drafters and traces."""
-        return self.request_id if self.params.n == 1 else f"{self.request_id}/{self.index}"
+        return sample_key(self.request_id, self.index, self.params.n)
 
     @property
     def num_output(self) -> int:
