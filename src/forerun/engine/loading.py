@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.base import LanguageModel
+from forerun.models.checkpoint import read_object
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
@@ -39,12 +39,17 @@ def load_pair_member(name: str | Path, *, dtype: str, device: str, config: Engin
 
 
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every id that ends a text, by generation settings, configuration or tokenizer."""
+    """Every id that ends a text, by generation settings, configuration or tokenizer.
+
+    Raises:
+        InvalidModel: one of the files cannot be read.
+    """
     found = {tokenizer.eos_token_id}
+    folder = model_folder(name)
     for file in ("generation_config.json", "config.json"):
-        path = model_folder(name) / file
+        path = folder / file
         if path.exists():
-            listed = json.loads(path.read_text("utf-8")).get("eos_token_id")
+            listed = read_object(path).get("eos_token_id")
             found |= set(listed) if isinstance(listed, list) else {listed}
     return frozenset(token for token in found if token is not None)
 

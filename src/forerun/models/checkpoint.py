@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.errors import InvalidModel
 
-__all__ = ["Checkpoint", "read_checkpoint"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_object"]
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
