@@ -43,7 +43,15 @@ class NotEnoughMemory(ForerunError):
 
 
 class NumericalError(ForerunError):
-    """The target's logits are NaN, or leave no token possible."""
+    """The target's logits are NaN, or leave no token possible.
+
+    Attributes:
+        request_id: whose logits, where that is known; aborting it lets other requests go on.
+    """
+
+    def __init__(self, message: str, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class DrafterError(ForerunError):

@@ -60,9 +60,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.on_record = on_record
-        self.drafter = GuardedDrafter(drafter, target.vocab_size) if drafter else None
+        self.drafter = GuardedDrafter(drafter, target.vocab_size) if drafter is not None else None
         self.scheduler = Scheduler(self.config)
         self._requests: dict[str, list[Sequence]] = {}
+        self._keys: set[str] = set()
         self._num_requests = 0
         self._stepper = Stepper(
             target=target,
@@ -186,8 +187,9 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Chunks of one prompt as they are decided; closing the iterator aborts the request."""
         request_id = self.add_request(prompt, params)
+        samples = self._requests[request_id]
         try:
-            while any(s.stop is None for s in self._requests[request_id]):
+            while any(s.stop is None for s in samples):
                 yield from (c for c in self.step() if c.request_id == request_id)
         finally:
             self.abort(request_id)
@@ -199,19 +201,30 @@ class Engine:
 
         Returns:
             The request's id.
+
+        Raises:
+            InvalidRequest: the prompt is empty or too long, a parameter cannot be honoured, or the
+                id is in use.
         """
         params = params or SamplingParams()
-        request_id = request_id or f"request-{self._num_requests}"
-        if request_id in self._requests:
-            raise InvalidRequest(f"request id {request_id!r} is already in use")
+        request_id = request_id or self._unused_id()
         ids = self._prompt_ids(prompt)
         self._check_ids(params)
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         samples = [self._sequence(request_id, i, ids, params, seed) for i in range(params.n)]
-        self._num_requests += 1
+        keys = {sample.key for sample in samples}
+        if request_id in self._requests or keys & self._keys:
+            raise InvalidRequest(f"request id {request_id!r} is already in use")
+        self._keys |= keys
         self._requests[request_id] = samples
         for sample in samples:
             self.scheduler.add(sample)
+        return request_id
+
+    def _unused_id(self) -> str:
+        while (request_id := f"request-{self._num_requests}") in self._requests:
+            self._num_requests += 1
+        self._num_requests += 1
         return request_id
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -275,7 +288,7 @@ class Engine:
             What each sequence gained (nothing while a prompt is still being read).
 
         Raises:
-            NumericalError: the target returned NaN; nothing is lost, abort the request named.
+            NumericalError: the target returned NaN; nothing is lost, abort the `request_id` named.
         """
         for sequence in self.scheduler.admit(self.target.store.num_free):
             sequence.context = Context(self.target.store, sequence.ids)
@@ -283,11 +296,11 @@ class Engine:
             return []
         running = list(self.scheduler.running)
         records = self._stepper.run()
+        for sequence in self.scheduler.drop_finished():
+            self._release(sequence)
         if self.on_record is not None:
             for record in records:
                 self.on_record(record)
-        for sequence in self.scheduler.drop_finished():
-            self._release(sequence)
         return [s.take_chunk() for s in running if s.num_output > s.num_streamed]
 
     def _release(self, sequence: Sequence) -> None:
@@ -299,8 +312,17 @@ class Engine:
             self.drafter.forget(sequence)
 
     def take_output(self, request_id: str) -> RequestOutput:
-        """Collect a finished request and forget it."""
-        samples = self._requests.pop(request_id)
+        """Collect a finished request and forget it.
+
+        Raises:
+            InvalidRequest: there is no such request, or it has not finished.
+        """
+        samples = self._requests.get(request_id)
+        if samples is None:
+            raise InvalidRequest(f"there is no request {request_id!r}: never added, or taken")
+        if any(sample.stop is None for sample in samples):
+            raise InvalidRequest(f"request {request_id!r} has not finished; step on, or abort it")
+        self._forget(request_id)
         return RequestOutput(
             request_id=request_id,
             prompt_token_ids=tuple(samples[0].ids[: samples[0].num_prompt]),
@@ -309,8 +331,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; unknown or finished ids are ignored."""
-        for sequence in self._requests.pop(request_id, []):
+        for sequence in self._forget(request_id):
             if sequence.stop is None:
                 sequence.stop = Stop(finish_reason="abort")
                 self.scheduler.remove(sequence)
                 self._release(sequence)
+
+    def _forget(self, request_id: str) -> list[Sequence]:
+        samples = self._requests.pop(request_id, [])
+        self._keys -= {sample.key for sample in samples}
+        return samples

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -107,7 +107,7 @@ class Stepper:
         states = [state_of(running[i]) for i in decoding]
         capacity = Capacity(max_rows=self.config.max_step_rows)
         for i, plan in zip(decoding, self.controller.decide(states, capacity), strict=True):
-            plans[i] = plan
+            plans[i] = bounded(plan, running[i])
         return plans
 
     def _draft(self, running: Seq[Sequence], plans: Seq[Plan]) -> list[Proposal | None]:
@@ -187,7 +187,7 @@ class Stepper:
         return [
             StepRecord(
                 cycle_id=self.cycle_id,
-                t_s=now_s,
+                t_s=timing.started_s,
                 request_id=e.item.sequence.key,
                 step=e.item.sequence.acceptance.num_steps,
                 method=plans[e.item.sequence.key].method,
@@ -201,13 +201,24 @@ class Stepper:
                 other_s=timing.other_s(now_s),
                 batch_rows=batch_rows,
                 num_prefill_rows=num_prefill,
-                context_tokens=len(e.item.sequence.ids),
+                context_tokens=len(e.item.sequence.ids) - e.num_emitted,
                 last_token_source=e.verdict.sources[e.num_emitted - 1],
                 expected_accepted=e.verdict.expected_accepted,
                 stop_reason=e.item.proposal.stop_reason if e.item.proposal else None,
             )
             for e in emitted
         ]
+
+
+def bounded(plan: Plan, sequence: Sequence) -> Plan:
+    """No plan may draft past the end of its request, where there is no room in the context.
+
+    The pass itself yields one more token than is accepted.
+    """
+    most = max(0, sequence.max_new - 1)
+    if plan.num_speculative_tokens <= most:
+        return plan
+    return replace(plan, num_speculative_tokens=most)
 
 
 def state_of(sequence: Sequence) -> RequestState:

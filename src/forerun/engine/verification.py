@@ -143,15 +143,16 @@ def refuse(item: Scored) -> None:
     """Name the request whose logits cannot be used."""
     raise NumericalError(
         f"request {item.sequence.key}: the target's logits are NaN or infinite, or its parameters "
-        "leave no possible token; nothing was emitted: abort it, and check dtype and weights"
+        "leave no possible token; nothing was emitted: abort it, and check dtype and weights",
+        request_id=item.sequence.request_id,
     )
 
 
 def verify_walked(items: Seq[Scored]) -> list[Verdict]:
     """Draw (or take the argmax) at every row and follow the draft as far as it agrees."""
     if all(item.is_plain_greedy for item in items):
-        chosen = [item.logits.argmax(dim=-1) for item in items]
         check_finite(items)
+        chosen = [item.logits.argmax(dim=-1) for item in items]
         return [greedy_verdict(item, t.tolist()) for item, t in zip(items, chosen, strict=True)]
     probs = probabilities(items)
     keys = torch.tensor([k for item in items for k in item.row_keys()], device=probs.device)
@@ -165,9 +166,9 @@ def verify_walked(items: Seq[Scored]) -> list[Verdict]:
 
 
 def check_finite(items: Seq[Scored]) -> None:
-    """Refuse a sequence whose raw logits are NaN."""
+    """Refuse a sequence with a row whose largest logit is not finite, as `target_probs` does."""
     for item in items:
-        if bool(item.logits.isnan().any()):
+        if not bool(item.logits.amax(dim=-1).isfinite().all()):
             refuse(item)
 
 
