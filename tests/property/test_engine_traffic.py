@@ -1,0 +1,144 @@
+"""Requests that come, go and are called off at random, against each of them recomputed alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tests import tiny
+
+from forerun.drafters.draft_model import DraftModel
+from forerun.models.tabular import TabularModel
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.history import History
+from forerun.sampling.noise import exponential, position_key, race, request_key
+from forerun.sampling.processors import pack_params, target_probs
+
+VOCAB_SIZE = 6
+NUM_SLOTS = 3
+MAX_NEW = 14
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9).map(tuple)
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    seed=st.integers(0, 5),
+    n=st.integers(1, 3),
+    max_tokens=st.integers(1, MAX_NEW),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (4,)]),
+    top_k=st.sampled_from([0, 3]),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    verification=st.sampled_from(["auto", "walk", "block", "token"]),
+)
+
+
+def laws() -> tuple[TabularModel, TabularModel]:
+    target = tiny.tabular(0, vocab_size=VOCAB_SIZE, num_slots=NUM_SLOTS)
+    return target, tiny.cousin(target, 5)
+
+
+def naive(prompt: tuple[int, ...], params: SamplingParams, index: int) -> tuple[int, ...]:
+    """One token after the other from the written-down law; no engine, no batch, no draft."""
+    target, _ = laws()
+    history = History.of(params, prompt, vocab_size=VOCAB_SIZE, eos_token_ids={tiny.EOS})
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (tiny.EOS,))}
+    key = request_key(params.seed, index)
+    ids = list(prompt)
+    while len(ids) < len(prompt) + params.max_tokens:
+        logits = target.log_probs[target.state_of(ids)][None].float()
+        probs = target_probs(logits, pack_params([params]), [history.at()])
+        clocks = exponential(torch.tensor([position_key(key, len(ids))]), VOCAB_SIZE)
+        token = int(probs.argmax() if params.greedy else race(probs, clocks))
+        ids.append(token)
+        history.append(token)
+        if token in ends:
+            break
+    return tuple(ids[len(prompt) :])
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests in an engine with three places, prompts fed three tokens at a time."""
+
+    def __init__(self, *, with_draft: bool) -> None:
+        super().__init__()
+        self.target, self.draft = laws()
+        drafter = DraftModel(self.draft, VOCAB_SIZE) if with_draft else None
+        sizes = {"k": 4, "max_batch": NUM_SLOTS, "prefill_chunk": 3, "max_step_rows": 15}
+        self.engine = tiny.engine_over(self.target, drafter, **sizes)
+        self.live: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.streamed: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    @rule(prompt=prompts, params=sampling)
+    def add(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        self.live[self.engine.add_request(list(prompt), params)] = (prompt, params)
+
+    @rule(num_steps=st.integers(1, 4))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step_once()
+
+    def step_once(self) -> None:
+        for chunk in self.engine.step():
+            assert chunk.request_id in self.live
+            sample = (chunk.request_id, chunk.index)
+            self.streamed[sample] = self.streamed.get(sample, ()) + chunk.token_ids
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        self.engine.abort(request_id)
+        del self.live[request_id]
+
+    @invariant()
+    def slots_held_are_those_of_running_sequences(self) -> None:
+        num_running = len(self.engine.scheduler.running)
+        assert self.target.store.num_free == NUM_SLOTS - num_running
+        assert self.draft.store.num_free >= NUM_SLOTS - num_running
+
+    def teardown(self) -> None:
+        """Let everything finish, and compare."""
+        while self.engine.has_unfinished:
+            self.step_once()
+        for request_id, (prompt, params) in self.live.items():
+            self.check(request_id, prompt, params)
+        assert self.target.store.num_free == NUM_SLOTS
+        assert self.draft.store.num_free == NUM_SLOTS
+
+    def check(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        output = self.engine.take_output(request_id)
+        assert output.prompt_token_ids == prompt
+        assert [completion.index for completion in output.completions] == list(range(params.n))
+        for completion in output.completions:
+            assert completion.token_ids == self.streamed[request_id, completion.index]
+            assert completion.acceptance.num_steps <= len(completion.token_ids)
+        found = [completion.token_ids for completion in output.completions]
+        if params.greedy or params.verification in ("auto", "walk"):
+            assert found == [naive(prompt, params, index) for index in range(params.n)]
+        else:
+            # The block and token rules reproduce a text for the same draft and K.
+            (alone,) = self.engine.generate([list(prompt)], params)
+            assert found == [completion.token_ids for completion in alone.completions]
+
+
+@pytest.mark.parametrize("with_draft", [True, False], ids=["drafted", "plain"])
+def test_traffic_changes_no_text_and_leaks_no_slot(with_draft):
+    run_state_machine_as_test(
+        partial(Traffic, with_draft=with_draft),
+        settings=settings(
+            max_examples=25 if with_draft else 8, stateful_step_count=14, deadline=None
+        ),
+    )

@@ -1,0 +1,29 @@
+"""Settings that cannot work are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.engine.config import EngineConfig
+from forerun.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_speculative_tokens", -1),
+        ("max_batch", 0),
+        ("prefill_chunk", 0),
+        ("max_step_rows", 0),
+        ("max_context", 1),
+    ],
+)
+def test_a_value_out_of_range_is_named(name, value):
+    with pytest.raises(InvalidRequest, match=f"{name} is {value}"):
+        EngineConfig(**{name: value})
+
+
+def test_a_pass_must_hold_a_full_batch_of_drafts():
+    assert EngineConfig(max_batch=4, num_speculative_tokens=3, max_step_rows=16)
+    with pytest.raises(InvalidRequest, match=r"max_step_rows is 15.*\(K \+ 1\) = 16"):
+        EngineConfig(max_batch=4, num_speculative_tokens=3, max_step_rows=15)

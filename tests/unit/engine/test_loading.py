@@ -1,0 +1,131 @@
+"""From folders to an engine: what fits together, what is refused, what is warned of."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests import tiny
+
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.engine.loading import eos_token_ids
+from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.models import memory
+from forerun.sampling.config import SamplingParams
+
+CONFIG = tiny.settings()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Saves a network with a tokenizer."""
+
+    def save(name: str, *, extra: tuple[str, ...] = (), **network: float) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        tiny.network(**network).save_pretrained(path)
+        tiny.backend(extra).save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def target(folder: Callable[..., Path]) -> Path:
+    return folder("target")
+
+
+@pytest.fixture(scope="module")
+def draft(folder: Callable[..., Path]) -> Path:
+    return folder("draft", seed=9, hidden_size=8, num_layers=1)
+
+
+def load(target: Path, draft: Path | None = None, config: EngineConfig = CONFIG) -> Engine:
+    return Engine.load(target, draft, device="cpu", dtype="fp32", config=config)
+
+
+def test_a_pair_from_folders_says_what_the_target_says(target, draft, caplog):
+    caplog.set_level(logging.WARNING)
+    pair = load(target, draft)
+    params = SamplingParams(seed=1, max_tokens=8)
+    expected = tiny.engine_over(tiny.adapted(tiny.network())).generate(tiny.PROMPTS, params)
+    found = pair.generate(tiny.PROMPTS, params)
+    assert [output.text for output in found] == [output.text for output in expected]
+    assert found[0].completions[0].acceptance.num_drafted > 0
+    assert pair.eos_token_ids == {tiny.EOS}
+    assert not caplog.records
+
+
+def test_another_draft_for_the_same_loaded_target(target, draft):
+    plain = load(target)
+    pair = plain.with_draft(draft, 2)
+    assert pair.target is plain.target
+    assert plain.drafter is None
+    assert pair.drafter is not None
+    assert pair.config.num_speculative_tokens == 2
+    assert pair.with_draft(None).drafter is None
+
+
+def test_a_draft_with_another_tokenizer_is_refused(target, folder):
+    stranger = folder("stranger", extra=("<first>", "<second>"))
+    with pytest.raises(IncompatibleDraft) as caught:
+        load(target, stranger)
+    message = str(caught.value)
+    first = len(tiny.backend())
+    assert f"{first + 2} and {first} tokens" in message
+    assert f"id {first}: target None, draft '<first>'" in message
+    assert f"id {first + 1}: target None, draft '<second>'" in message
+    assert "same tokenizer" in message
+
+
+def test_a_draft_as_large_as_the_target_is_warned_of(target, folder, caplog):
+    caplog.set_level(logging.WARNING)
+    load(target, folder("large", num_layers=3))
+    (record,) = caplog.records
+    assert "drafting will cost more than it saves" in record.getMessage()
+
+
+def test_k_beyond_the_context_is_refused(target, draft):
+    k = tiny.MAX_CONTEXT
+    config = tiny.settings(k, max_step_rows=4 * (k + 1))
+    with pytest.raises(InvalidRequest, match=f"num_speculative_tokens is {k}.*holds 96 tokens"):
+        load(target, draft, config)
+    with pytest.raises(InvalidRequest, match=f"num_speculative_tokens is {k}"):
+        load(target).with_draft(draft, k)
+
+
+def test_k_below_zero_is_refused(target, draft):
+    with pytest.raises(InvalidRequest, match="num_speculative_tokens is -1"):
+        load(target).with_draft(draft, -1)
+
+
+def test_a_missing_folder_is_named(target, tmp_path):
+    with pytest.raises(InvalidModel, match="nowhere"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(InvalidModel, match="nowhere"):
+        load(target, tmp_path / "nowhere")
+
+
+def test_too_little_memory_is_said_beforehand(target, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    with pytest.raises(NotEnoughMemory, match="target"):
+        load(target)
+
+
+@pytest.mark.parametrize(
+    ("file", "listed", "expected"),
+    [
+        ("config.json", 5, {0, 5}),
+        ("config.json", [5, 6], {0, 5, 6}),
+        ("generation_config.json", [7], {0, 7}),
+        ("generation_config.json", None, {0}),
+    ],
+)
+def test_every_end_of_text_any_file_names_counts(folder, file, listed, expected):
+    path = folder("ends")
+    settings = json.loads((path / file).read_text())
+    (path / file).write_text(json.dumps(settings | {"eos_token_id": listed}))
+    assert eos_token_ids(path, tiny.tokenizer()) == expected

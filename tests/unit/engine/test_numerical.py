@@ -1,0 +1,96 @@
+"""A target without a usable law: the request is named, the others go on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests import tiny
+
+from forerun.engine.engine import Engine
+from forerun.errors import NumericalError
+from forerun.models.tabular import TabularModel
+from forerun.sampling.config import SamplingParams
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    "greedy with history": SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, repetition_penalty=1.1
+    ),
+    "seeded": SamplingParams(seed=2, max_tokens=8, ignore_eos=True),
+    "block": SamplingParams(seed=2, max_tokens=8, ignore_eos=True, verification="block"),
+}
+POISON = {"nan": torch.nan, "infinite": torch.inf, "impossible": -torch.inf}
+
+
+def poisoned(value: float) -> TabularModel:
+    """Tokens 5, 6, 7 come only in this order, and after 7 there is no law; 0 to 4 are sound."""
+    sound = tiny.tabular(0, order=1)
+    law = sound.log_probs.clone()
+    law[:, 5:] = -torch.inf
+    law = law.log_softmax(-1)
+    law[5:7] = -torch.inf
+    law[5, 6] = law[6, 7] = 0.0
+    law[7] = value
+    return TabularModel(log_probs=law, order=1, store=sound.store)
+
+
+@pytest.fixture(params=["plain", "drafted"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    target = poisoned(torch.nan)
+    if request.param == "plain":
+        return tiny.engine_over(target)
+    return tiny.engine_over(target, tiny.drafting(tiny.cousin(poisoned(-9.0), 4, scale=0.3), 8))
+
+
+def run_out(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_the_request_is_named_and_the_others_keep_their_text(engine, params):
+    alone = [engine.generate([[start]], params)[0].token_ids for start in (1, 2)]
+    engine.add_request([1], params, "sound")
+    engine.add_request([5], params, "sick")
+    engine.add_request([2], params, "also sound")
+    with pytest.raises(NumericalError, match="request sick") as caught:
+        run_out(engine)
+    assert caught.value.request_id == "sick"
+    with pytest.raises(NumericalError, match="request sick"):
+        engine.step()
+    engine.abort("sick")
+    run_out(engine)
+    assert engine.take_output("sound").token_ids == alone[0]
+    assert engine.take_output("also sound").token_ids == alone[1]
+    assert engine.target.store.num_free == 4
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("value", POISON.values(), ids=POISON)
+def test_whatever_is_no_law_is_refused(value, params):
+    with pytest.raises(NumericalError, match="NaN or infinite"):
+        tiny.engine_over(poisoned(value)).generate([[7]], params)
+
+
+def test_of_several_samples_their_request_is_named(engine):
+    params = SamplingParams(seed=1, n=2, max_tokens=8)
+    engine.add_request([5], params, "sick")
+    with pytest.raises(NumericalError, match="request sick/") as caught:
+        run_out(engine)
+    engine.abort(caught.value.request_id)
+    assert not engine.has_unfinished
+
+
+def test_generate_leaves_nothing_behind(engine):
+    with pytest.raises(NumericalError):
+        engine.generate([[1], [5]], PARAMS["seeded"])
+    assert not engine.has_unfinished
+    assert engine.target.store.num_free == 4
+    assert len(engine.generate([[1]], PARAMS["seeded"])[0].token_ids) == 8
+
+
+def test_parameters_that_leave_no_token(engine):
+    """Until min_tokens are out, the only allowed token must not come."""
+    params = SamplingParams(seed=1, min_tokens=2, allowed_token_ids=(tiny.EOS,))
+    with pytest.raises(NumericalError, match="leave no possible token"):
+        engine.generate([[1]], params)

@@ -1,0 +1,127 @@
+"""Who runs, and who gets how many rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import tiny
+
+from forerun.engine.config import EngineConfig
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Sequence, Status
+from forerun.engine.stopping import TokenStops
+from forerun.models.context import Context
+from forerun.models.tabular import TokenStore
+from forerun.models.tokenizers import Detokenizer
+from forerun.sampling.config import SamplingParams
+
+PARAMS = SamplingParams()
+
+
+def sequence(name: str = "r", num_prompt: int = 3) -> Sequence:
+    return Sequence(
+        request_id=name,
+        index=0,
+        params=PARAMS,
+        ids=list(range(num_prompt)),
+        num_prompt=num_prompt,
+        noise_key=0,
+        stops=TokenStops(PARAMS, frozenset(), 10),
+        detokenizer=Detokenizer(tiny.tokenizer()),
+        history=None,
+        admitted_at_s=0.0,
+    )
+
+
+def running(config: EngineConfig, num_pending: list[int]) -> Scheduler:
+    """A scheduler whose running sequences have so many tokens to feed."""
+    store = TokenStore(len(num_pending), 100, 64)
+    scheduler = Scheduler(config)
+    for pending in num_pending:
+        scheduler.add(sequence(num_prompt=pending))
+    for admitted in scheduler.admit(len(num_pending)):
+        admitted.context = Context(store, admitted.ids)
+    return scheduler
+
+
+def config(**changes: int) -> EngineConfig:
+    return EngineConfig(**({"max_batch": 4, "num_speculative_tokens": 3} | changes))
+
+
+def rows(scheduler: Scheduler, drafted: list[int]) -> list[tuple[int, bool]]:
+    return [(share.num_chain, share.completes) for share in scheduler.shares(drafted)]
+
+
+def test_first_come_first_served_within_batch_and_slots():
+    scheduler = Scheduler(config(max_batch=3))
+    sequences = [sequence(name) for name in "abcde"]
+    for each in sequences:
+        scheduler.add(each)
+    assert not scheduler.running
+    assert scheduler.has_unfinished
+    assert scheduler.admit(num_free_slots=2) == sequences[:2]
+    assert scheduler.admit(num_free_slots=0) == []
+    assert scheduler.admit(num_free_slots=9) == sequences[2:3]
+    assert scheduler.running == sequences[:3]
+    assert [each.status for each in sequences] == [Status.RUNNING] * 3 + [Status.WAITING] * 2
+
+
+def test_finished_ones_make_room():
+    scheduler = Scheduler(config(max_batch=1))
+    first, second = sequence("a"), sequence("b")
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.admit(4)
+    first.status = Status.FINISHED
+    assert scheduler.drop_finished() == [first]
+    assert scheduler.admit(4) == [second]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_removed_from_queue_or_batch(which):
+    scheduler = Scheduler(config(max_batch=1))
+    pair = [sequence("a"), sequence("b")]
+    for each in pair:
+        scheduler.add(each)
+    scheduler.admit(4)
+    scheduler.remove(pair[which])
+    assert pair[which].status is Status.FINISHED
+    assert [*scheduler.running, *scheduler.waiting] == [pair[1 - which]]
+
+
+def test_prompts_are_fed_in_chunks():
+    scheduler = running(config(prefill_chunk=8), [8, 9])
+    assert rows(scheduler, [0, 0]) == [(8, True), (8, False)]
+
+
+def test_decoding_comes_before_prefill_even_of_older_sequences():
+    scheduler = running(config(max_step_rows=16), [40, 1, 30, 1])
+    assert rows(scheduler, [0, 3, 0, 3]) == [(8, False), (1, True), (1, True)]
+    assert rows(scheduler, [0, 0, 0, 0]) == [(14, False), (1, True), (1, True)]
+
+
+@given(
+    data=st.data(),
+    num_pending=st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=4),
+    max_step_rows=st.integers(16, 40),
+    prefill_chunk=st.integers(1, 20),
+)
+def test_no_pass_exceeds_its_rows_and_some_sequence_advances(
+    data, num_pending, max_step_rows, prefill_chunk
+):
+    scheduler = running(
+        config(max_step_rows=max_step_rows, prefill_chunk=prefill_chunk), num_pending
+    )
+    drafted = [data.draw(st.integers(0, 3)) if n == 1 else 0 for n in num_pending]
+    shares = scheduler.shares(drafted)
+    assert sum(share.num_chain for share in shares) + sum(drafted) <= max_step_rows
+    assert shares
+    fed = {id(share.sequence): share for share in shares}
+    for each, pending in zip(scheduler.running, num_pending, strict=True):
+        share = fed.get(id(each))
+        if pending == 1:
+            assert share is not None
+        if share is not None:
+            assert 1 <= share.num_chain <= min(pending, max(prefill_chunk, 1))
+            assert share.completes == (share.num_chain == pending)
