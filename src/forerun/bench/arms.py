@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from forerun.bench.compare import Arm, Prompt
+from forerun.bench.compare import Arm
 from forerun.bench.config import DemoConfig
 from forerun.engine.engine import Engine
+from forerun.sampling.config import SamplingParams
 
 __all__ = ["Arms", "load_arms", "warm_up"]
 
@@ -50,8 +51,17 @@ def load_arms(config: DemoConfig) -> Arms:
     )
 
 
-def warm_up(arms: Sequence[Arm], prompt: Prompt) -> None:
-    """Let every arm generate once, so that no measurement pays for a first time."""
-    params = replace(prompt.params, max_tokens=WARM_UP_TOKENS)
+def warm_up(arms: Sequence[Arm], text: str, clock: Callable[[], float]) -> float:
+    """Let every arm generate twice, so that no measurement pays for a first time.
+
+    Returns:
+        Seconds per token of all arms together, from the second time.
+    """
+    params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    seconds = 0.0
     for arm in arms:
-        arm.engine.generate([prompt.text], params)
+        arm.engine.generate([text], params)
+        start_s = clock()
+        arm.engine.generate([text], params)
+        seconds += clock() - start_s
+    return seconds / WARM_UP_TOKENS

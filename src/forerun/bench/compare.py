@@ -57,6 +57,7 @@ class Measurement:
 
     Attributes:
         arm: which.
+        prompt: what it continued.
         total_s: wall time of the call, prefill included.
         decode_s: time after the first token, prefill excluded.
         token_ids: what was emitted.
@@ -64,6 +65,7 @@ class Measurement:
     """
 
     arm: Arm
+    prompt: Prompt
     total_s: float
     decode_s: float
     token_ids: tuple[int, ...]
@@ -114,6 +116,7 @@ def measure(arm: Arm, prompt: Prompt, clock: Callable[[], float]) -> Measurement
     completion = output.completions[0]
     return Measurement(
         arm=arm,
+        prompt=prompt,
         total_s=total_s,
         decode_s=completion.total_s - completion.ttft_s,
         token_ids=completion.token_ids,

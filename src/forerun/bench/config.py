@@ -17,6 +17,7 @@ class DemoConfig:
         seconds: from the start of the command to the end of the last measurement, as far as the
             least number of prompts allows.
         max_tokens: longest completion measured.
+        min_tokens: shortest `max_tokens` a slow machine is given.
         target: the model whose text is wanted.
         general_draft: a draft trained on other text than the target.
         general_k: its K.
@@ -31,11 +32,12 @@ class DemoConfig:
 
     seconds: float = 60.0
     max_tokens: int = 64
+    min_tokens: int = 24
     target: str = "zoo:target"
     general_draft: str = "zoo:draft-off-the-shelf"
     general_k: int = 10
     domain_draft: str = "zoo:draft-domain"
-    domain_ks: tuple[int, ...] = (2, 3, 4, 6)
+    domain_ks: tuple[int, ...] = (1, 2, 3, 4)
     num_calibration: int = 12
     num_exact: int = 3
     exact_tokens: int = 32

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from forerun.bench.arms import Arms, load_arms, warm_up
 from forerun.bench.compare import Arm, Block, Prompt, run_blocks, within_budget
@@ -25,6 +24,14 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["Demo", "Example"]
+
+CALIBRATION_SHARE = 0.2
+"""Of the time left after loading, for choosing K; what is left then is divided by the next."""
+GREEDY_SHARE = 0.75
+"""For the comparison at T=0; the rest is for T=1."""
+CALIBRATION_BLOCKS = 4
+SCORED_BLOCKS = 12
+"""Prompts that should fit; completions are made shorter on a slow machine until they do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +80,9 @@ class Demo:
         self.tell("loading models")
         arms = load_arms(self.config)
         chosen = self._choose_k(arms)
-        first = self._compare((arms.plain, arms.general, chosen))
+        self._compare((arms.plain, arms.general, chosen))
         self._compare_sampled((arms.plain, chosen))
-        self._show_example(chosen, first)
+        self._show_example(chosen)
 
     def report(self) -> DemoReport:
         """What there is so far; needs one measured prompt."""
@@ -106,19 +113,22 @@ class Demo:
 
     def _choose_k(self, arms: Arms) -> Arm:
         """The domain draft's best K, by prompts that are not scored afterwards."""
-        _, prompts = self._warmed(arms.domain, arms.plain, self._set_aside)
-        share = self._left_s / 5
-        for block in self._timed(arms.domain, prompts, share, "choosing K", at_least=2):
+        seconds = self._left_s * CALIBRATION_SHARE
+        params = self._greedy_within(seconds, arms.domain, num_blocks=CALIBRATION_BLOCKS)
+        prompts = scouted(arms.plain.engine, self._set_aside, params)
+        for block in self._timed(arms.domain, prompts, seconds, "choosing K", at_least=2):
             self.calibration.append(block)
+        if not self.calibration:
+            raise InvalidRequest("the target's greedy text loops at once on every prompt")
         return best_arm(self.calibration)
 
-    def _compare(self, arms: Sequence[Arm]) -> Prompt:
-        """The comparison at T=0; returns its first prompt."""
-        first, prompts = self._warmed(arms, arms[0], self._scored)
-        share = self._left_s * 3 / 4
-        for block in self._timed(arms, prompts, share, "comparing at T=0", at_least=MIN_BLOCKS):
+    def _compare(self, arms: Sequence[Arm]) -> None:
+        """The comparison at T=0."""
+        seconds = self._left_s * GREEDY_SHARE
+        params = self._greedy_within(seconds, arms, num_blocks=SCORED_BLOCKS)
+        prompts = scouted(arms[0].engine, self._scored, params)
+        for block in self._timed(arms, prompts, seconds, "comparing at T=0", at_least=MIN_BLOCKS):
             self.blocks.append(block)
-        return first
 
     def _compare_sampled(self, arms: Sequence[Arm]) -> None:
         """The same at T=1, with the time that is left."""
@@ -127,16 +137,15 @@ class Demo:
         for block in self._timed(arms, prompts, self._left_s, "comparing at T=1", at_least=0):
             self.sampled_blocks.append(block)
 
-    def _warmed(
-        self, arms: Sequence[Arm], plain: Arm, texts: Sequence[str]
-    ) -> tuple[Prompt, Iterator[Prompt]]:
-        """Prompts cut before they loop, and the first of them, on which every arm has warmed up."""
-        prompts = scouted(plain.engine, texts, self._greedy)
-        first = next(prompts, None)
-        if first is None:
-            raise InvalidRequest("the target's greedy text loops at once on every prompt")
-        warm_up(arms, first)
-        return first, chain([first], prompts)
+    def _greedy_within(
+        self, seconds: float, arms: Sequence[Arm], *, num_blocks: int
+    ) -> SamplingParams:
+        """Warm the arms up; completions as long as lets `num_blocks` blocks fit into the time."""
+        self.tell("warming up")
+        pace_s = warm_up(arms, self.prompts[0], self.clock)
+        length = int(seconds / (num_blocks * pace_s))
+        length = max(self.config.min_tokens, min(length, self.config.max_tokens))
+        return SamplingParams(temperature=0, max_tokens=length)
 
     def _timed(
         self,
@@ -156,13 +165,15 @@ class Demo:
             self.tell(f"{stage}: {count} prompts")
             yield block
 
-    def _show_example(self, arm: Arm, prompt: Prompt) -> None:
-        """One completion with its sources."""
+    def _show_example(self, arm: Arm) -> None:
+        """One completion with its sources: the first that was compared."""
         self.tell("writing an example")
         assert isinstance(arm.engine, Engine)
-        (output,) = arm.engine.generate([prompt.text], prompt.params)
+        first = self.blocks[0][0]
+        params = SamplingParams(temperature=0, max_tokens=first.num_tokens)
+        (output,) = arm.engine.generate([first.prompt.text], params)
         self.example = Example(
-            prompt=prompt.text,
+            prompt=first.prompt.text,
             completion=output.completions[0],
             tokenizer=arm.engine.tokenizer,
         )
@@ -179,10 +190,6 @@ class Demo:
     @property
     def _scored(self) -> Sequence[str]:
         return self.prompts[self.config.num_calibration :]
-
-    @property
-    def _greedy(self) -> SamplingParams:
-        return SamplingParams(temperature=0, max_tokens=self.config.max_tokens)
 
 
 def spread(prompts: Sequence[str], stride: int = 7) -> list[str]:

@@ -31,7 +31,7 @@ def demo_for(make_arm, clock, monkeypatch):
         )
         monkeypatch.setattr(module, "load_arms", lambda config: arms)
         monkeypatch.setattr(Demo, "_check_exactness", lambda self: None)
-        monkeypatch.setattr(Demo, "_show_example", lambda self, arm, prompt: None)
+        monkeypatch.setattr(Demo, "_show_example", lambda self, arm: None)
         prompts = [str(i) for i in range(num_prompts)]
         return Demo(
             DemoConfig(seconds=seconds),
@@ -71,6 +71,16 @@ def test_a_slow_machine_measures_the_least_number_of_prompts(demo_for):
     demo.run()
     assert len(demo.blocks) == MIN_BLOCKS
     assert demo.sampled_blocks == []
+
+
+def test_a_slower_machine_measures_shorter_completions(demo_for, clock):
+    demo = demo_for(60.0, step_s=0.03)
+    demo.run()
+    lengths = {m.num_tokens for block in demo.blocks for m in block}
+    assert max(lengths) < DemoConfig().max_tokens
+    assert min(lengths) >= DemoConfig().min_tokens
+    assert len(demo.blocks) >= 8
+    assert clock() <= 60.0
 
 
 def test_a_report_needs_no_time_at_t_1(demo_for, monkeypatch):
