@@ -140,7 +140,7 @@ def write_cards(folders: dict[str, Path], runs: dict[str, TrainConfig], data: Pa
 PURPOSES = {
     "target": "The target of the shipped pair: completes Python source. After training it was "
     "tuned for 120 steps against repeating itself (`unloop.py`: unlikelihood on its own loops, "
-    "1908.04319).",
+    "averaged with the weights before).",
     "draft-domain": "A draft for the target, trained on the target's own domain.",
     "draft-off-the-shelf": "A draft with the right tokenizer and the wrong training: English "
     "books only. It shows what an unaligned draft costs.",
