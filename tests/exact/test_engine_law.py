@@ -110,6 +110,17 @@ def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
     assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
 
 
+@pytest.mark.parametrize("verification", ["block", "token"])
+def test_a_draft_that_fails_after_some_tokens_does_not_bias_the_text(target, draft, verification):
+    """Failing after token 0 says that 0 was drawn: such chains must end there, not be dropped."""
+    law = draft.log_probs.clone()
+    law[:: VOCAB_SIZE + 1] = torch.nan
+    sick = TabularModel(log_probs=law, order=2, store=draft.store)
+    params = replace(BASE, verification=verification)
+    engine = engine_over(target, DraftModel(sick, VOCAB_SIZE))
+    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+
+
 def test_as_much_is_accepted_as_is_expected(target, draft):
     """The trace's expectation is unbiased: over many steps the differences cancel."""
     for verification in ("block", "token", "auto"):

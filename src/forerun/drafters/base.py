@@ -52,7 +52,12 @@ class Drafter(Protocol):
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """One proposal of at most K nodes per request; None where there is nothing to propose."""
+        """One proposal of at most K nodes per request; None where there is nothing to propose.
+
+        Whether a sampled node is proposed must not depend on what was drawn for it: to raise, to
+        return None or to prune because of a drawn token biases the text. Where drafting cannot go
+        on, return the chain up to there.
+        """
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Verdicts on the last proposals, called once the accepted tokens are committed."""

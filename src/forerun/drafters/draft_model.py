@@ -21,7 +21,7 @@ from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.sampling.history import RowHistory
 from forerun.sampling.noise import Purpose, draw, exponential, position_key, race, step_key, uniform
-from forerun.sampling.processors import pack_params, target_probs
+from forerun.sampling.processors import failed_rows, pack_params, target_probs
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 
@@ -214,10 +214,23 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 def as_proposal(branch: Branch, plan: Plan) -> Proposal:
     """The finished chain."""
+    laws = torch.stack(branch.laws) if branch.laws else None
+    length = len(branch.tokens) if laws is None else num_lawful(laws)
+    cut_by = "budget" if branch.budget == plan.num_speculative_tokens else "context"
     return Proposal(
-        tokens=torch.stack(branch.tokens),
-        tree=TokenTree.chain(len(branch.tokens)),
+        tokens=torch.stack(branch.tokens[:length]),
+        tree=TokenTree.chain(length),
         choice=branch.choice,
-        draft_probs=torch.stack(branch.laws) if branch.laws else None,
-        stop_reason="budget" if branch.budget == plan.num_speculative_tokens else "context",
+        draft_probs=None if laws is None else laws[:length],
+        stop_reason=cut_by if length == len(branch.tokens) else "no_law",
     )
+
+
+def num_lawful(laws: Tensor) -> int:
+    """Nodes before the first whose law is NaN; at least one.
+
+    Where the draft fails may depend on what it drew before. To refuse the whole chain would then be
+    to drop drawn tokens for what they are, which biases the text; to end it there is not. A failure
+    at the first node depends on committed tokens alone and is left for the engine to refuse.
+    """
+    return max(1, min(failed_rows(laws), default=len(laws)))
