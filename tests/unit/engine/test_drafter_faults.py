@@ -187,6 +187,17 @@ def impossible_draw(proposal: Proposal) -> Proposal:
     return replace(sampled(proposal, rows.expand(proposal.num_drafted, 8)), tokens=tokens)
 
 
+def draft_probs_without_nodes(proposal: Proposal) -> Proposal:
+    rows = torch.full((proposal.num_drafted, 8), 1 / 8)
+    return replace(sampled(proposal, rows), tokens=proposal.tokens[:0], tree=TokenTree.chain(0))
+
+
+def draft_probs_rounded_to_bf16(proposal: Proposal) -> Proposal:
+    """Each row adds up to 0.998: harmless to look at, a bias of the text nevertheless."""
+    rows = torch.tensor([[0.9, *[0.1 / 7] * 7]]).bfloat16()
+    return sampled(proposal, rows.expand(proposal.num_drafted, 8))
+
+
 DAMAGES = (
     too_many_nodes,
     tokens_short_of_the_tree,
@@ -201,6 +212,8 @@ DAMAGES = (
     draft_probs_that_are_logits,
     negative_draft_probs,
     impossible_draw,
+    draft_probs_without_nodes,
+    draft_probs_rounded_to_bf16,
 )
 
 
