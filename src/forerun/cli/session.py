@@ -95,7 +95,7 @@ class Session:
                     num_prompt_tokens=self.num_prompt_tokens,
                     num_output_tokens=len(completion.token_ids),
                     ttft_s=completion.ttft_s,
-                    prefill_s=completion.ttft_s,
+                    prefill_s=completion.prefill_s,
                     finish_reason=completion.finish_reason,
                 )
             )

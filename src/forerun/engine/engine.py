@@ -114,7 +114,10 @@ class Engine:
         *,
         dtype: str = "auto",
     ) -> Engine:
-        """A new engine over the same loaded target with another drafter and K."""
+        """A new engine over the same loaded target with another drafter and K.
+
+        It drafts K tokens at every step; for another controller build an `Engine` from the parts.
+        """
         config = self.config
         if num_speculative_tokens is not None:
             config = replace(config, num_speculative_tokens=num_speculative_tokens)
@@ -149,7 +152,7 @@ class Engine:
         prompts: str | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Finish all prompts together.
+        """Finish all prompts together; requests added before go on meanwhile.
 
         Args:
             prompts: one text, or a list of texts or of token-id lists.
@@ -185,7 +188,11 @@ class Engine:
         return params
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
-        """Chunks of one prompt as they are decided; closing the iterator aborts the request."""
+        """Chunks of one prompt as they are decided; closing the iterator aborts the request.
+
+        Requests added before go on meanwhile; their chunks are not returned, their text is kept
+        for `take_output`.
+        """
         request_id = self.add_request(prompt, params)
         samples = self._requests[request_id]
         try:
@@ -266,7 +273,7 @@ class Engine:
             stops=TokenStops(params, self.eos_token_ids, max_new),
             detokenizer=Detokenizer(self.tokenizer),
             history=self._history(params, ids),
-            admitted_at_s=time.monotonic(),
+            arrived_at_s=time.monotonic(),
         )
 
     def _history(self, params: SamplingParams, ids: list[int]) -> History | None:
@@ -292,6 +299,7 @@ class Engine:
         """
         for sequence in self.scheduler.admit(self.target.store.num_free):
             sequence.context = Context(self.target.store, sequence.ids)
+            sequence.joined_at_s = time.monotonic()
         if not self.scheduler.running:
             return []
         running = list(self.scheduler.running)

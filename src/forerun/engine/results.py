@@ -43,8 +43,9 @@ class Completion:
         sources: provenance of every token.
         logprobs: one entry per token where logprobs were asked for.
         acceptance: counts from which tau and the per-position figures follow.
-        ttft_s: seconds from admission to the first token.
-        total_s: seconds from admission to the end.
+        ttft_s: seconds from arrival to the first token, waiting included.
+        prefill_s: seconds from joining the batch to the first token.
+        total_s: seconds from arrival to the end.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
     acceptance: AcceptanceCounts
     ttft_s: float
+    prefill_s: float
     total_s: float
 
 

@@ -42,13 +42,14 @@ class Sequence:
     stops: TokenStops
     detokenizer: Detokenizer
     history: History | None
-    admitted_at_s: float
+    arrived_at_s: float
     status: Status = Status.WAITING
     context: Context | None = None
     sources: list[TokenSource] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     stop: Stop | None = None
+    joined_at_s: float | None = None
     first_token_at_s: float | None = None
     finished_at_s: float | None = None
     drafting_failed: bool = False
@@ -129,6 +130,7 @@ class Sequence:
     def completion(self) -> Completion:
         """The finished sample."""
         assert self.stop is not None
+        assert self.joined_at_s is not None
         assert self.first_token_at_s is not None
         assert self.finished_at_s is not None
         return Completion(
@@ -140,6 +142,7 @@ class Sequence:
             sources=tuple(self.sources),
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             acceptance=self.acceptance,
-            ttft_s=self.first_token_at_s - self.admitted_at_s,
-            total_s=self.finished_at_s - self.admitted_at_s,
+            ttft_s=self.first_token_at_s - self.arrived_at_s,
+            prefill_s=self.first_token_at_s - self.joined_at_s,
+            total_s=self.finished_at_s - self.arrived_at_s,
         )

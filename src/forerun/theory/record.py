@@ -54,8 +54,8 @@ class RequestRecord:
         tags: free-form labels, such as language, template or tenant.
         num_prompt_tokens: prompt length.
         num_output_tokens: emitted tokens, after stop truncation.
-        ttft_s: from admission to the first token.
-        prefill_s: time of the passes that fed the prompt.
+        ttft_s: from arrival to the first token, waiting included.
+        prefill_s: from joining the batch to the first token.
         finish_reason: "stop", "length" or "abort".
     """
 

@@ -60,6 +60,7 @@ class FakeEngine:
             logprobs=None,
             acceptance=counts,
             ttft_s=self.prefill_s,
+            prefill_s=self.prefill_s,
             total_s=total_s,
         )
         return RequestOutput(request_id="0", prompt_token_ids=(1,), completions=(completion,))

@@ -30,7 +30,7 @@ def sequence(name: str = "r", num_prompt: int = 3) -> Sequence:
         stops=TokenStops(PARAMS, frozenset(), 10),
         detokenizer=Detokenizer(tiny.tokenizer()),
         history=None,
-        admitted_at_s=0.0,
+        arrived_at_s=0.0,
     )
 
 
