@@ -24,8 +24,8 @@ class Proposal:
         draft_probs: for `SAMPLED`, the very rows drawn from, one per expanded parent; for a chain
             row i is the law node i was drawn from. A `COUPLED` chain may carry its rows too, for
             the figures of the trace; verification does not read them. None otherwise.
-        stop_reason: why drafting ended ("budget", "stop_rule", "context", "no_law": the next law was
-            NaN).
+        stop_reason: why drafting ended ("budget", "stop_rule", "context"; "no_law": the next law
+            was NaN).
     """
 
     tokens: Int64[Tensor, " nodes"]
