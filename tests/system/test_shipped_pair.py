@@ -1,0 +1,64 @@
+"""The pair that ships: sizes, the figures it was accepted on, and exactness in fp32."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.bench.exactness import check_exactness
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.models.zoo import held_out_prompts, zoo_path
+from forerun.sampling.config import SamplingParams
+
+MEBIBYTE = 2**20
+CONFIG = EngineConfig(num_speculative_tokens=4, max_batch=4)
+CASES = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40),
+    "seeded": SamplingParams(temperature=1, seed=11, max_tokens=40),
+    "seeded, truncated, penalised": SamplingParams(
+        temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=12, max_tokens=40
+    ),
+}
+
+
+def figures(name: str) -> dict[str, object]:
+    """What the recipe measured of a shipped model."""
+    return json.loads((zoo_path(name) / "figures.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("target", 40), ("draft-domain", 5), ("draft-off-the-shelf", 5)]
+)
+def test_weights_keep_to_their_size(name, limit):
+    weights = zoo_path(name) / "model.safetensors"
+    assert 0 < weights.stat().st_size <= limit * MEBIBYTE
+
+
+def test_target_leads_the_domain_draft():
+    lead = "held_out_bits_per_byte"
+    assert figures("draft-domain")[lead] - figures("target")[lead] >= 0.15
+    assert figures("draft-off-the-shelf")[lead] > figures("draft-domain")[lead]
+
+
+def test_few_completions_of_the_target_loop():
+    texts = {text["temperature"]: text for text in figures("target")["texts"]}
+    assert texts[0.7]["num_texts"] >= 50
+    assert texts[0.7]["looping_share"] <= 0.2
+
+
+def test_held_out_prompts_fit_and_differ():
+    prompts = held_out_prompts()
+    assert len({prompt.text for prompt in prompts}) == len(prompts) >= 50
+    assert all(100 <= len(prompt.text) <= 800 for prompt in prompts)
+
+
+@pytest.mark.parametrize("draft", ["zoo:draft-domain", "zoo:draft-off-the-shelf"])
+def test_speculative_text_equals_plain_text_in_fp32(draft):
+    plain = Engine.load("zoo:target", dtype="float32", config=CONFIG)
+    speculative = plain.with_draft(draft, dtype="float32")
+    prompts = [prompt.text for prompt in held_out_prompts()[3:60:16]]
+    report = check_exactness(plain, speculative, prompts, CASES)
+    assert report.passed, report.sentence
+    assert report.num_accepted > 0
