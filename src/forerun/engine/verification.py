@@ -6,6 +6,7 @@ chains need the draft's rows beside the target's.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -125,8 +126,12 @@ def verify(scored: Seq[Scored]) -> list[Verdict]:
     return [verdicts[i] for i in range(len(scored))]
 
 
-def probabilities(items: Seq[Scored]) -> Tensor:
-    """Processed target probabilities of all rows of `items`, shape (rows, vocab)."""
+def probabilities(items: Seq[Scored]) -> tuple[Tensor, list[set[int]]]:
+    """Processed target probabilities of all rows of `items`, shape (rows, vocab).
+
+    Also returns which rows of each item have no law. Where only a rejected draft led there, they
+    must not cost the request its text: plain decoding would never have seen them.
+    """
     logits = torch.cat([item.logits for item in items]) if len(items) > 1 else items[0].logits
     rows = [i for i, item in enumerate(items) for _ in range(item.num_rows)]
     params = pack_params([item.sequence.params for item in items], logits.device, rows)
@@ -134,9 +139,10 @@ def probabilities(items: Seq[Scored]) -> Tensor:
     if any(item.sequence.history is not None for item in items):
         histories = [history for item in items for history in item.row_histories()]
     probs = target_probs(logits, params, histories)
+    failed: list[set[int]] = [set() for _ in items]
     for row in failed_rows(probs):
-        refuse(items[rows[row]])
-    return probs
+        failed[rows[row]].add(row - rows.index(rows[row]))
+    return probs, failed
 
 
 def refuse(item: Scored) -> None:
@@ -151,30 +157,34 @@ def refuse(item: Scored) -> None:
 def verify_walked(items: Seq[Scored]) -> list[Verdict]:
     """Draw (or take the argmax) at every row and follow the draft as far as it agrees."""
     if all(item.is_plain_greedy for item in items):
-        check_finite(items)
-        chosen = [item.logits.argmax(dim=-1) for item in items]
-        return [greedy_verdict(item, t.tolist()) for item, t in zip(items, chosen, strict=True)]
-    probs = probabilities(items)
+        return [greedy_verdict(item) for item in items]
+    probs, failed = probabilities(items)
     keys = torch.tensor([k for item in items for k in item.row_keys()], device=probs.device)
     tokens: list[int] = target_tokens(probs, keys).tolist()
     verdicts, start = [], 0
-    for item in items:
+    for item, lawless in zip(items, failed, strict=True):
         end = start + item.num_rows
-        verdicts.append(walk_verdict(item, tokens[start:end], probs[start:end]))
+        verdict = walk_verdict(item, tokens[start:end], probs[start:end])
+        check_visited(item, verdict.path, lawless)
+        verdicts.append(verdict)
         start = end
     return verdicts
 
 
-def check_finite(items: Seq[Scored]) -> None:
-    """Refuse a sequence with a row whose largest logit is not finite, as `target_probs` does."""
-    for item in items:
-        if not bool(item.logits.amax(dim=-1).isfinite().all()):
-            refuse(item)
+def check_visited(item: Scored, path: tuple[int, ...], failed: Collection[int]) -> None:
+    """Refuse a sequence whose tokens were taken from a row without a law."""
+    if failed and not {0, *(node + 1 for node in path)}.isdisjoint(failed):
+        refuse(item)
 
 
-def greedy_verdict(item: Scored, tokens: list[int]) -> Verdict:
-    """The walk of an argmax; what is accepted is certain, so it is also what is expected."""
-    path, final = walk(item.tree, item.drafted(), tokens)
+def greedy_verdict(item: Scored) -> Verdict:
+    """The walk of an argmax; what is accepted is certain, so it is also what is expected.
+
+    A row whose largest logit is not finite has no law, as `target_probs` sees it.
+    """
+    finite = item.logits.amax(dim=-1).isfinite().tolist()
+    path, final = walk(item.tree, item.drafted(), item.logits.argmax(dim=-1).tolist())
+    check_visited(item, path, {row for row, good in enumerate(finite) if not good})
     return make_verdict(item, path, final, float(len(path)))
 
 
@@ -189,7 +199,9 @@ def walk_verdict(item: Scored, tokens: list[int], probs: Tensor) -> Verdict:
     else:
         edges = edge_probs(item.tree, drafted, probs)
     path, final = walk(item.tree, drafted.tolist(), tokens)
-    return make_verdict(item, path, final, expected_accepted(item.tree, edges.tolist()))
+    return make_verdict(
+        item, path, final, expected_accepted(item.tree, edges.nan_to_num(0.0).tolist())
+    )
 
 
 def make_verdict(item: Scored, path: tuple[int, ...], final: int, expected: float) -> Verdict:
@@ -206,8 +218,12 @@ def make_verdict(item: Scored, path: tuple[int, ...], final: int, expected: floa
 
 
 def verify_sampled(items: Seq[Scored], rule: Rule) -> list[Verdict]:
-    """Block or token-level verification of sampled chains, padded to the longest of them."""
-    probs = probabilities(items)
+    """Block or token-level verification of sampled chains, padded to the longest of them.
+
+    A chain ends where the target has no law: the tokens before decide that, so it is no bias.
+    """
+    probs, failed = probabilities(items)
+    num_drafted = [min({item.num_rows - 1} | f) for item, f in zip(items, failed, strict=True)]
     depth = max(item.num_rows for item in items) - 1
     vocab_size = probs.shape[-1]
     target = probs.new_zeros(len(items), depth + 1, vocab_size)
@@ -224,10 +240,15 @@ def verify_sampled(items: Seq[Scored], rule: Rule) -> list[Verdict]:
         target,
         draft,
         tokens,
-        torch.tensor([item.num_rows - 1 for item in items], device=probs.device),
+        torch.tensor(num_drafted, device=probs.device),
         torch.tensor([item.draw_keys(depth) for item in items], device=probs.device),
         rule,
     )
     columns = (outcome.num_accepted, outcome.final_tokens, outcome.expected_accepted)
-    rows = zip(items, *(column.tolist() for column in columns), strict=True)
-    return [make_verdict(item, tuple(range(n)), final, e) for item, n, final, e in rows]
+    verdicts = []
+    for item, lawless, n, final, expected in zip(
+        items, failed, *(column.tolist() for column in columns), strict=True
+    ):
+        check_visited(item, tuple(range(n)), lawless)
+        verdicts.append(make_verdict(item, tuple(range(n)), final, expected))
+    return verdicts

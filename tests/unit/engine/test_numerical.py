@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tests import tiny
@@ -10,6 +12,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import NumericalError
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
+from forerun.theory.record import StepRecord
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
@@ -94,3 +97,27 @@ def test_parameters_that_leave_no_token(engine):
     params = SamplingParams(seed=1, min_tokens=2, allowed_token_ids=(tiny.EOS,))
     with pytest.raises(NumericalError, match="leave no possible token"):
         engine.generate([[1]], params)
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_a_draft_may_run_into_the_lawless_as_long_as_the_text_does_not(params):
+    """The target never says 7, the draft often: a rejected guess must not fail the request."""
+    sound = tiny.tabular(0, order=1)
+    law = sound.log_probs.clone()
+    law[:, 7] = -torch.inf
+    law = law.log_softmax(-1)
+    law[7] = torch.nan
+    target = TabularModel(log_probs=law, order=1, store=sound.store)
+    eager = tiny.tabular(1, order=1)
+    eager.log_probs[:, 7] += 3
+    eager.log_probs[:] = eager.log_probs.log_softmax(-1)
+    records: list[StepRecord] = []
+    engine = tiny.engine_over(target, tiny.drafting(eager, 8))
+    engine.on_record = records.append
+    found = engine.generate([[1], [2]], params)
+    assert sum(record.num_drafted - record.num_accepted for record in records) > 4
+    assert all(math.isfinite(record.expected_accepted) for record in records)
+    if params.verification != "block":
+        plain = tiny.engine_over(target).generate([[1], [2]], params)
+        assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert not any(7 in output.token_ids for output in found)
