@@ -16,7 +16,8 @@ from forerun.bench.exactness import ExactnessReport, check_exactness
 from forerun.bench.provenance import collect, content_hash
 from forerun.bench.report import DemoReport
 from forerun.bench.scout import scouted
-from forerun.bench.summary import MIN_BLOCKS, best_arm, summarise
+from forerun.bench.summary import best_arm, measurable, summarise
+from forerun.bench.threads import use_best_threads
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.errors import InvalidRequest
@@ -25,13 +26,17 @@ from forerun.sampling.config import SamplingParams
 
 __all__ = ["Demo", "Example"]
 
+# Of the time left when a stage begins; the comparison at T=1 has the rest.
+EXACTNESS_SHARE = 0.15
 CALIBRATION_SHARE = 0.2
-"""Of the time left after loading, for choosing K; what is left then is divided by the next."""
 GREEDY_SHARE = 0.75
-"""For the comparison at T=0; the rest is for T=1."""
+LEAST_BLOCKS = 2
+"""Prompts measured whatever the time: an interval needs two."""
 CALIBRATION_BLOCKS = 4
 SCORED_BLOCKS = 12
 """Prompts that should fit; completions are made shorter on a slow machine until they do."""
+
+LOOPS = "the target's greedy text loops at once on nearly every prompt: nothing can be compared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,33 +81,42 @@ class Demo:
 
     def run(self) -> None:
         """Do everything; at most a few seconds beyond the budget on a slow machine."""
-        self.exactness = self._check_exactness()
         self.tell("loading models")
         arms = load_arms(self.config)
+        step_s = use_best_threads(arms.plain.engine, self.prompts[0], self.clock)
+        self.exactness = self._check_exactness(step_s)
         chosen = self._choose_k(arms)
         self._compare((arms.plain, arms.general, chosen))
         self._compare_sampled((arms.plain, chosen))
         self._show_example(chosen)
 
+    @property
+    def has_results(self) -> bool:
+        """Whether enough prompts have been measured for a table."""
+        return len(self.blocks) >= LEAST_BLOCKS
+
     def report(self) -> DemoReport:
-        """What there is so far; needs one measured prompt."""
+        """What there is so far; needs `has_results`."""
+        sampled = measurable(self.sampled_blocks)
         return DemoReport(
             rows=tuple(summarise(self.blocks)),
-            sampled_rows=tuple(summarise(self.sampled_blocks)) if self.sampled_blocks else (),
+            sampled_rows=tuple(summarise(sampled)) if len(sampled) >= LEAST_BLOCKS else (),
             exactness=self.exactness,
             provenance=collect({name: content_hash(name) for name in self.config.models}),
             config=self.config,
             num_calibration=len(self.calibration),
         )
 
-    def _check_exactness(self) -> ExactnessReport:
+    def _check_exactness(self, step_s: float) -> ExactnessReport:
         """In fp32, where a batch of rows and a single row give the same logits but for rounding."""
         config = self.config
+        # Both cases take all prompts one by one in plain decoding, which is most of the work.
+        seconds = self._left_s * EXACTNESS_SHARE
+        length = fitting(seconds / (2 * config.num_exact * step_s), 8, config.exact_tokens)
         self.tell("loading models in fp32")
         plain = Engine.load(config.target, dtype="float32", config=config.engine)
         speculative = plain.with_draft(config.domain_draft, config.domain_ks[-1], dtype="float32")
         self.tell("checking exactness")
-        length = config.exact_tokens
         cases = {
             "greedy": SamplingParams(temperature=0, max_tokens=length),
             "at T=1 with a seed": SamplingParams(
@@ -116,10 +130,10 @@ class Demo:
         seconds = self._left_s * CALIBRATION_SHARE
         params = self._greedy_within(seconds, arms.domain, num_blocks=CALIBRATION_BLOCKS)
         prompts = scouted(arms.plain.engine, self._set_aside, params)
-        for block in self._timed(arms.domain, prompts, seconds, "choosing K", at_least=2):
+        for block in self._timed(arms.domain, prompts, seconds, "choosing K"):
             self.calibration.append(block)
         if not self.calibration:
-            raise InvalidRequest("the target's greedy text loops at once on every prompt")
+            raise InvalidRequest(LOOPS)
         return best_arm(self.calibration)
 
     def _compare(self, arms: Sequence[Arm]) -> None:
@@ -127,14 +141,19 @@ class Demo:
         seconds = self._left_s * GREEDY_SHARE
         params = self._greedy_within(seconds, arms, num_blocks=SCORED_BLOCKS)
         prompts = scouted(arms[0].engine, self._scored, params)
-        for block in self._timed(arms, prompts, seconds, "comparing at T=0", at_least=MIN_BLOCKS):
+        for block in self._timed(arms, prompts, seconds, "comparing at T=0"):
             self.blocks.append(block)
+        if not self.has_results:
+            raise InvalidRequest(LOOPS)
 
     def _compare_sampled(self, arms: Sequence[Arm]) -> None:
         """The same at T=1, with the time that is left."""
+        longest = max(sum(m.total_s for m in block) for block in self.blocks)
+        if LEAST_BLOCKS * longest > self._left_s:
+            return
         params = SamplingParams(temperature=1, max_tokens=self.config.max_tokens)
         prompts = [Prompt(text=text, params=params) for text in self._scored]
-        for block in self._timed(arms, prompts, self._left_s, "comparing at T=1", at_least=0):
+        for block in self._timed(arms, prompts, self._left_s, "comparing at T=1"):
             self.sampled_blocks.append(block)
 
     def _greedy_within(
@@ -143,8 +162,8 @@ class Demo:
         """Warm the arms up; completions as long as lets `num_blocks` blocks fit into the time."""
         self.tell("warming up")
         pace_s = warm_up(arms, self.prompts[0], self.clock)
-        length = int(seconds / (num_blocks * pace_s))
-        length = max(self.config.min_tokens, min(length, self.config.max_tokens))
+        fits = seconds / (num_blocks * pace_s)
+        length = fitting(fits, self.config.min_tokens, self.config.max_tokens)
         return SamplingParams(temperature=0, max_tokens=length)
 
     def _timed(
@@ -153,14 +172,12 @@ class Demo:
         prompts: Iterable[Prompt],
         seconds: float,
         stage: str,
-        *,
-        at_least: int,
     ) -> Iterator[Block]:
-        """Blocks within a share of the time, each announced."""
+        """Blocks within a share of the time, at least LEAST_BLOCKS, each announced."""
         blocks = run_blocks(arms, prompts, self.clock)
         end_s = self.clock() + seconds
         self.tell(stage)
-        timed = within_budget(blocks, end_s, self.clock, at_least=at_least)
+        timed = within_budget(blocks, end_s, self.clock, at_least=LEAST_BLOCKS)
         for count, block in enumerate(timed, start=1):
             self.tell(f"{stage}: {count} prompts")
             yield block
@@ -190,6 +207,11 @@ class Demo:
     @property
     def _scored(self) -> Sequence[str]:
         return self.prompts[self.config.num_calibration :]
+
+
+def fitting(length: float, low: int, high: int) -> int:
+    """A number of tokens within limits."""
+    return max(low, min(int(length), high))
 
 
 def spread(prompts: Sequence[str], stride: int = 7) -> list[str]:

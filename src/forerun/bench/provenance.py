@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 import forerun
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import weights_hash
@@ -33,6 +35,7 @@ class Provenance:
         machine: operating system and architecture.
         cpu: processor model.
         num_cores: cores this process may use.
+        num_threads: threads torch used.
         packages: version of every package that decides speed.
         models: content hash per model name.
         date: when, ISO 8601 with time zone.
@@ -43,6 +46,7 @@ class Provenance:
     machine: str
     cpu: str
     num_cores: int
+    num_threads: int
     packages: dict[str, str]
     models: dict[str, str]
     date: str
@@ -60,6 +64,7 @@ def collect(models: Mapping[str, str]) -> Provenance:
         machine=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         cpu=cpu_model(),
         num_cores=num_cores(),
+        num_threads=torch.get_num_threads(),
         packages={name: version_of(name) for name in PACKAGES},
         models=dict(models),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,7 +12,7 @@ from forerun.bench.text import distinct_ngram_share
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, bootstrap_ratio
 
-__all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "drafting_only", "summarise"]
+__all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "drafting_only", "measurable", "summarise"]
 
 RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
 """Interval of sum(numerators) / sum(denominators) over paired blocks."""
@@ -91,20 +91,21 @@ def summarise(
     """Figures of every arm; the first arm is what the others are compared with.
 
     Args:
-        blocks: complete blocks. One where an arm ended with its first token has no decoding to
-            measure and is left out.
+        blocks: complete blocks, at least two that are `measurable`; others are left out.
         seed: decides the resamples of the intervals.
         num_resamples: of every interval; more give steadier ends.
 
     Raises:
-        ValueError: no block is left.
+        ValueError: fewer are left.
     """
-    usable = [block for block in blocks if all(m.num_decoded > 0 for m in block)]
-    if not usable:
-        raise ValueError(f"none of {len(blocks)} blocks decoded a second token in every arm")
-    columns = columns_of(usable)
+    columns = columns_of(measurable(blocks))
     interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
     return [summarise_arm(column, columns[0], interval) for column in columns]
+
+
+def measurable(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks with decoding to time: no arm ended with the token the prefill yields."""
+    return [block for block in blocks if all(m.num_decoded > 0 for m in block)]
 
 
 def summarise_arm(

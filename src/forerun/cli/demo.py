@@ -54,7 +54,7 @@ def run(options: DemoOptions) -> int:
             demo.run()
         except KeyboardInterrupt:
             status.stop()
-            if demo.blocks:
+            if demo.has_results:
                 show(demo, options)
             raise
     show(demo, options)

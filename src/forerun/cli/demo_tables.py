@@ -96,7 +96,7 @@ def rate_and_break_even(row: ArmSummary) -> str:
     rate = row.acceptance.draft_acceptance_rate
     if rate is None or row.break_even is None:
         return ""
-    return f"{rate:.2f}\n({row.break_even:.2f})"
+    return f"{rate:.2f}\n({max(0.0, row.break_even):.2f})"
 
 
 def origin(report: DemoReport) -> str:
@@ -104,6 +104,5 @@ def origin(report: DemoReport) -> str:
     found = report.provenance
     packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
     commit = f", commit {found.commit[:12]}" if found.commit else ""
-    return (
-        f"forerun {found.version}{commit}, {packages}, {found.cpu} x{found.num_cores}, {found.date}"
-    )
+    machine = f"{found.cpu} x{found.num_cores}, torch threads {found.num_threads}"
+    return f"forerun {found.version}{commit}, {packages}, {machine}, {found.date}"
