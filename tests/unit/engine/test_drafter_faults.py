@@ -56,13 +56,24 @@ class RaisesAlways(Faulty):
 
 
 class RaisesOnce(Faulty):
-    """On the third batch, after drafting: there is half a state to clean up."""
+    """On the third batch, after drafting; whoever is not forgotten then has half a state."""
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(inner)
+        self.half_done: set[str] = set()
 
     def propose(self, requests, plans):
+        if not self.half_done.isdisjoint(request.request_id for request in requests):
+            raise RuntimeError("half a state")
         proposals = super().propose(requests, plans)
         if self.num_proposals == 3:
+            self.half_done = {request.request_id for request in requests}
             raise RuntimeError("out of luck")
         return proposals
+
+    def forget(self, request_id):
+        super().forget(request_id)
+        self.half_done.discard(request_id)
 
 
 class RaisesOnOneRow(Faulty):

@@ -123,6 +123,14 @@ def test_branches_of_a_network_keep_their_own_keys_and_values(params):
         assert all(full_trees(output) == {3} for output in found)
 
 
+@pytest.mark.parametrize("params", [greedy(logprobs=2), seeded(logprobs=2)])
+def test_logprobs_are_those_of_the_accepted_branch(params):
+    target = tiny.tabular(0)
+    (plain,) = tiny.engine_over(target).generate([[1, 2]], params)
+    (found,) = tiny.engine_over(target, tabular_drafter(target), k=7).generate([[1, 2]], params)
+    assert found.completions[0].logprobs == plain.completions[0].logprobs
+
+
 def test_branches_accept_what_the_first_chain_cannot():
     target = tiny.tabular(0)
     tree = tiny.engine_over(target, tabular_drafter(target), k=7)
