@@ -1,0 +1,175 @@
+"""A decoder's weights in one neutral form: what the fast runners are built from.
+
+Llama, Mistral, Qwen2 and Qwen3 are one decoder with small differences: RMS norms, rotary positions,
+grouped query heads, a gated feed-forward. Read here once, under names that do not depend on the
+family, and fused where the input is the same: query, key and value; gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from forerun.models.architecture import Architecture
+
+__all__ = [
+    "Decoder",
+    "EndWeights",
+    "LayerWeights",
+    "ReadTensor",
+    "read_decoder",
+    "read_ends",
+    "read_layer",
+    "unsupported",
+]
+
+ReadTensor = Callable[[str], Tensor]
+"""A parameter by its name in the checkpoint, in the dtype and on the device wanted."""
+
+# transformers calls the same function by both names.
+SILU = ("silu", "swish")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decoder:
+    """What a runner must know besides the weights.
+
+    Attributes:
+        architecture: sizes.
+        intermediate_size: width of the gated feed-forward.
+        norm_eps: added to the mean square in every norm.
+        inv_freq: rotation per position of each pair (i, i + head_dim / 2), in radians, fp32.
+        rope_scale: factor on sine and cosine (1 for every rotation supported so far).
+        qkv_bias: whether query, key and value have biases.
+        qk_norm: whether queries and keys are normed per head before the rotation.
+        tied: whether the head is the embedding.
+    """
+
+    architecture: Architecture
+    intermediate_size: int
+    norm_eps: float
+    inv_freq: Float[Tensor, " half_head_dim"]
+    rope_scale: float
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerWeights:
+    """One layer. Matrices are (outputs, inputs), as torch's linear takes them.
+
+    Attributes:
+        input_norm: before attention.
+        qkv: rows of the query heads, then of the key heads, then of the value heads.
+        qkv_bias: None without biases.
+        query_norm: per head, None without.
+        key_norm: per head, None without.
+        output: from heads to the residual stream.
+        post_norm: before the feed-forward.
+        gate_up: rows of the gate, then of the up projection.
+        down: back to the residual stream.
+    """
+
+    input_norm: Float[Tensor, " hidden"]
+    qkv: Float[Tensor, "qkv_rows hidden"]
+    qkv_bias: Float[Tensor, " qkv_rows"] | None
+    query_norm: Float[Tensor, " head_dim"] | None
+    key_norm: Float[Tensor, " head_dim"] | None
+    output: Float[Tensor, "hidden query_rows"]
+    post_norm: Float[Tensor, " hidden"]
+    gate_up: Float[Tensor, "gate_up_rows hidden"]
+    down: Float[Tensor, "hidden intermediate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EndWeights:
+    """What lies before the first layer and after the last; `head` is `embedding` where tied."""
+
+    embedding: Float[Tensor, "vocab hidden"]
+    norm: Float[Tensor, " hidden"]
+    head: Float[Tensor, "vocab hidden"]
+
+
+def unsupported(settings: Mapping[str, Any]) -> str | None:
+    """What of a supported architecture this form has no place for; None when it has all.
+
+    Args:
+        settings: configuration as transformers normalises it (`config.to_dict()`).
+    """
+    if settings.get("hidden_act") not in SILU:
+        return f"hidden_act {settings.get('hidden_act')!r}"
+    if settings.get("mlp_bias"):
+        return "biases in the feed-forward (mlp_bias)"
+    if settings.get("attention_bias"):
+        return "a bias on the attention output (attention_bias)"
+    if float((settings.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)) != 1.0:
+        return "rotation of a part of each head (partial_rotary_factor)"
+    return None
+
+
+def read_decoder(architecture: Architecture, config: Any) -> Decoder:
+    """Sizes and constants of a decoder that `unsupported` has no objection to.
+
+    Args:
+        architecture: its sizes.
+        config: its configuration as transformers' object.
+    """
+    inv_freq, rope_scale = rotation(architecture, config)
+    return Decoder(
+        architecture=architecture,
+        intermediate_size=config.intermediate_size,
+        norm_eps=config.rms_norm_eps,
+        inv_freq=inv_freq,
+        rope_scale=rope_scale,
+        qkv_bias=architecture.name == "Qwen2ForCausalLM",
+        qk_norm=architecture.name == "Qwen3ForCausalLM",
+        tied=config.tie_word_embeddings,
+    )
+
+
+def rotation(architecture: Architecture, config: Any) -> tuple[Tensor, float]:
+    """Radians per position of every pair of a head, and the factor on sine and cosine."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
+        return rope["rope_theta"] ** -(exponents / architecture.head_dim), 1.0
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return inv_freq.float(), float(scale)
+
+
+def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
+    """Layer `index`, fused; copies of its matrices exist only as long as the result."""
+    prefix = f"model.layers.{index}"
+    attention = f"{prefix}.self_attn"
+    kinds = ("q", "k", "v")
+    return LayerWeights(
+        input_norm=read(f"{prefix}.input_layernorm.weight"),
+        qkv=torch.cat([read(f"{attention}.{kind}_proj.weight") for kind in kinds]),
+        qkv_bias=torch.cat([read(f"{attention}.{kind}_proj.bias") for kind in kinds])
+        if decoder.qkv_bias
+        else None,
+        query_norm=read(f"{attention}.q_norm.weight") if decoder.qk_norm else None,
+        key_norm=read(f"{attention}.k_norm.weight") if decoder.qk_norm else None,
+        output=read(f"{attention}.o_proj.weight"),
+        post_norm=read(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=torch.cat([read(f"{prefix}.mlp.{kind}_proj.weight") for kind in ("gate", "up")]),
+        down=read(f"{prefix}.mlp.down_proj.weight"),
+    )
+
+
+def read_ends(decoder: Decoder, read: ReadTensor) -> EndWeights:
+    """Embedding, last norm and head."""
+    embedding = read("model.embed_tokens.weight")
+    return EndWeights(
+        embedding=embedding,
+        norm=read("model.norm.weight"),
+        head=embedding if decoder.tied else read("lm_head.weight"),
+    )
