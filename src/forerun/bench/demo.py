@@ -13,7 +13,6 @@ from forerun.bench.arms import Arms, load_arms, warm_up
 from forerun.bench.compare import Arm, Block, Prompt, run_blocks, within_budget
 from forerun.bench.config import DemoConfig
 from forerun.bench.exactness import ExactnessReport, check_exactness
-from forerun.bench.provenance import collect, content_hash
 from forerun.bench.report import DemoReport
 from forerun.bench.scout import scouted
 from forerun.bench.summary import best_arm, measurable, summarise
@@ -22,6 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
+from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["Demo", "Example"]

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 from forerun.bench.config import DemoConfig
 from forerun.bench.exactness import ExactnessReport
-from forerun.bench.provenance import Provenance
 from forerun.bench.summary import ArmSummary
 from forerun.bench.verdict import verdict
+from forerun.provenance import Provenance
 
 __all__ = ["DemoReport"]
 

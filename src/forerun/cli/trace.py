@@ -10,10 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
-from forerun.bench.provenance import content_hash, version_of
 from forerun.errors import InvalidRequest
 from forerun.models.content_hash import tokenizer_hash
 from forerun.models.load import model_folder
+from forerun.provenance import content_hash, version_of
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
 

@@ -5,7 +5,7 @@ import subprocess
 from datetime import datetime
 
 import forerun
-from forerun.bench.provenance import collect, commit_of, cpu_model
+from forerun.provenance import collect, commit_of, cpu_model
 
 
 def git(folder, *arguments):
