@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from forerun.models.base import KVStore, LanguageModel, Span
 from forerun.models.context import Context, pack
+from forerun.models.tabular import TabularModel, TokenStore
 from forerun.theory.tree import TokenTree
 
 VOCAB_SIZE = 61
@@ -210,3 +212,46 @@ def test_slot_given_back_leaves_nothing_behind(case):
     longer.close()
     ids = text(5, 2)
     assert_close(feed(case.model, Context(case.model.store, ids)), case.expected(ids))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 40, VOCAB_SIZE + 3])
+def test_greedy_chain_is_decoding_token_by_token(case, num_tokens, vocab_size):
+    texts = [text(5, 1), text(1, 2), text(70, 3)]
+    contexts = [Context(case.model.store, ids) for ids in texts]
+    feed(case.model, contexts[0], 3)
+    drafted = greedy_chain(case.model, contexts, num_tokens, vocab_size)
+    assert drafted.shape == (3, num_tokens) and drafted.dtype == torch.int64
+    for ids, tokens in zip(texts, drafted.tolist(), strict=True):
+        for depth, token in enumerate(tokens):
+            row = case.expected([*ids, *tokens[:depth]])[-1][:vocab_size]
+            assert token == int(row.argmax())
+
+
+def test_greedy_chain_stages_what_it_feeds(case):
+    ids = text(6)
+    context = Context(case.model.store, ids)
+    feed(case.model, context, 4)
+    (tokens,) = greedy_chain(case.model, [context], 4, VOCAB_SIZE).tolist()
+    with pytest.raises(ValueError, match="not among its 5 staged"):
+        context.commit(range(6))
+    context.commit(range(4))  # two pending, two drafted
+    ids += [*tokens[:2], 42]
+    assert_close(feed(case.model, context), case.expected(ids)[-1:])
+
+
+def test_greedy_chain_takes_the_lowest_id_of_equals():
+    log_probs = torch.tensor([[0.2, 0.4, 0.4]], dtype=torch.float64).log().expand(4, 3)
+    model = TabularModel(log_probs=log_probs, order=1, store=TokenStore(1, 20, 4))
+    context = Context(model.store, [0])
+    assert greedy_chain(model, [context], 3, 3).tolist() == [[1, 1, 1]]
+
+
+def greedy_chain(
+    model: LanguageModel, contexts: Sequence[Context], num_tokens: int, vocab_size: int
+) -> Tensor:
+    spans = [context.span(context.num_pending) for context in contexts]
+    tokens = torch.tensor([token for context in contexts for token in context.pending()])
+    ends = list(accumulate(span.num_rows for span in spans))
+    batch = pack(spans, tokens, [end - 1 for end in ends], model.device)
+    return model.greedy_chain(batch, num_tokens, vocab_size)

@@ -143,3 +143,21 @@ class LanguageModel(Protocol):
 
     def forward(self, batch: RowBatch) -> Scores:
         """One pass. Stages the KV of every row; committing is the caller's business."""
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Feed `batch`, then continue every sequence with its `num_tokens` most likely tokens.
+
+        Stages the rows of `batch` and `num_tokens - 1` further ones per sequence, for the last
+        token is not fed; committing is the caller's business.
+
+        Args:
+            batch: without trees; its `logit_rows` are the last row of every span, in order.
+            num_tokens: how many, at least 1.
+            vocab_size: the argmax is taken over the first so many logits (over all where the model
+                has fewer), lowest id on ties. Of NaN logits any id among them may come.
+
+        Returns:
+            The tokens on the model's device; nothing here waits for it.
+        """

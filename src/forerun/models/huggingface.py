@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Int64
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register
 from forerun.models.base import RowBatch, Scores
+from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
 
 __all__ = ["HuggingFaceModel", "adapt", "geometry_of"]
@@ -89,6 +91,18 @@ class HuggingFaceModel:
         if not len(batch.logit_rows):
             return Scores(logits=hidden.new_empty((0, self.vocab_size)))
         return Scores(logits=self.head(hidden.index_select(0, batch.logit_rows)))
+
+    @torch.inference_mode()
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Feed `batch`, then continue every sequence with its most likely tokens.
+
+        Raises:
+            NotEnoughMemory: rows do not fit into their slot.
+            ValueError: rows overwrite committed ones or leave a gap.
+        """
+        return chain_by_forward(self, batch, num_tokens, vocab_size)
 
 
 def adapt(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from forerun.models.base import KVPrefix, RowBatch, Scores, Span
+from forerun.models.greedy import chain_by_forward
 from forerun.models.slots import SlotTable
 
 __all__ = ["TabularModel", "TokenStore"]
@@ -176,6 +177,12 @@ class TabularModel:
             first += span.num_rows
         wanted = torch.tensor(states, device=self.device)[batch.logit_rows]
         return Scores(logits=self.log_probs[wanted].to(self.dtype))
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Feed `batch`, then continue every sequence with its most likely tokens."""
+        return chain_by_forward(self, batch, num_tokens, vocab_size)
 
     def histories(self, span: Span, rows: Sequence[int]) -> Iterator[list[int]]:
         """What each row of a span may see, itself included, read back from the store."""
