@@ -3,195 +3,167 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from forerun.theory.cost_line import CostLine, Reading, interpolate
+from forerun.theory.intervals import Interval
 from forerun.theory.speedup import cycle_cost
 
 __all__ = ["CostTable"]
 
+Pick = Callable[[CostLine], Reading]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Seconds per pass, by rows of the target pass and by context length.
+    """Seconds per pass, by rows per sequence, batch size and context length.
 
-    Between measurements: linear in rows and in context. Noise can make more rows look cheaper than
-    fewer; the rows of each context are read through their isotonic fit, so v never falls.
+    A pass of batch B at K has B (K + 1) rows. Between measurements everything is linear in rows, in
+    context and in batch.
 
-    Outside them: beyond the most rows the pass grows in proportion to rows, the dear side, so that
-    a K nobody measured is not chosen for looking free. Beyond the longest context the last slope
-    goes on, never downwards; below the shortest the shortest holds.
+    Outside them: rows as in `CostLine`. Beyond the longest context the last slope goes on, never
+    downwards; below the shortest the shortest holds, and below the smallest batch the smallest.
+    Beyond the largest batch a speculative cycle grows in proportion to the batch while the plain
+    step goes on along its slope: the dear side again.
 
     Attributes:
-        rows: measured row counts, ascending from 1.
-        contexts: measured context lengths, ascending; one entry where context was not varied.
-        verify_s: target pass: per context, seconds per row count.
-        plain_s: a whole plain decode step, per context.
-        draft_s: one drafted token, per context.
-        overhead_s: what a speculative cycle takes beyond drafting and the pass.
+        lines: one per batch size and context, for every pair of the two.
 
     Raises:
-        ValueError: lengths disagree, an order is broken, or a time is negative, zero or not finite.
+        ValueError: there is no line, a pair is missing or comes twice.
     """
 
-    rows: tuple[int, ...]
-    contexts: tuple[int, ...] = (0,)
-    verify_s: tuple[tuple[float, ...], ...]
-    plain_s: tuple[float, ...]
-    draft_s: tuple[float, ...]
-    overhead_s: float = 0.0
-    _fitted_s: tuple[tuple[float, ...], ...] = field(init=False, repr=False, compare=False)
+    lines: tuple[CostLine, ...]
 
     def __post_init__(self) -> None:
-        """Validate and fit."""
-        _check_ascending("rows", self.rows, first=1)
-        _check_ascending("contexts", self.contexts)
-        for name in ("verify_s", "plain_s", "draft_s"):
-            _check_length(name, getattr(self, name), len(self.contexts), "context")
-        for line in self.verify_s:
-            _check_length("a line of verify_s", line, len(self.rows), "row count")
-            _check_times("verify_s", line, allow_zero=False)
-        _check_times("plain_s", self.plain_s, allow_zero=False)
-        _check_times("draft_s", self.draft_s, allow_zero=True)
-        _check_times("overhead_s", [self.overhead_s], allow_zero=True)
-        object.__setattr__(self, "_fitted_s", tuple(map(_isotonic, self.verify_s)))
+        """Check that the lines make a grid."""
+        found = [(line.batch, line.context) for line in self.lines]
+        wanted = [(batch, context) for batch in self.batches for context in self.contexts]
+        if not found or sorted(found) != wanted:
+            raise ValueError(
+                f"cost lines at (batch, context) {found}; there must be one per pair of "
+                f"batches {self.batches} and contexts {self.contexts}"
+            )
 
-    def verify_step_s(self, num_rows: int, context: int = 0) -> float:
-        """Seconds of a target pass over `num_rows` rows at a context of `context` tokens."""
-        if num_rows < 1:
-            raise ValueError(f"num_rows is {num_rows}; a pass has at least 1 row")
-        measured_rows = min(num_rows, self.rows[-1])
-        at_rows = [_interpolate(self.rows, line, measured_rows) for line in self._fitted_s]
-        return _interpolate(self.contexts, at_rows, context) * (num_rows / measured_rows)
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Measured batch sizes, ascending."""
+        return tuple(sorted({line.batch for line in self.lines}))
 
-    def plain_step_s(self, context: int = 0) -> float:
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Measured context lengths, ascending."""
+        return tuple(sorted({line.context for line in self.lines}))
+
+    def verify_step_s(self, num_rows: int, context: int = 0, batch: int = 1) -> float:
+        """Seconds of a target pass over `num_rows` rows of each sequence."""
+        return self._verify(num_rows, context, batch).s
+
+    def plain_step_s(self, context: int = 0, batch: int = 1) -> float:
         """Seconds of a plain decode step."""
-        return _interpolate(self.contexts, self.plain_s, context)
+        return self._plain(context, batch).s
 
-    def draft_token_s(self, context: int = 0) -> float:
-        """Seconds of drafting one token."""
-        return _interpolate(self.contexts, self.draft_s, context)
+    def draft_token_s(self, context: int = 0, batch: int = 1) -> float:
+        """Seconds that one more drafted token adds to a cycle."""
+        return self._in_cycle(lambda line: line.draft, context, batch).s
 
-    def cycle_s(self, num_speculative_tokens: int, context: int = 0) -> float:
+    def cycle_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
         """Seconds of a speculative cycle at K; of a plain step for K = 0."""
-        return self.cycle_cost(num_speculative_tokens, context) * self.plain_step_s(context)
+        kappa = self.cycle_cost(num_speculative_tokens, context, batch)
+        return kappa * self.plain_step_s(context, batch)
 
-    def verify_cost(self, num_rows: int, context: int = 0) -> float:
+    def verify_cost(self, num_rows: int, context: int = 0, batch: int = 1) -> float:
         """v(n), in plain steps."""
-        return self.verify_step_s(num_rows, context) / self.plain_step_s(context)
+        return self.verify_step_s(num_rows, context, batch) / self.plain_step_s(context, batch)
 
-    def draft_cost(self, context: int = 0) -> float:
-        """c: one drafted token, in plain steps."""
-        return self.draft_token_s(context) / self.plain_step_s(context)
+    def draft_cost(self, context: int = 0, batch: int = 1) -> float:
+        """c: one more drafted token, in plain steps."""
+        return self.draft_token_s(context, batch) / self.plain_step_s(context, batch)
 
-    def overhead(self, context: int = 0) -> float:
+    def overhead(self, context: int = 0, batch: int = 1) -> float:
         """o: the rest of a speculative cycle, in plain steps."""
-        return self.overhead_s / self.plain_step_s(context)
+        spent = self._in_cycle(lambda line: line.overhead, context, batch)
+        return spent.s / self.plain_step_s(context, batch)
 
-    def cycle_cost(self, num_speculative_tokens: int, context: int = 0) -> float:
+    def cycle_cost(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
         """kappa = K c + v(K + 1) + o; 1 for K = 0, which is plain decoding."""
         if num_speculative_tokens == 0:
             return 1.0
         return cycle_cost(
             num_speculative_tokens,
-            draft_cost=self.draft_cost(context),
-            verify_cost=self.verify_cost(num_speculative_tokens + 1, context),
-            overhead=self.overhead(context),
+            draft_cost=self.draft_cost(context, batch),
+            verify_cost=self.verify_cost(num_speculative_tokens + 1, context, batch),
+            overhead=self.overhead(context, batch),
         )
 
+    def verify_cost_interval(self, num_rows: int, context: int = 0, batch: int = 1) -> Interval:
+        """v(n) with its 95% interval."""
+        verify = self._verify(num_rows, context, batch)
+        return _ratio(verify, self._plain(context, batch))
+
+    def cycle_cost_interval(
+        self, num_speculative_tokens: int, context: int = 0, batch: int = 1
+    ) -> Interval:
+        """kappa with its 95% interval; the errors of its parts are taken as independent."""
+        if num_speculative_tokens == 0:
+            return Interval(estimate=1.0, low=1.0, high=1.0)
+        parts = (
+            self._in_cycle(lambda line: line.draft, context, batch).times(num_speculative_tokens),
+            self._verify(num_speculative_tokens + 1, context, batch),
+            self._in_cycle(lambda line: line.overhead, context, batch),
+        )
+        cycle = Reading(
+            s=math.fsum(part.s for part in parts),
+            error_s=math.hypot(*(part.error_s for part in parts)),
+        )
+        return _ratio(cycle, self._plain(context, batch))
+
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready fields by name, as measured."""
-        return {name: value for name, value in asdict(self).items() if name in _names()}
+        """JSON-ready, as measured."""
+        return {"lines": [line.to_dict() for line in self.lines]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CostTable:
-        """The table `to_dict` wrote, tuples or lists alike.
+        """The table `to_dict` wrote.
 
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or the table is malformed.
         """
-        if missing := _names() - values.keys():
-            raise ValueError(f"cost table lacks {', '.join(sorted(missing))}")
-        if unknown := values.keys() - _names():
-            raise ValueError(f"cost table has unknown fields {', '.join(sorted(unknown))}")
-        lines = _sequence("verify_s", values["verify_s"])
-        (overhead_s,) = _numbers("overhead_s", [values["overhead_s"]])
-        return cls(
-            rows=_integers("rows", values["rows"]),
-            contexts=_integers("contexts", values["contexts"]),
-            verify_s=tuple(_numbers("a line of verify_s", line) for line in lines),
-            plain_s=_numbers("plain_s", values["plain_s"]),
-            draft_s=_numbers("draft_s", values["draft_s"]),
-            overhead_s=overhead_s,
-        )
+        if values.keys() != {"lines"}:
+            raise ValueError(f"a cost table holds lines; this one has {', '.join(values)}")
+        lines = values["lines"]
+        if not isinstance(lines, list | tuple) or not all(isinstance(x, Mapping) for x in lines):
+            raise ValueError("lines of a cost table must be a list of objects")
+        return cls(lines=tuple(map(CostLine.from_dict, lines)))
+
+    def _plain(self, context: int, batch: int) -> Reading:
+        return self._at(lambda line: line.plain, context, batch)
+
+    def _verify(self, num_rows: int, context: int, batch: int) -> Reading:
+        if num_rows < 1:
+            raise ValueError(f"num_rows is {num_rows}; a pass has at least 1 row")
+        return self._in_cycle(lambda line: line.verify(num_rows), context, batch)
+
+    def _in_cycle(self, pick: Pick, context: int, batch: int) -> Reading:
+        """Beyond the largest batch in proportion to it."""
+        measured_batch = min(batch, self.batches[-1])
+        return self._at(pick, context, measured_batch).times(batch / measured_batch)
+
+    def _at(self, pick: Pick, context: int, batch: int) -> Reading:
+        """Between lines: linear in context, then in batch."""
+        if batch < 1:
+            raise ValueError(f"batch is {batch}; it must be at least 1")
+        contexts, batches = self.contexts, self.batches
+        picked = {(line.batch, line.context): pick(line) for line in self.lines}
+        at_context = [
+            interpolate(contexts, [picked[b, c] for c in contexts], context) for b in batches
+        ]
+        return interpolate(batches, at_context, batch)
 
 
-def _names() -> set[str]:
-    return {entry.name for entry in fields(CostTable) if entry.init}
-
-
-def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    """Piecewise linear; constant before the first point, after the last its slope if rising."""
-    if len(xs) == 1 or x <= xs[0]:
-        return ys[0]
-    left = min(bisect_right(xs, x) - 1, len(xs) - 2)
-    slope = (ys[left + 1] - ys[left]) / (xs[left + 1] - xs[left])
-    if x > xs[-1]:
-        return ys[-1] + max(slope, 0.0) * (x - xs[-1])
-    return ys[left] + slope * (x - xs[left])
-
-
-def _isotonic(values: Sequence[float]) -> tuple[float, ...]:
-    """The nearest non-decreasing sequence in least squares: neighbours that fall are averaged."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, size = value, 1
-        while pools and pools[-1][0] > mean:
-            before, count = pools.pop()
-            mean = (before * count + mean * size) / (count + size)
-            size += count
-        pools.append((mean, size))
-    return tuple(mean for mean, size in pools for _ in range(size))
-
-
-def _check_ascending(name: str, values: Sequence[int], first: int | None = None) -> None:
-    if not values or any(b <= a for a, b in pairwise(values)):
-        raise ValueError(f"{name} is {list(values)}; it must be ascending and not empty")
-    if first is not None and values[0] != first:
-        raise ValueError(f"{name} is {list(values)}; it must begin at {first}")
-
-
-def _check_length(name: str, values: Sequence[object], length: int, per: str) -> None:
-    if len(values) != length:
-        raise ValueError(f"{name} has {len(values)} entries; it needs {length}, one per {per}")
-
-
-def _check_times(name: str, values: Iterable[float], *, allow_zero: bool) -> None:
-    for value in values:
-        if not (math.isfinite(value) and (value > 0.0 or (allow_zero and value == 0.0))):
-            bound = "0 or more" if allow_zero else "above 0"
-            raise ValueError(f"{name} contains {value} s; times are finite and {bound}")
-
-
-def _sequence(name: str, values: object) -> Sequence[object]:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} is {values!r}; it must be a list")
-    return values
-
-
-def _numbers(name: str, values: object) -> tuple[float, ...]:
-    numbers = []
-    for value in _sequence(name, values):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} contains {value!r}; it must be a number")
-        numbers.append(float(value))
-    return tuple(numbers)
-
-
-def _integers(name: str, values: object) -> tuple[int, ...]:
-    numbers = _numbers(name, values)
-    if any(number != int(number) for number in numbers):
-        raise ValueError(f"{name} is {values!r}; it must hold whole numbers")
-    return tuple(map(int, numbers))
+def _ratio(spent: Reading, plain: Reading) -> Interval:
+    """In plain steps; the relative errors of both sides add up in quadrature."""
+    estimate = spent.s / plain.s
+    reach = math.hypot(spent.error_s, estimate * plain.error_s) / plain.s
+    return Interval(estimate=estimate, low=max(0.0, estimate - reach), high=estimate + reach)

@@ -1,4 +1,4 @@
-"""Confidence intervals: of a proportion, of a mean, of a paired ratio.
+"""Confidence intervals: of a proportion, of a mean, of a paired ratio, of a median.
 
 Nothing here assumes a normal sample. Resampling draws its indices from a hash of (seed, resample,
 draw), so an interval is a function of its arguments.
@@ -9,10 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
-__all__ = ["Interval", "bootstrap_mean", "bootstrap_ratio", "wilson_interval"]
+__all__ = [
+    "Interval",
+    "bootstrap_mean",
+    "bootstrap_ratio",
+    "median_interval",
+    "wilson_interval",
+]
 
 MASK_32 = (1 << 32) - 1
 
@@ -118,6 +125,36 @@ def bootstrap_ratio(
         low=_quantile(ratios, tail),
         high=_quantile(ratios, 1 - tail),
     )
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Interval of a median between two order statistics, whatever the distribution.
+
+    Fewer than six values cannot reach 95%; the interval is then their whole range.
+
+    Raises:
+        ValueError: there is no value, one is not finite, or confidence is outside (0, 1).
+
+    Source: Thompson 1936.
+    """
+    ordered = sorted(values)
+    if not ordered or not all(map(math.isfinite, ordered)):
+        raise ValueError(f"a median of {len(ordered)} values needs at least one, all finite")
+    rank = _median_rank(len(ordered), (1 - _checked(confidence)) / 2)
+    return Interval(estimate=_quantile(ordered, 0.5), low=ordered[rank], high=ordered[-1 - rank])
+
+
+@lru_cache(maxsize=1024)
+def _median_rank(num_values: int, tail: float) -> int:
+    """The last rank below the median but in `tail` of all samples; 0 where there is none."""
+    # Each value is below the median like a fair coin: 2^n patterns, C(n, i) with i values below.
+    rank, next_term = 0, num_values
+    outside = 1 + next_term
+    while outside / 2**num_values <= tail:
+        rank += 1
+        next_term = next_term * (num_values - rank) // (rank + 1)
+        outside += next_term
+    return rank
 
 
 def _check_blocks(numerators: Sequence[float], denominators: Sequence[float]) -> None:

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from forerun.theory.intervals import Interval, bootstrap_mean, bootstrap_ratio, wilson_interval
+from forerun.theory.intervals import (
+    Interval,
+    bootstrap_mean,
+    bootstrap_ratio,
+    median_interval,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +108,34 @@ def test_straddling_is_neither_above_nor_below():
 def test_impossible_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_median_interval_is_between_order_statistics():
+    # Of ten values, ranks 2 and 9 cover with probability 1 - 2 * 11 / 1024 = 0.979.
+    found = median_interval([10, 1, 9, 2, 8, 3, 7, 4, 6, 5])
+    assert (found.low, found.estimate, found.high) == (2, 5.5, 9)
+
+
+@pytest.mark.parametrize("num_values", [6, 7, 15, 40, 1500])
+def test_median_interval_covers_and_one_rank_less_would_not(num_values):
+    ordered = list(range(num_values))
+    rank = round(median_interval(ordered).low)
+
+    def coverage(rank):
+        below = sum(math.comb(num_values, i) for i in range(rank + 1))
+        return 1 - 2 * below / 2**num_values
+
+    assert coverage(rank) >= 0.95
+    assert coverage(rank + 1) < 0.95
+
+
+@pytest.mark.parametrize("values", [[3.0], [3.0, 1.0, 2.0]])
+def test_median_of_few_values_has_their_range(values):
+    found = median_interval(values)
+    assert (found.low, found.high) == (min(values), max(values))
+
+
+@pytest.mark.parametrize("values", [[], [1.0, float("nan")]])
+def test_median_of_nothing_or_nan_is_refused(values):
+    with pytest.raises(ValueError, match="median"):
+        median_interval(values)

@@ -1,0 +1,211 @@
+"""One line of a cost table: measured times at one batch size and one context length."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from typing import NamedTuple
+
+__all__ = ["CostLine", "Reading", "interpolate", "isotonic"]
+
+
+class Reading(NamedTuple):
+    """A time and how far it may be off: half the width of its 95% interval, 0 where not known."""
+
+    s: float
+    error_s: float = 0.0
+
+    def times(self, factor: float) -> Reading:
+        """Both in proportion."""
+        return Reading(self.s * factor, self.error_s * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostLine:
+    """Seconds at one batch size and context.
+
+    Noise can make more rows look cheaper than fewer; rows are read through their isotonic fit, so v
+    never falls. Beyond the most rows the pass grows in proportion to them, the dear side, so that a
+    K nobody measured is not chosen for looking free.
+
+    Attributes:
+        batch: sequences in every pass.
+        context: committed tokens of each.
+        rows: measured rows per sequence, ascending from 1; a pass has `batch` times as many.
+        verify_s: target pass, per row count.
+        plain_s: a whole plain decode step.
+        draft_s: what each drafted token adds to a cycle.
+        overhead_s: what a speculative cycle takes beyond drafting and the pass, whatever its K.
+        verify_error_s: half the 95% interval of each verify_s; empty where not known.
+        plain_error_s: the same of plain_s, 0 where not known.
+        draft_error_s: of draft_s.
+        overhead_error_s: of overhead_s.
+
+    Raises:
+        ValueError: lengths disagree, an order is broken, or a time is negative, zero or not finite.
+    """
+
+    batch: int = 1
+    context: int = 0
+    rows: tuple[int, ...]
+    verify_s: tuple[float, ...]
+    plain_s: float
+    draft_s: float
+    overhead_s: float = 0.0
+    verify_error_s: tuple[float, ...] = ()
+    plain_error_s: float = 0.0
+    draft_error_s: float = 0.0
+    overhead_error_s: float = 0.0
+    _fitted: tuple[Reading, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Validate and fit."""
+        if self.batch < 1 or self.context < 0:
+            raise ValueError(
+                f"batch is {self.batch} and context {self.context}; they start at 1 and 0"
+            )
+        _check_rows(self.rows)
+        _check_length("verify_s", self.verify_s, len(self.rows))
+        if self.verify_error_s:
+            _check_length("verify_error_s", self.verify_error_s, len(self.rows))
+        _check_times("verify_s", self.verify_s, allow_zero=False)
+        _check_times("plain_s", [self.plain_s], allow_zero=False)
+        _check_times("verify_error_s", self.verify_error_s)
+        for name in ("draft_s", "overhead_s", *_ERRORS):
+            _check_times(name, [getattr(self, name)])
+        object.__setattr__(self, "_fitted", _fit(self.verify_s, self.verify_error_s))
+
+    def verify(self, num_rows: int) -> Reading:
+        """The target pass over `num_rows` rows of each sequence."""
+        measured_rows = min(num_rows, self.rows[-1])
+        fitted = interpolate(self.rows, self._fitted, measured_rows)
+        return fitted.times(num_rows / measured_rows)
+
+    @property
+    def plain(self) -> Reading:
+        """A plain decode step."""
+        return Reading(self.plain_s, self.plain_error_s)
+
+    @property
+    def draft(self) -> Reading:
+        """One more drafted token."""
+        return Reading(self.draft_s, self.draft_error_s)
+
+    @property
+    def overhead(self) -> Reading:
+        """The part of a cycle that does not depend on K."""
+        return Reading(self.overhead_s, self.overhead_error_s)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready fields by name, as measured."""
+        return {name: value for name, value in asdict(self).items() if name in _names()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> CostLine:
+        """The line `to_dict` wrote, tuples or lists alike.
+
+        Raises:
+            ValueError: a field is missing, unknown or not of numbers, or the line is malformed.
+        """
+        if missing := _names() - values.keys():
+            raise ValueError(f"a cost line lacks {', '.join(sorted(missing))}")
+        if unknown := values.keys() - _names():
+            raise ValueError(f"a cost line has unknown fields {', '.join(sorted(unknown))}")
+        scalars = ("plain_s", "draft_s", "overhead_s", *_ERRORS)
+        return cls(
+            batch=_integers("batch", [values["batch"]])[0],
+            context=_integers("context", [values["context"]])[0],
+            rows=_integers("rows", values["rows"]),
+            verify_s=_numbers("verify_s", values["verify_s"]),
+            verify_error_s=_numbers("verify_error_s", values["verify_error_s"]),
+            **{name: _numbers(name, [values[name]])[0] for name in scalars},
+        )
+
+
+_ERRORS = ("plain_error_s", "draft_error_s", "overhead_error_s")
+
+
+def _names() -> set[str]:
+    return {entry.name for entry in fields(CostLine) if entry.init}
+
+
+def interpolate(xs: Sequence[int], readings: Sequence[Reading], x: int) -> Reading:
+    """Piecewise linear; constant before the first point, after the last its slope if rising."""
+    if len(xs) == 1 or x <= xs[0]:
+        return readings[0]
+    right = min(bisect_right(xs, x), len(xs) - 1)
+    below, above = readings[right - 1], readings[right]
+    if x > xs[-1] and above.s <= below.s:
+        return above
+    weight = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return Reading(
+        s=below.s + weight * (above.s - below.s),
+        error_s=abs(1 - weight) * below.error_s + weight * above.error_s,
+    )
+
+
+def isotonic(values: Sequence[float]) -> tuple[float, ...]:
+    """The nearest non-decreasing sequence in least squares: neighbours that fall are averaged."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            before, count = pools.pop()
+            mean = (before * count + mean * size) / (count + size)
+            size += count
+        pools.append((mean, size))
+    return tuple(mean for mean, size in pools for _ in range(size))
+
+
+def _fit(values: Sequence[float], errors: Sequence[float]) -> tuple[Reading, ...]:
+    """Monotone readings. Where the fit moved a value, its error reaches back to what was measured.
+
+    Without errors the fit says nothing about its own: how far noise goes is not known then.
+    """
+    fitted = isotonic(values)
+    if not errors:
+        return tuple(map(Reading, fitted))
+    return tuple(
+        Reading(fit, max(error, abs(fit - value)))
+        for fit, value, error in zip(fitted, values, errors, strict=True)
+    )
+
+
+def _check_rows(rows: Sequence[int]) -> None:
+    if not rows or any(b <= a for a, b in pairwise(rows)):
+        raise ValueError(f"rows is {list(rows)}; it must be ascending and not empty")
+    if rows[0] != 1:
+        raise ValueError(f"rows is {list(rows)}; it must begin at 1")
+
+
+def _check_length(name: str, values: Sequence[object], length: int) -> None:
+    if len(values) != length:
+        raise ValueError(f"{name} has {len(values)} entries; it needs {length}, one per row count")
+
+
+def _check_times(name: str, values: Iterable[float], *, allow_zero: bool = True) -> None:
+    for value in values:
+        if not (math.isfinite(value) and (value > 0.0 or (allow_zero and value == 0.0))):
+            bound = "0 or more" if allow_zero else "above 0"
+            raise ValueError(f"{name} contains {value} s; times are finite and {bound}")
+
+
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} is {values!r}; it must be a list")
+    numbers = []
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} contains {value!r}; it must be a number")
+        numbers.append(float(value))
+    return tuple(numbers)
+
+
+def _integers(name: str, values: object) -> tuple[int, ...]:
+    numbers = _numbers(name, values)
+    if any(number != int(number) for number in numbers):
+        raise ValueError(f"{name} is {values!r}; it must hold whole numbers")
+    return tuple(map(int, numbers))
