@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.recorders import Again, Traced, torch_model
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -84,13 +85,21 @@ NETWORKS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def network_case(name: str) -> Case:
+RUNNERS: dict[str, Callable[[PreTrainedModel], LanguageModel]] = {
+    "eager": lambda network: adapt(copy.deepcopy(network), num_slots=4, max_context=300),
+    "torch": lambda network: torch_model(network, None, max_context=300),
+    "rectangles": lambda network: torch_model(network, Again(), max_context=300),
+    "traced": lambda network: torch_model(network, Traced(), max_context=300),
+}
+
+
+def network_case(name: str, runner: str) -> Case:
     network = NETWORKS[name]().eval().requires_grad_(False)
     # Biases start at 0 and norms at 1, which would hide their being forgotten.
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
         parameter.add_(torch.empty_like(parameter).normal_(0, 0.2, generator=generator))
-    model = adapt(copy.deepcopy(network), num_slots=4, max_context=300)
+    model = RUNNERS[runner](network)
 
     def expected(ids: Sequence[int]) -> Tensor:
         return network(torch.tensor([list(ids)])).logits[0]
@@ -110,7 +119,18 @@ def tabular_case(order: int) -> Case:
     return Case(model=model, expected=expected)
 
 
-@pytest.fixture(params=[*NETWORKS, "tabular-1", "tabular-2"])
+# Tracing is slow, and sees no difference between networks of the same operations.
+CASES = [
+    *((name, runner) for runner in RUNNERS for name in NETWORKS if runner != "traced"),
+    ("llama", "traced"),
+    ("qwen2", "traced"),
+    ("qwen3", "traced"),
+    ("tabular", "1"),
+    ("tabular", "2"),
+]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    kind, _, order = request.param.partition("-")
-    yield tabular_case(int(order)) if kind == "tabular" else network_case(request.param)
+    name, kind = request.param
+    yield tabular_case(int(kind)) if name == "tabular" else network_case(name, kind)

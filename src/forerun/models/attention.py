@@ -22,7 +22,15 @@ from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.theory.tree import TokenTree
 
-__all__ = ["ATTENTION_NAME", "AttentionPass", "packed_attention", "plan_pass", "register"]
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionPass",
+    "attend",
+    "attend_pass",
+    "packed_attention",
+    "plan_pass",
+    "register",
+]
 
 ATTENTION_NAME = "forerun"
 
@@ -93,7 +101,19 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     Returns:
         The heads' outputs, and no attention weights.
     """
-    layer = 2 * module.layer_idx
+    return attend_pass(module.layer_idx, query, key, value, scaling, attention_pass), None
+
+
+def attend_pass(
+    index: int,
+    query: Float[Tensor, "1 heads rows head_dim"],
+    key: Float[Tensor, "1 kv_heads rows head_dim"],
+    value: Float[Tensor, "1 kv_heads rows head_dim"],
+    scaling: float,
+    attention_pass: AttentionPass,
+) -> Float[Tensor, "1 rows kv_heads groups head_dim"]:
+    """Store the keys and values of layer `index`, then attend; the heads' outputs."""
+    layer = 2 * index
     for write in attention_pass.writes:
         write.views[layer].copy_(key.narrow(2, write.first, write.num_rows))
         write.views[layer + 1].copy_(value.narrow(2, write.first, write.num_rows))
@@ -107,23 +127,24 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
         )
         for block in attention_pass.blocks
     ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def attend(
-    query: Float[Tensor, "1 heads rows head_dim"],
-    keys: Float[Tensor, "1 kv_heads keys head_dim"],
-    values: Float[Tensor, "1 kv_heads keys head_dim"],
-    bias: Float[Tensor, "folded keys"] | None,
+    query: Float[Tensor, "sequences heads rows head_dim"],
+    keys: Float[Tensor, "sequences kv_heads keys head_dim"],
+    values: Float[Tensor, "sequences kv_heads keys head_dim"],
+    bias: Float[Tensor, "*shared folded keys"] | None,
     scaling: float,
-) -> Float[Tensor, "1 rows kv_heads groups head_dim"]:
+) -> Float[Tensor, "sequences rows kv_heads groups head_dim"]:
     """Scaled dot-product attention with the query heads of a group folded into the rows."""
-    _, num_heads, num_rows, head_dim = query.shape
+    num_sequences, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = keys.shape[1]
-    folded = query.reshape(1, num_kv_heads, -1, head_dim)
+    folded = query.reshape(num_sequences, num_kv_heads, -1, head_dim)
     attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
     groups = num_heads // num_kv_heads
-    return attended.view(1, num_kv_heads, groups, num_rows, head_dim).permute(0, 3, 1, 2, 4)
+    unfolded = attended.view(num_sequences, num_kv_heads, groups, num_rows, head_dim)
+    return unfolded.permute(0, 3, 1, 2, 4)
 
 
 def register() -> None:

@@ -87,8 +87,16 @@ class ContiguousKVStore:
             ValueError: the rows overwrite committed ones or leave a gap.
             NotEnoughMemory: the rows do not fit into the slot.
         """
-        self._slots.stage(slot, start, num_rows)
+        self.claim(slot, start, num_rows)
         return self.window(slot, start, start + num_rows)
+
+    def claim(self, slot: int, start: int, num_rows: int) -> None:
+        """`stage` for callers that write through `layer`: no views are cut."""
+        self._slots.stage(slot, start, num_rows)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [slots, kv_heads, width, head_dim] each, as views."""
+        return self._data[2 * index], self._data[2 * index + 1]
 
     def window(self, slot: int, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Rows [start, end) of a slot in every layer, as views laid out like those of `stage`."""

@@ -1,0 +1,158 @@
+"""The torch runner: a lean forward over neutral weights, recorded where the device can record."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from forerun.models.architecture import Architecture
+from forerun.models.base import RowBatch, Scores
+from forerun.models.decoder import Decoder, ReadTensor
+from forerun.models.greedy import chain_by_forward
+from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.runner.graphs.elementwise import TorchElementwise
+from forerun.models.runner.graphs.layers import Pass, logits_of
+from forerun.models.runner.graphs.passes import RectanglePass
+from forerun.models.runner.graphs.programs import Programs
+from forerun.models.runner.graphs.ragged import ragged_attention
+from forerun.models.runner.graphs.recorder import CudaRecorder, Recorder
+from forerun.models.runner.graphs.rectangle import RectangleLimits
+from forerun.models.runner.graphs.torch_attention import torch_attention
+from forerun.models.runner.graphs.weights import Weights, read_weights
+
+__all__ = ["TorchModel", "build_torch_model"]
+
+
+class TorchModel:
+    """A LanguageModel over a decoder's weights; see `build_torch_model`.
+
+    Args:
+        weights: of the model.
+        store: KV of the sequences, on the device of the weights.
+        programs: recorded passes; None where the device records nothing.
+    """
+
+    def __init__(
+        self, *, weights: Weights, store: ContiguousKVStore, programs: Programs | None
+    ) -> None:
+        self.weights = weights
+        self.programs = programs
+        self._store = store
+
+    @property
+    def architecture(self) -> Architecture:
+        """Sizes of the model."""
+        return self.weights.decoder.architecture
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; may exceed the tokenizer's vocabulary."""
+        return self.architecture.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Size of the model, tied parameters counted once."""
+        return self.weights.num_parameters
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+        return self._store.geometry.capacity
+
+    @property
+    def store(self) -> ContiguousKVStore:
+        """Where this model's KV lives."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+        return self._store.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, KV and logits."""
+        return self._store.geometry.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass. Stages the KV of every row; committing is the caller's business.
+
+        Raises:
+            NotEnoughMemory: rows do not fit into their slot.
+            ValueError: rows overwrite committed ones or leave a gap.
+        """
+        if self.programs is not None:
+            self._claim(batch, 0)
+            logits = self.programs.logits(batch)
+            if logits is not None:
+                return Scores(logits=logits)
+        rows = Pass(
+            tokens=batch.tokens,
+            wanted=batch.logit_rows,
+            attend=ragged_attention(self.weights.decoder, self._store, batch),
+            elementwise=TorchElementwise(),
+        )
+        return Scores(logits=logits_of(self.weights, rows))
+
+    @torch.inference_mode()
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Feed `batch`, then continue every sequence with its most likely tokens.
+
+        One launch where chains are recorded. Nothing here waits for the device.
+
+        Raises:
+            NotEnoughMemory: rows do not fit into their slot.
+            ValueError: rows overwrite committed ones or leave a gap.
+        """
+        if self.programs is not None:
+            self._claim(batch, num_tokens - 1)
+            chain = self.programs.greedy_chain(batch, num_tokens, vocab_size)
+            if chain is not None:
+                return chain
+        return chain_by_forward(self, batch, num_tokens, vocab_size)
+
+    def _claim(self, batch: RowBatch, num_later: int) -> None:
+        for span in batch.spans:
+            self._store.claim(span.slot, span.start, span.num_rows + num_later)
+
+
+def build_torch_model(
+    decoder: Decoder,
+    read: ReadTensor,
+    geometry: KVGeometry,
+    device: torch.device,
+    *,
+    recorder: Recorder | None = None,
+) -> TorchModel:
+    """Read the weights and make room for the KV.
+
+    Args:
+        decoder: sizes and constants.
+        read: parameters in the dtype of the geometry, on `device`.
+        geometry: of the KV store.
+        device: any torch has.
+        recorder: how passes are recorded; by default as CUDA graphs on CUDA and not at all
+            elsewhere.
+    """
+    weights = read_weights(decoder, read, device)
+    store = ContiguousKVStore(geometry, device)
+    if recorder is None and device.type == "cuda":
+        recorder = CudaRecorder(device)
+    programs = None if recorder is None else programs_over(weights, store, recorder)
+    return TorchModel(weights=weights, store=store, programs=programs)
+
+
+def programs_over(weights: Weights, store: ContiguousKVStore, recorder: Recorder) -> Programs:
+    """Recordings of a model."""
+    geometry = store.geometry
+    passes = RectanglePass(
+        weights=weights, store=store, attend_rows=torch_attention, elementwise=TorchElementwise()
+    )
+    limits = RectangleLimits(
+        num_sequences=geometry.num_slots, num_keys=geometry.capacity + geometry.max_staged_rows
+    )
+    return Programs(passes=passes, recorder=recorder, limits=limits)

@@ -1,0 +1,143 @@
+"""Recorded passes by shape, made when a shape is first met."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.models.base import RowBatch
+from forerun.models.runner.graphs.inputs import Inputs
+from forerun.models.runner.graphs.passes import RectanglePass
+from forerun.models.runner.graphs.recorder import Recorder
+from forerun.models.runner.graphs.rectangle import Bucket, RectangleLimits, bucket_of
+
+__all__ = ["Programs"]
+
+logger = logging.getLogger("forerun.graphs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A greedy chain as a shape.
+
+    Attributes:
+        bucket: of its first pass.
+        num_tokens: how many.
+        vocab_size: the argmax is taken over so many logits.
+    """
+
+    bucket: Bucket
+    num_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """A recording and the buffers it reads.
+
+    Attributes:
+        inputs: filled before every play.
+        play: the result may be overwritten by whatever is played next.
+    """
+
+    inputs: Inputs
+    play: Callable[[], Tensor]
+
+    def run(self, batch: RowBatch) -> Tensor:
+        """The result for `batch`."""
+        self.inputs.fill(batch)
+        return self.play()
+
+
+class Programs:
+    """Recordings of one model.
+
+    A shape for which there is no memory is not tried again: its passes run unrecorded.
+
+    Args:
+        passes: what to record.
+        recorder: how.
+        limits: of the shapes that are recorded.
+    """
+
+    def __init__(
+        self, *, passes: RectanglePass, recorder: Recorder, limits: RectangleLimits
+    ) -> None:
+        self.passes = passes
+        self.recorder = recorder
+        self.limits = limits
+        self._programs: dict[Bucket | Chain, Program] = {}
+        self._refused: set[Bucket | Chain] = set()
+
+    @property
+    def num_recorded(self) -> int:
+        """Shapes recorded so far."""
+        return len(self._programs)
+
+    def logits(self, batch: RowBatch) -> Float[Tensor, "wanted vocab"] | None:
+        """`LanguageModel.forward`; None if the pass has no recording and can get none."""
+        num_wanted = len(batch.logit_rows)
+        bucket = bucket_of(batch.spans, num_wanted, self.limits)
+        program = None if bucket is None else self._program(bucket, batch)
+        return None if program is None else program.run(batch)[:num_wanted].clone()
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"] | None:
+        """`LanguageModel.greedy_chain`; None if it has no recording and can get none."""
+        num_sequences = len(batch.spans)
+        bucket = bucket_of(batch.spans, num_sequences, self.limits, num_tokens - 1)
+        if bucket is None:
+            return None
+        chain = Chain(bucket=bucket, num_tokens=num_tokens, vocab_size=vocab_size)
+        program = self._program(chain, batch)
+        return None if program is None else program.run(batch)[:num_sequences].clone()
+
+    def _program(self, shape: Bucket | Chain, batch: RowBatch) -> Program | None:
+        """The recording of a shape, made with `batch` if it is new."""
+        if shape not in self._programs and shape not in self._refused:
+            try:
+                self._programs[shape] = self._record(shape, batch)
+            except torch.OutOfMemoryError:
+                self._refuse(shape)
+        return self._programs.get(shape)
+
+    def _record(self, shape: Bucket | Chain, batch: RowBatch) -> Program:
+        started_s = time.perf_counter()
+        inputs = Inputs(shape if isinstance(shape, Bucket) else shape.bucket, batch.tokens.device)
+        # Recording runs the pass, so the buffers must hold one; it stores what it will store again.
+        inputs.fill(batch)
+        program = Program(inputs=inputs, play=self.recorder.record(self._function(shape, inputs)))
+        duration_s = time.perf_counter() - started_s
+        logger.info("recorded %s in %.2f s", described(shape), duration_s)
+        return program
+
+    def _function(self, shape: Bucket | Chain, inputs: Inputs) -> Callable[[], Tensor]:
+        if isinstance(shape, Chain):
+            return lambda: self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
+        return lambda: self.passes.logits(inputs.rows, inputs.tokens, inputs.wanted)
+
+    def _refuse(self, shape: Bucket | Chain) -> None:
+        level = logging.INFO if self._refused else logging.WARNING
+        logger.log(
+            level,
+            "not enough memory to record %s: such passes run slower, unrecorded; lower max_batch "
+            "or max_context",
+            described(shape),
+        )
+        self._refused.add(shape)
+
+
+def described(shape: Bucket | Chain) -> str:
+    """A shape in words."""
+    if isinstance(shape, Chain):
+        return f"chains of {shape.num_tokens} tokens after {described(shape.bucket)}"
+    return (
+        f"passes of {shape.num_sequences} x {shape.num_rows} rows over up to {shape.num_keys} keys"
+    )

@@ -1,0 +1,57 @@
+"""The weights of a decoder as tensors of one device, and how a checkpoint becomes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from forerun.models.decoder import (
+    Decoder,
+    EndWeights,
+    LayerWeights,
+    ReadTensor,
+    read_ends,
+    read_layer,
+)
+
+__all__ = ["Weights", "read_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """Everything a pass reads besides the KV store.
+
+    Attributes:
+        decoder: sizes and constants; its rotation lies on the device of the weights.
+        layers: in order.
+        ends: embedding, last norm and head.
+    """
+
+    decoder: Decoder
+    layers: tuple[LayerWeights, ...]
+    ends: EndWeights
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor once, tied ones too."""
+        parts: tuple[LayerWeights | EndWeights, ...] = (*self.layers, self.ends)
+        found = [getattr(part, field.name) for part in parts for field in fields(part)]
+        return tuple({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Size of the model, tied parameters counted once."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+
+def read_weights(decoder: Decoder, read: ReadTensor, device: torch.device) -> Weights:
+    """Read layer by layer; what is fused exists twice only while its layer is read."""
+    return Weights(
+        decoder=replace(decoder, inv_freq=decoder.inv_freq.to(device)),
+        layers=tuple(
+            read_layer(decoder, index, read) for index in range(decoder.architecture.num_layers)
+        ),
+        ends=read_ends(decoder, read),
+    )
