@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from tests import tiny
 
-from forerun.drafters import draft_model
+from forerun.drafters import levels
 from forerun.engine import verification
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.noise import Purpose, step_key
@@ -25,7 +25,7 @@ Keys = list[int]
 def keys_used(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """The keys of all draws that count: padding tests nothing, and one final draw is taken."""
     used: Keys = []
-    draw_drafts, verify = draft_model.uniform, verification.verify_chains
+    draw_drafts, verify = levels.uniform, verification.verify_chains
 
     def drafting(keys):
         used.extend(keys.tolist())
@@ -38,7 +38,7 @@ def keys_used(monkeypatch: pytest.MonkeyPatch) -> Keys:
             used.extend([*row[:drafted], row[-2] if accepted < drafted else row[-1]])
         return outcome
 
-    monkeypatch.setattr(draft_model, "uniform", drafting)
+    monkeypatch.setattr(levels, "uniform", drafting)
     monkeypatch.setattr(verification, "verify_chains", verifying)
     return used
 
@@ -88,7 +88,7 @@ def of_acceptance(key: int, num_committed: int, node: int, purpose: Purpose) -> 
     "wrong", [position_only, without_node, without_step, without_sample, of_acceptance]
 )
 def test_wrong_draft_keys_would_show(keys_used, monkeypatch, wrong):
-    monkeypatch.setattr(draft_model, "step_key", wrong)
+    monkeypatch.setattr(levels, "step_key", wrong)
     assert num_repeated(keys_used, "block") > 0
 
 

@@ -69,9 +69,9 @@ def test_processed_rows_are_laws_that_respect_the_parameters(
     if len(output) + len(path) < params.min_tokens:
         possible -= {0}
     if not possible:
-        assert failed_rows(probs) == [0, 1, 2]
+        assert failed_rows(probs).all()
         return
-    assert failed_rows(probs) == []
+    assert not failed_rows(probs).any()
     torch.testing.assert_close(probs.sum(-1), torch.ones(3))
     support = [set(row.nonzero().flatten().tolist()) for row in probs]
     assert all(found <= possible for found in support)

@@ -55,7 +55,7 @@ class Controller(Protocol):
     """Chooses plans. Pure with respect to clock and randomness: it sees only its arguments."""
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """One plan per state, in order."""
+        """One plan per state, in order; the engine cuts them to `max_new - 1` tokens."""
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Outcomes of the step the last plans were for."""

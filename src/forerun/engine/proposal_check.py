@@ -1,44 +1,59 @@
-"""What a proposal must be for verification to be possible and exact.
+"""What proposals must be for verification to be possible and exact.
 
 A verifier trusts `draft_probs`: rows that are not the law of the drawn tokens bias the text without
 a trace. Not everything a drafter may get wrong can be seen, but what can be is refused here, before
-the target pass that all requests share.
+the target pass that all requests share. Values are looked at for the whole step at once, which
+waits for the device once; those a drafter vouches for (`Assurance`) only where that is free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from forerun.engine.turn import Turn
 from forerun.errors import DrafterError
 from forerun.sampling.choice import Choice
-from forerun.sampling.config import SamplingParams, resolve_verification
+from forerun.sampling.config import resolve_verification
 from forerun.sampling.proposal import Proposal
 
-__all__ = ["check_proposal"]
+__all__ = ["check_proposals"]
 
 MASS_TOLERANCE = 1e-4
 """Bounds the bias of rows that are off by a factor: fp32 softmax is far below, bf16 (0.4%) not."""
 
 
-def check_proposal(
-    proposal: Proposal, *, num_speculative_tokens: int, vocab_size: int, params: SamplingParams
+def check_proposals(
+    turns: Sequence[Turn], proposals: Sequence[Proposal | None], vocab_size: int
 ) -> None:
-    """Refuse a proposal the step could not, or must not, verify.
+    """Refuse proposals the step could not, or must not, verify.
 
     Args:
-        proposal: what the drafter returned.
-        num_speculative_tokens: most nodes it was asked for.
+        turns: what was asked for.
+        proposals: what the drafter returned.
         vocab_size: of the target.
-        params: of the request.
 
     Raises:
-        DrafterError: it is malformed.
-        InvalidRequest: the verifier the request asks for is not exact for it.
+        DrafterError: one is malformed.
+        InvalidRequest: the verifier a request asks for is not exact for its proposal.
     """
-    num_nodes = proposal.num_drafted
-    if num_nodes > num_speculative_tokens:
-        raise DrafterError(f"{num_nodes} nodes, but K is {num_speculative_tokens}")
+    filled: list[Proposal] = []
+    for turn, proposal in zip(turns, proposals, strict=True):
+        if proposal is not None:
+            check_structure(turn, proposal, vocab_size)
+            if proposal.num_drafted:
+                filled.append(proposal)
+    check_ids([p.tokens for p in filled if p.tokens.is_cpu or not p.is_assured], vocab_size)
+    check_laws([p for p in filled if p.draft_probs is not None and not p.is_assured])
+
+
+def check_structure(turn: Turn, proposal: Proposal, vocab_size: int) -> None:
+    """Refuse what can be seen without looking at values."""
+    num_nodes, most = proposal.num_drafted, turn.plan.num_speculative_tokens
+    if num_nodes > most:
+        raise DrafterError(f"{num_nodes} nodes, but K is {most}")
     if proposal.tokens.shape != (num_nodes,) or proposal.tokens.dtype != torch.int64:
         raise DrafterError(
             f"{num_nodes} nodes, but tokens of shape {tuple(proposal.tokens.shape)} and dtype "
@@ -48,19 +63,9 @@ def check_proposal(
         check_shape(proposal, proposal.draft_probs, vocab_size)
     if num_nodes == 0:
         return
-    resolve_verification(params, proposal.choice, is_chain=proposal.tree.is_chain)
-    check_ids(proposal.tokens, vocab_size)
-    if proposal.draft_probs is not None:
-        check_laws(proposal, proposal.draft_probs)
-    elif proposal.choice is Choice.SAMPLED:
+    resolve_verification(turn.sequence.params, proposal.choice, is_chain=proposal.tree.is_chain)
+    if proposal.draft_probs is None and proposal.choice is Choice.SAMPLED:
         raise DrafterError("a sampled proposal needs the draft_probs it was drawn from")
-
-
-def check_ids(tokens: Tensor, vocab_size: int) -> None:
-    """Refuse ids the target does not have."""
-    low, high = (int(token) for token in torch.aminmax(tokens))
-    if low < 0 or high >= vocab_size:
-        raise DrafterError(f"token id {low if low < 0 else high} is outside 0..{vocab_size - 1}")
 
 
 def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> None:
@@ -73,15 +78,42 @@ def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> Non
         )
 
 
-def check_laws(proposal: Proposal, draft_probs: Tensor) -> None:
+def check_ids(tokens: Sequence[Tensor], vocab_size: int) -> None:
+    """Refuse ids the target does not have."""
+    if not tokens:
+        return
+    together = tokens[0] if len(tokens) == 1 else torch.cat([*tokens])
+    ids: list[int] = together.tolist()
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        raise DrafterError(f"token id {low if low < 0 else high} is outside 0..{vocab_size - 1}")
+
+
+def check_laws(proposals: Sequence[Proposal]) -> None:
     """Refuse rows that are no distributions, or from which the tokens cannot have been drawn."""
-    excess = float((draft_probs.sum(-1, dtype=torch.float32) - 1).abs().amax())
-    if not excess <= MASS_TOLERANCE or float(draft_probs.amin()) < 0:  # NaN is not <= either
-        raise DrafterError(
-            "draft_probs are no distributions: NaN, negative or not adding up to 1; draw from "
-            "softmax rows in fp32 and hand in these"
-        )
-    if proposal.tree.is_chain:
-        drawn = draft_probs.gather(-1, proposal.tokens[:, None])
-        if float(drawn.amin()) <= 0:
+    if not proposals:
+        return
+    found: list[list[float]] = torch.stack([law_figures(p) for p in proposals]).tolist()
+    for excess, smallest, drawn in found:
+        if not excess <= MASS_TOLERANCE or smallest < 0:  # NaN is not <= either
+            raise DrafterError(
+                "draft_probs are no distributions: NaN, negative or not adding up to 1; draw from "
+                "softmax rows in fp32 and hand in these"
+            )
+        if drawn <= 0:
             raise DrafterError("a token has probability 0 in the draft_probs it was drawn from")
+
+
+def law_figures(proposal: Proposal) -> Tensor:
+    """How far the worst row is from adding up to 1, the smallest entry, and that of a drawn token.
+
+    In trees, where rows and nodes do not correspond, the last is not looked at.
+    """
+    rows = proposal.draft_probs
+    assert rows is not None
+    excess = (rows.sum(-1, dtype=torch.float32) - 1).abs().amax()
+    smallest = rows.amin()
+    drawn = torch.ones_like(excess)
+    if proposal.tree.is_chain:
+        drawn = rows.gather(-1, proposal.tokens[:, None].to(rows.device)).amin()
+    return torch.stack([figure.to(torch.float64) for figure in (excess, smallest, drawn)])

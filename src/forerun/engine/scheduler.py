@@ -8,27 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from forerun.engine.config import EngineConfig
-from forerun.engine.sequence import Sequence, Status
+from forerun.engine.sequence import Sequence
+from forerun.engine.turn import Turn
 
-__all__ = ["Scheduler", "Share"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The chain rows one sequence feeds in this pass.
-
-    Attributes:
-        sequence: whose rows.
-        num_chain: pending tokens fed.
-        completes: whether nothing stays pending, so that the pass yields a token.
-    """
-
-    sequence: Sequence
-    num_chain: int
-    completes: bool
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -52,49 +37,35 @@ class Scheduler:
         """Move waiting sequences into the batch while there is room; returns those moved."""
         room = min(num_free_slots, self.config.max_batch - len(self.running))
         admitted = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-        for sequence in admitted:
-            sequence.status = Status.RUNNING
         self.running += admitted
         return admitted
 
     def remove(self, sequence: Sequence) -> None:
         """Take an aborted sequence out, wherever it is."""
-        sequence.status = Status.FINISHED
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
 
     def drop_finished(self) -> list[Sequence]:
-        """Take finished sequences out of the batch."""
-        finished = [s for s in self.running if s.status is Status.FINISHED]
-        self.running = [s for s in self.running if s.status is not Status.FINISHED]
+        """Take stopped sequences out of the batch."""
+        finished = [s for s in self.running if s.stop is not None]
+        if finished:
+            self.running = [s for s in self.running if s.stop is None]
         return finished
 
-    def shares(self, num_tree_rows: Seq[int]) -> list[Share]:
-        """Chain rows of every running sequence in this pass.
+    def share(self, turns: Seq[Turn]) -> None:
+        """Say how many pending tokens every running sequence feeds in this pass.
 
         Args:
-            num_tree_rows: draft rows of each running sequence, already within the budget.
+            turns: of all running sequences, with proposals already within the budget.
         """
-        budget = self.config.max_step_rows - sum(num_tree_rows)
-        decoding = [s for s in self.running if pending(s) == 1]
-        budget -= len(decoding)
-        shares = []
-        for sequence in self.running:
-            num_pending = pending(sequence)
-            if num_pending == 1:
-                shares.append(Share(sequence=sequence, num_chain=1, completes=True))
-                continue
-            size = min(num_pending, self.config.prefill_chunk, budget)
-            if size > 0:
-                budget -= size
-                completes = size == num_pending
-                shares.append(Share(sequence=sequence, num_chain=size, completes=completes))
-        return shares
-
-
-def pending(sequence: Sequence) -> int:
-    """Tokens of a running sequence that the target has not seen."""
-    assert sequence.context is not None
-    return sequence.context.num_pending
+        budget = self.config.max_step_rows
+        for turn in turns:
+            if turn.decodes:
+                turn.num_chain = 1
+                budget -= turn.num_rows
+        for turn in turns:
+            if not turn.decodes:
+                turn.num_chain = max(0, min(turn.num_pending, self.config.prefill_chunk, budget))
+                budget -= turn.num_chain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from forerun.engine.results import Completion, StreamChunk, TokenLogprobs, sample_key
 from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_back
@@ -14,15 +13,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["Sequence", "Status"]
-
-
-class Status(StrEnum):
-    """Life of a sequence."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
+__all__ = ["Sequence"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,7 +34,6 @@ class Sequence:
     detokenizer: Detokenizer
     history: History | None
     arrived_at_s: float
-    status: Status = Status.WAITING
     context: Context | None = None
     sources: list[TokenSource] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -58,11 +48,11 @@ class Sequence:
     num_streamed: int = 0
     num_searched: int = 0
     text_end: int | None = None
+    key: str = field(init=False)
 
-    @property
-    def key(self) -> str:
-        """Name of this sample for drafters and traces."""
-        return sample_key(self.request_id, self.index, self.params.n)
+    def __post_init__(self) -> None:
+        """Work out the name of this sample for drafters and traces."""
+        self.key = sample_key(self.request_id, self.index, self.params.n)
 
     @property
     def num_output(self) -> int:

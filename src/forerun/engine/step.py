@@ -7,48 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.drafters.base import Outcome
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
-from forerun.engine.scheduler import Scheduler, Share
-from forerun.engine.sequence import Sequence, Status
-from forerun.engine.verification import Scored, verify
-from forerun.models.base import LanguageModel, Span
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Sequence
+from forerun.engine.timing import StepClock
+from forerun.engine.turn import PLAIN, Turn
+from forerun.engine.verification import token_logprobs, verify
+from forerun.models.base import LanguageModel, RowBatch
 from forerun.models.context import pack
-from forerun.sampling.proposal import Proposal, Verdict
 from forerun.theory.record import StepRecord
-from forerun.theory.tree import NO_TREE
 
 __all__ = ["Stepper"]
-
-
-@dataclass(slots=True, kw_only=True)
-class Timing:
-    """Seconds spent in the parts of one step."""
-
-    started_s: float
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-
-    def other_s(self, now_s: float) -> float:
-        """What is neither drafting nor the target pass."""
-        return now_s - self.started_s - self.draft_s - self.verify_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emitted:
-    """What one sequence got out of a step; `num_emitted` is after truncation by a stop."""
-
-    item: Scored
-    verdict: Verdict
-    num_emitted: int
-    num_drafted: int
-    depth: int
 
 
 class Stepper:
@@ -67,158 +43,127 @@ class Stepper:
         self.drafter = drafter
         self.controller = controller
         self.scheduler = scheduler
-        self.config = config
+        self.capacity = Capacity(max_rows=config.max_step_rows)
         self.cycle_id = 0
 
     def run(self) -> list[StepRecord]:
         """Advance every running sequence once; returns one record per sequence that emitted."""
-        timing = Timing(started_s=time.monotonic())
-        running = list(self.scheduler.running)
-        plans = self._plans(running)
-        proposals = self._draft(running, plans)
-        timing.draft_s = time.monotonic() - timing.started_s
-
-        num_tree_rows = [p.num_drafted if p else 0 for p in proposals]
-        drafted = dict(zip((s.key for s in running), proposals, strict=True))
-        shares = self.scheduler.shares(num_tree_rows)
-        pass_started_s = time.monotonic()
-        scored = self._score(shares, drafted)
-        verdicts = verify(scored)
-        timing.verify_s = time.monotonic() - pass_started_s
-        for share in shares:
-            if not share.completes:
-                commit_chunk(share)
-        emitted = [
-            self._commit(item, verdict) for item, verdict in zip(scored, verdicts, strict=True)
-        ]
-        self._tell_drafter(emitted)
-        by_key = dict(zip((s.key for s in running), plans, strict=True))
-        records = self._records(emitted, by_key, shares, timing)
+        clock = StepClock(self.target.device)
+        turns = [turn_of(sequence) for sequence in self.scheduler.running]
+        if self.drafter is not None:
+            self._plan([turn for turn in turns if turn.decodes])
+        clock.mark()
+        if self.drafter is not None:
+            self.drafter.propose([turn for turn in turns if turn.plan.num_speculative_tokens])
+        clock.mark()
+        self.scheduler.share(turns)
+        fed = [turn for turn in turns if turn.num_chain]
+        emitting = [turn for turn in fed if turn.completes]
+        self._decide(fed, emitting, clock)
+        for turn in fed:
+            if turn.completes:
+                take(turn)
+            else:
+                turn.commit()
+        if self.drafter is not None:
+            self._tell_drafter(emitting)
+        records = self._records(emitting, fed, clock) if emitting else []
         self.controller.observe(records)
         self.cycle_id += 1
         return records
 
-    def _plans(self, running: Seq[Sequence]) -> list[Plan]:
+    def _plan(self, turns: Seq[Turn]) -> None:
         """Plans of the sequences that decode; those still prefilling do not draft."""
-        plans = [Plan()] * len(running)
-        if self.drafter is None:
-            return plans
-        decoding = [i for i, s in enumerate(running) if s.context and s.context.num_pending == 1]
-        states = [state_of(running[i]) for i in decoding]
-        capacity = Capacity(max_rows=self.config.max_step_rows)
-        for i, plan in zip(decoding, self.controller.decide(states, capacity), strict=True):
-            plans[i] = bounded(plan, running[i])
-        return plans
+        states = [state_of(turn.sequence) for turn in turns]
+        for turn, plan in zip(turns, self.controller.decide(states, self.capacity), strict=True):
+            turn.plan = bounded(plan, turn.sequence.max_new)
 
-    def _draft(self, running: Seq[Sequence], plans: Seq[Plan]) -> list[Proposal | None]:
-        if self.drafter is None:
-            return [None] * len(running)
-        return self.drafter.propose(running, plans)
-
-    def _score(self, shares: Seq[Share], drafted: dict[str, Proposal | None]) -> list[Scored]:
-        """One target pass over all shares; logits where tokens come out."""
-        spans: list[Span] = []
-        tokens: list[torch.Tensor] = []
-        wanted: list[int] = []
-        scored: list[Scored] = []
-        row = 0
-        for share in shares:
-            context = share.sequence.context
-            assert context is not None
-            proposal = drafted[share.sequence.key] if share.completes else None
-            span = context.span(share.num_chain, proposal.tree if proposal else NO_TREE)
-            spans.append(span)
-            chain = context.pending(share.num_chain)
-            tokens.append(torch.tensor(chain, dtype=torch.int64, device=self.target.device))
-            if proposal is not None:
-                tokens.append(proposal.tokens.to(self.target.device))
-            if share.completes:
-                first = row + share.num_chain - 1
-                wanted += range(first, row + span.num_rows)
-                scored.append(
-                    Scored(sequence=share.sequence, proposal=proposal, num_chain=share.num_chain)
-                )
-            row += span.num_rows
-        batch = pack(spans, torch.cat(tokens), wanted, self.target.device)
+    @torch.inference_mode()
+    def _decide(self, fed: Seq[Turn], emitting: Seq[Turn], clock: StepClock) -> None:
+        """One target pass, and the verdicts of those it yields tokens for."""
+        clock.mark()
+        batch = self._batch(fed)
         logits = self.target.forward(batch).logits
-        start = 0
-        for item in scored:
-            item.logits = logits[start : start + item.num_rows]
-            start += item.num_rows
-        return scored
+        clock.mark()
+        tokens = batch.tokens
+        if len(logits) < len(tokens):  # else all rows are wanted, in order
+            tokens = tokens.index_select(0, batch.logit_rows)
+        row = 0
+        for turn, verdict in zip(emitting, verify(emitting, logits, tokens), strict=True):
+            turn.verdict = verdict
+            if turn.sequence.params.logprobs is not None:
+                turn.logits = logits[row : row + turn.num_rows]
+            row += turn.num_rows
 
-    def _commit(self, item: Scored, verdict: Verdict) -> Emitted:
-        """Tokens into the sequence, accepted rows into the target's KV."""
-        sequence = item.sequence
-        taken = sequence.append(verdict.tokens, verdict.sources)
-        if sequence.first_token_at_s is None:
-            sequence.first_token_at_s = time.monotonic()
-        if sequence.params.logprobs is not None:
-            sequence.logprobs += item.token_logprobs(verdict, taken)
-        num_drafted = len(item.tree.parents)
-        depth = max(item.tree.depths, default=0)
-        sequence.acceptance.add(depth, verdict.num_accepted, num_drafted=num_drafted)
-        context = sequence.context
-        assert context is not None
-        if sequence.stop is not None:
-            sequence.status = Status.FINISHED
-            sequence.finished_at_s = time.monotonic()
-        else:
-            context.commit([*range(item.num_chain), *(item.num_chain + n for n in verdict.path)])
-        return Emitted(
-            item=item, verdict=verdict, num_emitted=taken, num_drafted=num_drafted, depth=depth
-        )
+    def _batch(self, fed: Seq[Turn]) -> RowBatch:
+        """The rows of all turns: pending tokens, then draft nodes; logits where tokens come out."""
+        device = self.target.device
+        pending: list[int] = []
+        wanted: list[int] = []
+        row = 0
+        for turn in fed:
+            pending += turn.pending()
+            row += turn.num_chain
+            if turn.completes:
+                wanted += range(row - 1, row + turn.num_drafted)
+                row += turn.num_drafted
+        tokens = torch.tensor(pending, dtype=torch.int64)
+        if row > len(pending):
+            tokens = interleave(fed, tokens.to(device, non_blocking=True))
+        return pack([turn.span() for turn in fed], tokens, wanted, device)
 
-    def _tell_drafter(self, emitted: Seq[Emitted]) -> None:
-        if self.drafter is None:
-            return
-        drafted = [e for e in emitted if e.item.proposal and e.item.sequence.stop is None]
-        sequences = [e.item.sequence for e in drafted]
-        outcomes = [Outcome(request_id=e.item.sequence.key, verdict=e.verdict) for e in drafted]
-        self.drafter.observe(sequences, outcomes)
+    def _tell_drafter(self, turns: Seq[Turn]) -> None:
+        assert self.drafter is not None
+        drafted = [t for t in turns if t.proposal is not None and t.sequence.stop is None]
+        if drafted:
+            self.drafter.observe(drafted)
 
-    def _records(
-        self, emitted: Seq[Emitted], plans: dict[str, Plan], shares: Seq[Share], timing: Timing
-    ) -> list[StepRecord]:
+    def _records(self, emitting: Seq[Turn], fed: Seq[Turn], clock: StepClock) -> list[StepRecord]:
         """One trace record per sequence that emitted; durations belong to the whole cycle."""
-        now_s = time.monotonic()
-        num_prefill = sum(share.num_chain for share in shares if share.num_chain > 1)
-        batch_rows = sum(share.num_chain for share in shares) + sum(e.num_drafted for e in emitted)
+        num_prefill = sum(turn.num_chain for turn in fed if turn.num_chain > 1)
+        batch_rows = sum(turn.num_chain + turn.num_drafted for turn in fed)
+        draft_s, verify_s, other_s = clock.durations()
         return [
             StepRecord(
                 cycle_id=self.cycle_id,
-                t_s=timing.started_s,
-                request_id=e.item.sequence.key,
-                step=e.item.sequence.acceptance.num_steps,
-                method=plans[e.item.sequence.key].method,
-                k_budget=plans[e.item.sequence.key].num_speculative_tokens,
-                num_drafted=e.num_drafted,
-                depth_drafted=e.depth,
-                num_accepted=e.verdict.num_accepted,
-                num_emitted=e.num_emitted,
-                draft_s=timing.draft_s,
-                verify_s=timing.verify_s,
-                other_s=timing.other_s(now_s),
+                t_s=clock.started_s,
+                request_id=turn.sequence.key,
+                step=turn.sequence.acceptance.num_steps,
+                method=turn.plan.method,
+                k_budget=turn.plan.num_speculative_tokens,
+                num_drafted=turn.num_drafted,
+                depth_drafted=turn.depth,
+                num_accepted=verdict.num_accepted,
+                num_emitted=turn.num_emitted,
+                draft_s=draft_s,
+                verify_s=verify_s,
+                other_s=other_s,
                 batch_rows=batch_rows,
                 num_prefill_rows=num_prefill,
-                context_tokens=len(e.item.sequence.ids) - e.num_emitted,
-                last_token_source=e.verdict.sources[e.num_emitted - 1],
-                expected_accepted=e.verdict.expected_accepted,
-                stop_reason=e.item.proposal.stop_reason if e.item.proposal else None,
+                context_tokens=len(turn.sequence.ids) - turn.num_emitted,
+                last_token_source=verdict.sources[turn.num_emitted - 1],
+                expected_accepted=verdict.expected_accepted,
+                stop_reason=turn.proposal.stop_reason if turn.proposal else None,
             )
-            for e in emitted
+            for turn in emitting
+            if (verdict := turn.verdict) is not None
         ]
 
 
-def bounded(plan: Plan, sequence: Sequence) -> Plan:
+def turn_of(sequence: Sequence) -> Turn:
+    """The turn of a sequence that has joined the batch."""
+    assert sequence.context is not None
+    return Turn(sequence=sequence, num_pending=sequence.context.num_pending)
+
+
+def bounded(plan: Plan, max_new: int) -> Plan:
     """No plan may draft past the end of its request, where there is no room in the context.
 
     The pass itself yields one more token than is accepted.
     """
-    most = max(0, sequence.max_new - 1)
-    if plan.num_speculative_tokens <= most:
-        return plan
-    return replace(plan, num_speculative_tokens=most)
+    if plan.num_speculative_tokens < max_new:
+        return plan if plan.num_speculative_tokens > 0 else PLAIN
+    return replace(plan, num_speculative_tokens=max_new - 1) if max_new > 1 else PLAIN
 
 
 def state_of(sequence: Sequence) -> RequestState:
@@ -231,7 +176,29 @@ def state_of(sequence: Sequence) -> RequestState:
     )
 
 
-def commit_chunk(share: Share) -> None:
-    """Keep all rows of a prompt chunk."""
-    assert share.sequence.context is not None
-    share.sequence.context.commit(range(share.num_chain))
+def interleave(turns: Seq[Turn], pending: Tensor) -> Tensor:
+    """Tokens of a pass: the draft nodes of every turn behind its pending tokens."""
+    pieces: list[Tensor] = []
+    for turn, chain in zip(turns, torch.split(pending, [t.num_chain for t in turns]), strict=True):
+        pieces.append(chain)
+        if turn.proposal is not None:
+            pieces.append(turn.proposal.tokens.to(pending.device))
+    return torch.cat(pieces)
+
+
+def take(turn: Turn) -> None:
+    """Tokens of a verdict into the sequence, accepted rows into the target's KV."""
+    sequence, verdict = turn.sequence, turn.verdict
+    assert verdict is not None
+    turn.num_emitted = sequence.append(verdict.tokens, verdict.sources)
+    if turn.logits is not None:
+        sequence.logprobs += token_logprobs(turn)
+    sequence.acceptance.add(turn.depth, verdict.num_accepted, num_drafted=turn.num_drafted)
+    if sequence.first_token_at_s is None or sequence.stop is not None:
+        now_s = time.monotonic()
+        if sequence.first_token_at_s is None:
+            sequence.first_token_at_s = now_s
+        if sequence.stop is not None:
+            sequence.finished_at_s = now_s
+    if sequence.stop is None:
+        turn.commit()

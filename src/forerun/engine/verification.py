@@ -1,29 +1,33 @@
 """From one pass's logits to verdicts: the right verifier per sequence, batched by rule.
 
-Sequences that are walked (greedy, deterministic, coupled) need target tokens at every row; sampled
-chains need the draft's rows beside the target's.
+Each batch waits for the device once: what verdicts are made of comes over as one table of numbers,
+the drafted tokens included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.engine.results import TokenLogprobs
-from forerun.engine.sequence import Sequence
+from forerun.engine.turn import Rule, Turn
 from forerun.errors import NumericalError
-from forerun.sampling.chain import Rule, verify_chains
+from forerun.sampling.chain import Rule as ChainRule
+from forerun.sampling.chain import verify_chains
 from forerun.sampling.choice import Choice, TokenSource
-from forerun.sampling.config import Method, resolve_verification
+from forerun.sampling.chunks import row_chunks
 from forerun.sampling.history import RowHistory
+from forerun.sampling.largest import largest
 from forerun.sampling.logprobs import raw_logprobs
 from forerun.sampling.noise import chain_keys
 from forerun.sampling.processors import failed_rows, pack_params, target_probs
-from forerun.sampling.proposal import Proposal, Verdict
+from forerun.sampling.proposal import Verdict
 from forerun.sampling.walk import (
     coupled_match_probs,
     edge_probs,
@@ -32,223 +36,260 @@ from forerun.sampling.walk import (
     target_tokens,
     walk,
 )
-from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = ["Scored", "verify"]
+__all__ = ["token_logprobs", "verify"]
+
+Row = Seq[float]
+"""What one logits row has to say, as numbers on the host."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Scored:
-    """A sequence whose pass yields tokens.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Turns under one rule.
 
-    `logits` holds the row of the last chain token, then one per draft node.
+    Attributes:
+        turns: whose rows.
+        logits: row of the last pending token of each, then one per draft node.
+        tokens: the token fed at each row.
     """
 
-    sequence: Sequence
-    proposal: Proposal | None
-    num_chain: int
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    turns: Seq[Turn]
+    logits: Float[Tensor, "rows vocab"]
+    tokens: Int64[Tensor, " rows"]
 
-    @property
-    def tree(self) -> TokenTree:
-        """Draft nodes; empty for a plain step."""
-        return self.proposal.tree if self.proposal else NO_TREE
-
-    @property
-    def num_rows(self) -> int:
-        """Logits rows."""
-        return 1 + len(self.tree.parents)
-
-    @property
-    def method(self) -> Method:
-        """The verifier its parameters and proposal ask for."""
-        choice = self.proposal.choice if self.proposal else Choice.SAMPLED
-        return resolve_verification(self.sequence.params, choice, is_chain=self.tree.is_chain)
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether the raw argmax decides."""
-        return self.sequence.params.greedy and self.sequence.history is None
-
-    def drafted(self) -> list[int]:
-        """Ids of the draft nodes; waits for the drafter's device."""
-        ids: list[int] = self.proposal.tokens.tolist() if self.proposal else []
-        return ids
-
-    def row_histories(self) -> list[RowHistory | None]:
-        """History of every row, extended along its path in the tree."""
-        history = self.sequence.history
-        if history is None:
-            return [None] * self.num_rows
-        ids = self.drafted()
-        paths = [self.tree.path(node) for node in range(len(ids))]
-        return [history.at(), *(history.at([ids[n] for n in path]) for path in paths)]
-
-    def row_keys(self) -> list[int]:
-        """Noise keys of the target's draws at every row."""
-        return target_keys(self.sequence.noise_key, len(self.sequence.ids), self.tree)
-
-    def draw_keys(self, num_nodes: int) -> list[int]:
-        """Noise keys of accept tests and final draw, for a chain padded to `num_nodes`."""
-        return chain_keys(self.sequence.noise_key, len(self.sequence.ids), num_nodes)
-
-    def token_logprobs(self, verdict: Verdict, num_taken: int) -> list[TokenLogprobs]:
-        """Raw log-probabilities of the first `num_taken` emitted tokens."""
-        rows = [0, *(node + 1 for node in verdict.path)][:num_taken]
-        tokens = torch.tensor(verdict.tokens[:num_taken], device=self.logits.device)
-        raw = raw_logprobs(self.logits[rows], tokens, self.sequence.params.logprobs or 0)
-        tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
-        return [
-            TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
-            for token, logprob, (ids, values) in zip(
-                verdict.tokens, raw.token_logprobs.tolist(), tops, strict=False
-            )
-        ]
+    def split(self, rows: Seq[Row]) -> list[Seq[Row]]:
+        """The rows of every turn."""
+        ends = list(accumulate(turn.num_rows for turn in self.turns))
+        return [rows[e - t.num_rows : e] for t, e in zip(self.turns, ends, strict=True)]
 
 
-def verify(scored: Seq[Scored]) -> list[Verdict]:
-    """Verdict of every scored sequence, in order.
+def verify(
+    turns: Seq[Turn], logits: Float[Tensor, "rows vocab"], tokens: Int64[Tensor, " rows"]
+) -> list[Verdict]:
+    """Verdict of every turn, in order.
+
+    Args:
+        turns: those whose pass yields tokens.
+        logits: their rows: of the last pending token, then one per draft node.
+        tokens: fed at these rows.
 
     Raises:
         NumericalError: a sequence's logits are NaN or leave no token; nothing has been committed.
     """
-    by_method: dict[Method, list[int]] = {}
-    for index, item in enumerate(scored):
-        by_method.setdefault(item.method, []).append(index)
+    by_rule: dict[Rule, list[int]] = {}
+    for index, turn in enumerate(turns):
+        by_rule.setdefault(turn.rule, []).append(index)
+    if len(by_rule) == 1:
+        return verify_batch(turns[0].rule, Batch(turns=turns, logits=logits, tokens=tokens))
+    ends = list(accumulate(turn.num_rows for turn in turns))
     verdicts: dict[int, Verdict] = {}
-    for method, indices in by_method.items():
-        items = [scored[i] for i in indices]
-        if method in ("block", "token"):
-            found = verify_sampled(items, "block" if method == "block" else "token")
-        else:
-            found = verify_walked(items)
-        verdicts.update(zip(indices, found, strict=True))
-    return [verdicts[i] for i in range(len(scored))]
+    for rule, indices in by_rule.items():
+        wanted = [row for i in indices for row in range(ends[i] - turns[i].num_rows, ends[i])]
+        rows = torch.tensor(wanted, device=logits.device)
+        batch = Batch(turns=[turns[i] for i in indices], logits=logits[rows], tokens=tokens[rows])
+        verdicts |= zip(indices, verify_batch(rule, batch), strict=True)
+    return [verdicts[i] for i in range(len(turns))]
 
 
-def probabilities(items: Seq[Scored]) -> tuple[Tensor, list[set[int]]]:
-    """Processed target probabilities of all rows of `items`, shape (rows, vocab).
-
-    Also returns which rows of each item have no law. Where only a rejected draft led there, they
-    must not cost the request its text: plain decoding would never have seen them.
-    """
-    logits = torch.cat([item.logits for item in items]) if len(items) > 1 else items[0].logits
-    rows = [i for i, item in enumerate(items) for _ in range(item.num_rows)]
-    params = pack_params([item.sequence.params for item in items], logits.device, rows)
-    histories: list[RowHistory | None] = []
-    if any(item.sequence.history is not None for item in items):
-        histories = [history for item in items for history in item.row_histories()]
-    probs = target_probs(logits, params, histories)
-    failed: list[set[int]] = [set() for _ in items]
-    for row in failed_rows(probs):
-        failed[rows[row]].add(row - rows.index(rows[row]))
-    return probs, failed
+def verify_batch(rule: Rule, batch: Batch) -> list[Verdict]:
+    """Verdicts of turns under one rule."""
+    if rule == "greedy":
+        return verify_greedy(batch)
+    if rule == "walk":
+        return verify_walked(batch)
+    return verify_sampled(batch, rule)
 
 
-def refuse(item: Scored) -> None:
+def refuse(turn: Turn) -> None:
     """Name the request whose logits cannot be used."""
     raise NumericalError(
-        f"request {item.sequence.key}: the target's logits are NaN or infinite, or its parameters "
+        f"request {turn.sequence.key}: the target's logits are NaN or infinite, or its parameters "
         "leave no possible token; nothing was emitted: abort it, and check dtype and weights",
-        request_id=item.sequence.request_id,
+        request_id=turn.sequence.request_id,
     )
 
 
-def verify_walked(items: Seq[Scored]) -> list[Verdict]:
-    """Draw (or take the argmax) at every row and follow the draft as far as it agrees."""
-    if all(item.is_plain_greedy for item in items):
-        return [greedy_verdict(item) for item in items]
-    probs, failed = probabilities(items)
-    keys = torch.tensor([k for item in items for k in item.row_keys()], device=probs.device)
-    tokens: list[int] = target_tokens(probs, keys).tolist()
-    verdicts, start = [], 0
-    for item, lawless in zip(items, failed, strict=True):
-        end = start + item.num_rows
-        verdict = walk_verdict(item, tokens[start:end], probs[start:end])
-        check_visited(item, verdict.path, lawless)
-        verdicts.append(verdict)
-        start = end
-    return verdicts
-
-
-def check_visited(item: Scored, path: tuple[int, ...], failed: Collection[int]) -> None:
-    """Refuse a sequence whose tokens were taken from a row without a law."""
-    if failed and not {0, *(node + 1 for node in path)}.isdisjoint(failed):
-        refuse(item)
-
-
-def greedy_verdict(item: Scored) -> Verdict:
-    """The walk of an argmax; what is accepted is certain, so it is also what is expected.
-
-    A row whose largest logit is not finite has no law, as `target_probs` sees it.
-    """
-    finite = item.logits.amax(dim=-1).isfinite().tolist()
-    path, final = walk(item.tree, item.drafted(), item.logits.argmax(dim=-1).tolist())
-    check_visited(item, path, {row for row, good in enumerate(finite) if not good})
-    return make_verdict(item, path, final, float(len(path)))
-
-
-def walk_verdict(item: Scored, tokens: list[int], probs: Tensor) -> Verdict:
-    """The walk of drawn target tokens, and how far it was expected to get."""
-    proposal = item.proposal
-    if proposal is None:
-        return make_verdict(item, (), tokens[0], 0.0)
-    drafted = proposal.tokens.to(probs.device)
-    if proposal.choice is Choice.COUPLED and proposal.draft_probs is not None:
-        edges = coupled_match_probs(probs[:-1], proposal.draft_probs.to(probs.device), drafted)
-    else:
-        edges = edge_probs(item.tree, drafted, probs)
-    path, final = walk(item.tree, drafted.tolist(), tokens)
-    return make_verdict(
-        item, path, final, expected_accepted(item.tree, edges.nan_to_num(0.0).tolist())
-    )
-
-
-def make_verdict(item: Scored, path: tuple[int, ...], final: int, expected: float) -> Verdict:
-    """Accepted tokens along `path`, then `final`: a bonus where nothing was left to reject."""
-    drafted = item.drafted()
-    at_leaf = not item.tree.children(path[-1] if path else -1)
+def verdict_of(turn: Turn, path: tuple[int, ...], emitted: Seq[int], expected: float) -> Verdict:
+    """Accepted tokens along `path` and the one after: a bonus where nothing was left to reject."""
+    at_leaf = not turn.tree.children(path[-1] if path else -1)
     last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
     return Verdict(
         path=path,
-        tokens=(*(drafted[node] for node in path), final),
-        sources=(*(TokenSource.ACCEPTED for _ in path), last),
+        tokens=tuple(emitted),
+        sources=(TokenSource.ACCEPTED,) * len(path) + (last,),
         expected_accepted=expected,
     )
 
 
-def verify_sampled(items: Seq[Scored], rule: Rule) -> list[Verdict]:
-    """Block or token-level verification of sampled chains, padded to the longest of them.
+# ------------------------------------------------------------------------------------------- walked
+
+
+def verify_greedy(batch: Batch) -> list[Verdict]:
+    """The walk of the raw argmax; what is accepted is certain, so it is also what is expected.
+
+    A row whose largest logit is not finite has no law, as `target_probs` sees it.
+    """
+    scores, best = largest(batch.logits)
+    table: list[Row] = torch.stack([best, batch.tokens, scores.to(torch.float64)]).t().tolist()
+    verdicts = []
+    for turn, rows in zip(batch.turns, batch.split(table), strict=True):
+        drafted = [int(row[1]) for row in rows[1:]]
+        path, final = walk(turn.tree, drafted, [int(row[0]) for row in rows])
+        if not all(math.isfinite(rows[node + 1][2]) for node in (-1, *path)):
+            refuse(turn)
+        emitted = [*(drafted[node] for node in path), final]
+        verdicts.append(verdict_of(turn, path, emitted, float(len(path))))
+    return verdicts
+
+
+def verify_walked(batch: Batch) -> list[Verdict]:
+    """Draw at every row and follow the draft as far as it agrees.
+
+    A row without a law counts only where the walk comes by: plain decoding would never have seen
+    what a rejected draft led to.
+    """
+    probs = probabilities(batch)
+    keys = [
+        key
+        for turn in batch.turns
+        for key in target_keys(turn.sequence.noise_key, len(turn.sequence.ids), turn.tree)
+    ]
+    drawn = target_tokens(probs, torch.tensor(keys, device=probs.device))
+    columns = [drawn, batch.tokens, failed_rows(probs), match_probs(batch, probs)]
+    table: list[Row] = torch.stack([column.to(torch.float64) for column in columns]).t().tolist()
+    verdicts = []
+    for turn, rows in zip(batch.turns, batch.split(table), strict=True):
+        drafted = [int(row[1]) for row in rows[1:]]
+        path, final = walk(turn.tree, drafted, [int(row[0]) for row in rows])
+        if any(rows[node + 1][2] for node in (-1, *path)):
+            refuse(turn)
+        expected = expected_accepted(turn.tree, [row[3] for row in rows[1:]])
+        emitted = [*(drafted[node] for node in path), final]
+        verdicts.append(verdict_of(turn, path, emitted, expected))
+    return verdicts
+
+
+def match_probs(batch: Batch, probs: Tensor) -> Float[Tensor, " rows"]:
+    """Probability that the target agrees with the node of each row, its parent reached; else 0."""
+    matches = []
+    row = 0
+    for turn in batch.turns:
+        rows, tokens = probs[row : row + turn.num_rows], batch.tokens[row + 1 : row + turn.num_rows]
+        matches.append(probs.new_zeros(1))
+        proposal = turn.proposal
+        if proposal is not None and proposal.num_drafted:
+            draft_probs = proposal.draft_probs
+            if proposal.choice is Choice.COUPLED and draft_probs is not None:
+                draft_probs = draft_probs.to(probs.device)
+                matches.append(coupled_match_probs(rows[:-1], draft_probs, tokens))
+            else:
+                matches.append(edge_probs(turn.tree, tokens, rows))
+        row += turn.num_rows
+    return torch.cat(matches).nan_to_num(0.0)
+
+
+def probabilities(batch: Batch) -> Float[Tensor, "rows vocab"]:
+    """Processed target probabilities of all rows."""
+    turns = batch.turns
+    rows = [index for index, turn in enumerate(turns) for _ in range(turn.num_rows)]
+    params = pack_params([turn.sequence.params for turn in turns], batch.logits.device, rows)
+    histories: list[RowHistory | None] = []
+    if any(turn.sequence.history is not None for turn in turns):
+        drafted: list[int] = batch.tokens.tolist()
+        row = 0
+        for turn in turns:
+            histories += turn.row_histories(drafted[row + 1 : row + turn.num_rows])
+            row += turn.num_rows
+    return target_probs(batch.logits, params, histories)
+
+
+# ------------------------------------------------------------------------------------------ sampled
+
+
+def verify_sampled(batch: Batch, rule: Rule) -> list[Verdict]:
+    """Block or token-level verification of sampled chains.
 
     A chain ends where the target has no law: the tokens before decide that, so it is no bias.
     """
-    probs, failed = probabilities(items)
-    num_drafted = [min({item.num_rows - 1} | f) for item, f in zip(items, failed, strict=True)]
-    depth = max(item.num_rows for item in items) - 1
-    vocab_size = probs.shape[-1]
-    target = probs.new_zeros(len(items), depth + 1, vocab_size)
-    draft = probs.new_zeros(len(items), depth, vocab_size)
-    tokens = torch.zeros(len(items), depth, dtype=torch.int64, device=probs.device)
-    start = 0
-    for row, item in enumerate(items):
-        target[row, : item.num_rows] = probs[start : start + item.num_rows]
-        start += item.num_rows
-        if item.proposal is not None and item.proposal.draft_probs is not None:
-            draft[row, : item.num_rows - 1] = item.proposal.draft_probs
-            tokens[row, : item.num_rows - 1] = item.proposal.tokens
+    assert rule in ("block", "token")
+    turns, probs = batch.turns, probabilities(batch)
+    starts = [0, *accumulate(turn.num_rows for turn in turns)]
+    widest = max(turn.num_rows for turn in turns) * probs.shape[-1]
+    columns: list[Tensor] = []
+    for some in row_chunks(len(turns), widest):  # so that padded copies stay small
+        rows = slice(starts[some.start], starts[some.stop])
+        part = Batch(turns=turns[some], logits=batch.logits[rows], tokens=batch.tokens[rows])
+        columns += chain_columns(part, probs[rows], rule)
+    table: list[float] = torch.cat([*columns, batch.tokens.to(torch.float64)]).tolist()
+    numbers, fed = table[: 4 * len(turns)], table[4 * len(turns) :]
+    verdicts = []
+    for index, turn in enumerate(turns):
+        accepted, final, expected, num_lawful = numbers[4 * index : 4 * index + 4]
+        if accepted == num_lawful:
+            refuse(turn)
+        first = starts[index] + 1
+        emitted = [int(token) for token in (*fed[first : first + int(accepted)], final)]
+        verdicts.append(verdict_of(turn, tuple(range(int(accepted))), emitted, expected))
+    return verdicts
+
+
+def chain_columns(batch: Batch, probs: Tensor, rule: ChainRule) -> list[Tensor]:
+    """Outcomes of chains, padded to the longest of them: four numbers for each.
+
+    They are: accepted, final token, expected accepted, and rows before the first without a law.
+    """
+    turns, device = batch.turns, probs.device
+    lengths = [turn.num_drafted for turn in turns]
+    target = side_by_side(torch.split(probs, [length + 1 for length in lengths]))
+    fed = side_by_side(torch.split(batch.tokens, [length + 1 for length in lengths]))
+    draft = side_by_side([draft_rows(turn, probs) for turn in turns])
+    num_lawful = (~failed_rows(target)).cumprod(-1).sum(-1)
+    depth = max(lengths)
+    keys = [chain_keys(t.sequence.noise_key, len(t.sequence.ids), depth) for t in turns]
     outcome = verify_chains(
         target,
         draft,
-        tokens,
-        torch.tensor(num_drafted, device=probs.device),
-        torch.tensor([item.draw_keys(depth) for item in items], device=probs.device),
+        fed[:, 1:],
+        torch.tensor(lengths, device=device).minimum(num_lawful),
+        torch.tensor(keys, device=device),
         rule,
     )
-    columns = (outcome.num_accepted, outcome.final_tokens, outcome.expected_accepted)
-    verdicts = []
-    for item, lawless, n, final, expected in zip(
-        items, failed, *(column.tolist() for column in columns), strict=True
-    ):
-        check_visited(item, tuple(range(n)), lawless)
-        verdicts.append(make_verdict(item, tuple(range(n)), final, expected))
-    return verdicts
+    columns = (outcome.num_accepted, outcome.final_tokens, outcome.expected_accepted, num_lawful)
+    return [torch.stack([column.to(torch.float64) for column in columns], dim=1).flatten()]
+
+
+def draft_rows(turn: Turn, like: Tensor) -> Tensor:
+    """The rows a chain was drawn from; none for a plain step."""
+    proposal = turn.proposal
+    if proposal is None or proposal.draft_probs is None:
+        return like[:0]
+    return proposal.draft_probs.to(like)
+
+
+def side_by_side(chains: Seq[Tensor]) -> Tensor:
+    """One more dimension in front; chains of unequal length are padded with zeros."""
+    if len(chains) == 1:
+        return chains[0][None]
+    if all(len(chain) == len(chains[0]) for chain in chains):
+        return torch.stack([*chains])
+    return torch.nn.utils.rnn.pad_sequence([*chains], batch_first=True)
+
+
+# ---------------------------------------------------------------------------------------- logprobs
+
+
+def token_logprobs(turn: Turn) -> list[TokenLogprobs]:
+    """Raw log-probabilities of the emitted tokens of a turn that kept its logits."""
+    verdict, logits = turn.verdict, turn.logits
+    assert verdict is not None
+    assert logits is not None
+    rows = [0, *(node + 1 for node in verdict.path)][: turn.num_emitted]
+    tokens = torch.tensor(verdict.tokens[: turn.num_emitted], device=logits.device)
+    raw = raw_logprobs(logits[rows], tokens, turn.sequence.params.logprobs or 0)
+    tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
+    return [
+        TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(
+            verdict.tokens, raw.token_logprobs.tolist(), tops, strict=False
+        )
+    ]

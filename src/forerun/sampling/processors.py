@@ -20,6 +20,7 @@ from torch import Tensor
 from forerun.sampling.chunks import row_chunks
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import RowHistory
+from forerun.sampling.largest import largest
 
 __all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
 
@@ -105,6 +106,8 @@ def target_probs(
     logits: Float[Tensor, "rows vocab"],
     row_params: RowParams,
     histories: Sequence[RowHistory | None] = (),
+    *,
+    out: Float32[Tensor, "rows vocab"] | None = None,
 ) -> Float32[Tensor, "rows vocab"]:
     """The law every row is drawn from, in fp32. `logits` are left as they are.
 
@@ -115,45 +118,58 @@ def target_probs(
         logits: of any floating dtype.
         row_params: from `pack_params`, one entry per row.
         histories: one entry per row, None for requests that need none; empty if none of them does.
+        out: where to put the law.
     """
     num_rows, vocab_size = logits.shape
+    if out is None:
+        out = torch.empty(num_rows, vocab_size, device=logits.device)
     chunks = list(row_chunks(num_rows, vocab_size))
-    if len(chunks) <= 1:
-        return _probs(logits, row_params, histories)
-    probs = torch.empty(num_rows, vocab_size, device=logits.device)
+    if len(chunks) == 1:
+        _write_probs(logits, row_params, histories, out)
+        return out
     for rows in chunks:
-        probs[rows] = _probs(logits[rows], row_params.rows(rows), histories[rows])
-    return probs
+        _write_probs(logits[rows], row_params.rows(rows), histories[rows], out[rows])
+    return out
 
 
-def failed_rows(probs: Float[Tensor, "rows vocab"]) -> list[int]:
-    """Rows `target_probs` could not make sense of. Waits for the device."""
-    bad: list[int] = probs[:, 0].isnan().nonzero().flatten().tolist()
-    return bad
+def failed_rows(probs: Float[Tensor, "*rows vocab"]) -> Bool[Tensor, "*rows"]:
+    """Which rows `target_probs` could not make sense of: those are NaN throughout."""
+    return probs[..., 0].isnan()
 
 
-def _probs(logits: Tensor, row_params: RowParams, histories: Sequence[RowHistory | None]) -> Tensor:
-    scores = logits.to(torch.float32)
+def _write_probs(
+    logits: Tensor, row_params: RowParams, histories: Sequence[RowHistory | None], out: Tensor
+) -> None:
+    scores = logits
     if any(history is not None for history in histories):
-        # masks write in place, and `to` returns fp32 logits themselves
-        scores = scores.clone() if scores is logits else scores
+        scores = logits.to(torch.float32, copy=True)  # masks write in place
         _mask_and_bias(scores, histories)
         scores = _penalise(scores, row_params, histories)
     if row_params.all_greedy:
-        return _one_hot(scores)
+        _write_one_hot(scores, out)
+        return
+    # From here on in place: the plain case needs no more memory than its result.
     if row_params.temperature is not None:
-        scores = scores / row_params.temperature
-    probs = _warp(scores, row_params).softmax(-1)
-    if row_params.greedy is None:
-        return probs
-    return torch.where(row_params.greedy, _one_hot(scores), probs)
+        scores = torch.div(scores, row_params.temperature, out=out)
+    elif scores.dtype != torch.float32:
+        scores = out.copy_(scores)
+    one_hot = None if row_params.greedy is None else _one_hot(scores)
+    torch.softmax(_warp(scores, row_params), -1, out=out)
+    if row_params.greedy is not None and one_hot is not None:
+        out.copy_(torch.where(row_params.greedy, one_hot, out))
 
 
-def _one_hot(scores: Logits) -> Logits:
+def _one_hot(scores: Tensor) -> Logits:
+    one_hot = torch.empty(scores.shape, device=scores.device)
+    _write_one_hot(scores, one_hot)
+    return one_hot
+
+
+def _write_one_hot(scores: Tensor, out: Logits) -> None:
     """All mass on the largest score, the first of equals; NaN rows where it is not finite."""
-    best = scores.argmax(-1, keepdim=True)  # of a NaN, if there is one
-    failed = ~scores.gather(-1, best).isfinite()
-    return torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(failed, torch.nan)
+    best, token = largest(scores)
+    out.zero_().scatter_(-1, token[:, None], 1.0)
+    out.masked_fill_(~best.isfinite()[:, None], torch.nan)
 
 
 def _mask_and_bias(scores: Logits, histories: Sequence[RowHistory | None]) -> None:

@@ -10,7 +10,28 @@ from torch import Tensor
 from forerun.sampling.choice import Choice, TokenSource
 from forerun.theory.tree import TokenTree
 
-__all__ = ["Choice", "Proposal", "TokenSource", "Verdict"]
+__all__ = ["Assurance", "Choice", "Proposal", "TokenSource", "Verdict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assurance:
+    """A drafter's word for values that it need not have checked, for it has made them itself.
+
+    It says: every id is an argmax of, or a draw from, a row over the target's vocabulary; every row
+    is a softmax in fp32 without NaN. It holds for these very tensors: a proposal with any other
+    beside it is checked in full.
+
+    Attributes:
+        tokens: those of the proposal.
+        draft_probs: likewise.
+    """
+
+    tokens: Int64[Tensor, " nodes"]
+    draft_probs: Float[Tensor, "parents vocab"] | None
+
+    def covers(self, proposal: Proposal) -> bool:
+        """Whether the proposal still consists of these tensors."""
+        return self.tokens is proposal.tokens and self.draft_probs is proposal.draft_probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,6 +47,7 @@ class Proposal:
             the figures of the trace; verification does not read them. None otherwise.
         stop_reason: why drafting ended ("budget", "stop_rule", "context"; "no_law": the next law
             was NaN).
+        assurance: spares the check of values that the drafter guarantees.
     """
 
     tokens: Int64[Tensor, " nodes"]
@@ -33,6 +55,12 @@ class Proposal:
     choice: Choice
     draft_probs: Float[Tensor, "parents vocab"] | None = None
     stop_reason: str = "budget"
+    assurance: Assurance | None = None
+
+    @property
+    def is_assured(self) -> bool:
+        """Whether the drafter vouches for the values as they are here."""
+        return self.assurance is not None and self.assurance.covers(self)
 
     @property
     def num_drafted(self) -> int:

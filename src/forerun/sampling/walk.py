@@ -71,14 +71,18 @@ def walk(
     Returns:
         The accepted path (nodes from the root down) and the first target token no child carries.
     """
-    children = {}
-    for node in reversed(range(len(tree.parents))):  # of equal siblings the first one stays
-        children[tree.parents[node], draft_tokens[node]] = node
     path: list[int] = []
     token = target_tokens[0]
-    while (node := children.get((path[-1] if path else -1, token), -1)) >= 0:
+    children = tree.children(-1)
+    while children:
+        for node in children:
+            if draft_tokens[node] == token:
+                break
+        else:
+            break
         path.append(node)
         token = target_tokens[node + 1]
+        children = tree.children(node)
     return tuple(path), token
 
 

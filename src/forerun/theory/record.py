@@ -93,8 +93,8 @@ class StepRecord:
         num_accepted: accepted nodes.
         num_emitted: accepted plus one, fewer where a stop cut the text.
         draft_s: drafting.
-        verify_s: target pass and verification.
-        other_s: everything else in the cycle.
+        verify_s: the target pass, until its logits are there.
+        other_s: everything else in the cycle, verification included.
         batch_rows: rows of the target pass over all requests.
         num_prefill_rows: those of them that fed prompts.
         context_tokens: committed tokens of the request at the start of the step.

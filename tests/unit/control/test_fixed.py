@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.fixed import FixedController
 
@@ -21,17 +19,16 @@ def test_it_is_a_controller():
     assert isinstance(FixedController(3), Controller)
 
 
-@pytest.mark.parametrize(("max_new", "expected"), [(100, 4), (5, 4), (4, 3), (2, 1), (1, 0)])
-def test_k_leaves_room_for_the_token_the_pass_yields_anyway(max_new, expected):
-    assert plans(4, max_new) == [expected]
+def test_everyone_is_asked_for_k():
+    assert plans(4, 100, 3, 1) == [4, 4, 4]
 
 
 def test_requests_share_the_rows_of_a_pass():
-    assert plans(7, 100, 100, 3, max_rows=12) == [3, 3, 2]
+    assert plans(7, 100, 100, 3, max_rows=12) == [3, 3, 3]
 
 
 def test_a_plan_without_drafts_is_plain():
-    assert FixedController(4).decide([state(1)], Capacity(max_rows=64)) == [Plan()]
+    assert FixedController(4).decide([state(9)], Capacity(max_rows=1)) == [Plan()]
     assert FixedController(4, "suffix").decide([state(9)], Capacity(max_rows=64)) == [
         Plan(method="suffix", num_speculative_tokens=4)
     ]

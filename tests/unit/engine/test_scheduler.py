@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import tiny
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Sequence, Status
-from forerun.engine.stopping import TokenStops
+from forerun.engine.sequence import Sequence
+from forerun.engine.stopping import Stop, TokenStops
+from forerun.engine.turn import Turn
 from forerun.models.context import Context
 from forerun.models.tabular import TokenStore
 from forerun.models.tokenizers import Detokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.proposal import Choice, Proposal
+from forerun.theory.tree import TokenTree
 
 PARAMS = SamplingParams()
 
@@ -49,8 +53,26 @@ def config(**changes: int) -> EngineConfig:
     return EngineConfig(**({"max_batch": 4, "num_speculative_tokens": 3} | changes))
 
 
+def shared(scheduler: Scheduler, drafted: list[int]) -> list[Turn]:
+    """The turns of the running sequences, each with so many draft nodes."""
+    turns = [
+        Turn(
+            sequence=each,
+            num_pending=len(each.ids),
+            proposal=Proposal(
+                tokens=torch.zeros(num_nodes, dtype=torch.int64),
+                tree=TokenTree.chain(num_nodes),
+                choice=Choice.DETERMINISTIC,
+            ),
+        )
+        for each, num_nodes in zip(scheduler.running, drafted, strict=True)
+    ]
+    scheduler.share(turns)
+    return turns
+
+
 def rows(scheduler: Scheduler, drafted: list[int]) -> list[tuple[int, bool]]:
-    return [(share.num_chain, share.completes) for share in scheduler.shares(drafted)]
+    return [(turn.num_chain, turn.completes) for turn in shared(scheduler, drafted)]
 
 
 def test_first_come_first_served_within_batch_and_slots():
@@ -64,7 +86,6 @@ def test_first_come_first_served_within_batch_and_slots():
     assert scheduler.admit(num_free_slots=0) == []
     assert scheduler.admit(num_free_slots=9) == sequences[2:3]
     assert scheduler.running == sequences[:3]
-    assert [each.status for each in sequences] == [Status.RUNNING] * 3 + [Status.WAITING] * 2
 
 
 def test_finished_ones_make_room():
@@ -73,7 +94,7 @@ def test_finished_ones_make_room():
     scheduler.add(first)
     scheduler.add(second)
     scheduler.admit(4)
-    first.status = Status.FINISHED
+    first.stop = Stop(finish_reason="length")
     assert scheduler.drop_finished() == [first]
     assert scheduler.admit(4) == [second]
 
@@ -86,7 +107,6 @@ def test_removed_from_queue_or_batch(which):
         scheduler.add(each)
     scheduler.admit(4)
     scheduler.remove(pair[which])
-    assert pair[which].status is Status.FINISHED
     assert [*scheduler.running, *scheduler.waiting] == [pair[1 - which]]
 
 
@@ -97,8 +117,8 @@ def test_prompts_are_fed_in_chunks():
 
 def test_decoding_comes_before_prefill_even_of_older_sequences():
     scheduler = running(config(max_step_rows=16), [40, 1, 30, 1])
-    assert rows(scheduler, [0, 3, 0, 3]) == [(8, False), (1, True), (1, True)]
-    assert rows(scheduler, [0, 0, 0, 0]) == [(14, False), (1, True), (1, True)]
+    assert rows(scheduler, [0, 3, 0, 3]) == [(8, False), (1, True), (0, False), (1, True)]
+    assert rows(scheduler, [0, 0, 0, 0]) == [(14, False), (1, True), (0, False), (1, True)]
 
 
 @given(
@@ -114,14 +134,10 @@ def test_no_pass_exceeds_its_rows_and_some_sequence_advances(
         config(max_step_rows=max_step_rows, prefill_chunk=prefill_chunk), num_pending
     )
     drafted = [data.draw(st.integers(0, 3)) if n == 1 else 0 for n in num_pending]
-    shares = scheduler.shares(drafted)
-    assert sum(share.num_chain for share in shares) + sum(drafted) <= max_step_rows
-    assert shares
-    fed = {id(share.sequence): share for share in shares}
-    for each, pending in zip(scheduler.running, num_pending, strict=True):
-        share = fed.get(id(each))
-        if pending == 1:
-            assert share is not None
-        if share is not None:
-            assert 1 <= share.num_chain <= min(pending, max(prefill_chunk, 1))
-            assert share.completes == (share.num_chain == pending)
+    turns = shared(scheduler, drafted)
+    assert sum(turn.num_chain for turn in turns) + sum(drafted) <= max_step_rows
+    assert any(turn.num_chain for turn in turns)
+    for turn, pending in zip(turns, num_pending, strict=True):
+        assert 0 <= turn.num_chain <= min(pending, prefill_chunk)
+        assert turn.num_chain == 1 or pending > 1
+        assert turn.completes == (turn.num_chain == pending)

@@ -244,13 +244,14 @@ def test_rows_without_meaning_are_named(temperature: float, bad: float) -> None:
     scores[1, 50] = bad
     scores[3] = -torch.inf
     probs = probs_of(scores, SamplingParams(temperature=temperature))
-    assert failed_rows(probs) == [1, 3]
+    assert failed_rows(probs).nonzero().flatten().tolist() == [1, 3]
     assert probs[[1, 3]].isnan().all()
-    assert failed_rows(probs[[0, 2]]) == []
+    assert not failed_rows(probs[[0, 2]]).any()
 
 
 def test_warped_rows_without_meaning_are_named() -> None:
     scores = logits(3)
     scores[2, 0] = torch.nan
     params = [SamplingParams(temperature=0), SamplingParams(top_k=3, top_p=0.5, min_p=0.1)]
-    assert failed_rows(target_probs(scores, pack_params(params, rows=[0, 1, 1]))) == [2]
+    failed = failed_rows(target_probs(scores, pack_params(params, rows=[0, 1, 1])))
+    assert failed.tolist() == [False, False, True]

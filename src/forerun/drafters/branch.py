@@ -1,0 +1,82 @@
+"""One sequence as the draft model sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.drafters.base import DraftRequest
+from forerun.models.base import Span
+from forerun.models.context import Context
+from forerun.sampling.choice import Choice
+from forerun.sampling.config import SamplingParams, draft_params
+
+__all__ = ["Branch"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Branch:
+    """What is kept of a request between steps, and how far its chain got in this one.
+
+    Attributes:
+        request: what to continue.
+        context: the draft's own view of it.
+        params: the request's parameters with the draft's temperature.
+        choice: how its nodes are chosen.
+        budget: tokens to draft in this step.
+        limit: what set the budget: "budget" of the plan, or the draft's own "context".
+        num_chain: pending committed tokens fed by the first pass.
+        num_fed: drafted tokens fed, all of them staged.
+    """
+
+    request: DraftRequest
+    context: Context
+    params: SamplingParams
+    choice: Choice
+    budget: int = 0
+    limit: str = "budget"
+    num_chain: int = 0
+    num_fed: int = 0
+
+    @classmethod
+    def begin(cls, request: DraftRequest, context: Context) -> Branch:
+        """The branch of a request that has not been drafted for yet."""
+        params = draft_params(request.params)
+        choice = Choice.COUPLED if request.coupled else Choice.SAMPLED
+        return cls(
+            request=request,
+            context=context,
+            params=params,
+            choice=Choice.DETERMINISTIC if params.greedy else choice,
+        )
+
+    def plan(self, num_speculative_tokens: int, max_context: int) -> None:
+        """Take this step's K, cut to the room the draft has for its tokens."""
+        room = max(0, max_context - self.num_committed)
+        self.budget = min(num_speculative_tokens, room)
+        self.limit = "budget" if self.budget == num_speculative_tokens else "context"
+
+    def may_chain(self, num_tokens: int, max_context: int) -> bool:
+        """Whether a greedy chain of `num_tokens`, maybe past its own budget, fits and is right."""
+        fits = self.num_committed + num_tokens - 1 <= max_context
+        return fits and self.params.greedy and not self.params.has_processors
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens of prompt and output at the start of the step."""
+        return len(self.request.ids)
+
+    def first_span(self) -> Span:
+        """All pending tokens."""
+        self.num_chain = self.context.num_pending
+        self.num_fed = 0
+        return self.context.span(self.num_chain)
+
+    def next_span(self) -> Span:
+        """One drafted token more."""
+        span = self.context.span(1, num_staged=self.num_chain + self.num_fed)
+        self.num_fed += 1
+        return span
+
+    def commit(self, num_accepted: int) -> None:
+        """Keep the rows of accepted tokens; the last drafted token may never have been fed."""
+        self.context.commit(range(self.num_chain + min(num_accepted, self.num_fed)))

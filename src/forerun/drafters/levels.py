@@ -1,0 +1,148 @@
+"""Chains drafted level by level: one pass, one law and one draw per node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.drafters.branch import Branch
+from forerun.models.base import LanguageModel, RowBatch
+from forerun.sampling.choice import Choice
+from forerun.sampling.history import RowHistory
+from forerun.sampling.largest import largest
+from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
+from forerun.sampling.processors import pack_params, target_probs
+from forerun.sampling.walk import target_tokens
+
+__all__ = ["Levels", "draft_levels"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Levels:
+    """The chains of one call side by side.
+
+    Attributes:
+        tokens: drafted tokens; meaningless past the budget of a branch.
+        laws: the rows they were drawn from, likewise; None where all chains are deterministic.
+    """
+
+    tokens: Int64[Tensor, "levels branches"]
+    laws: Float[Tensor, "levels branches vocab"] | None
+
+
+def draft_levels(
+    model: LanguageModel, branches: Sequence[Branch], batch: RowBatch, vocab_size: int
+) -> Levels:
+    """Draft every branch to its budget.
+
+    Args:
+        model: the draft.
+        branches: those that go deepest first, so that the ones going on are always the first.
+        batch: feeds all they have pending, and wants the last row of each.
+        vocab_size: of the target.
+    """
+    num_levels, device = branches[0].budget, model.device
+    chooser = Chooser(branches, num_levels, device)
+    params = pack_params([branch.params for branch in branches], device)
+    tokens = torch.zeros(num_levels, len(branches), dtype=torch.int64, device=device)
+    laws = None
+    if any(branch.choice is not Choice.DETERMINISTIC for branch in branches):
+        laws = torch.empty(num_levels, len(branches), vocab_size, device=device)
+    positions = batch.positions.index_select(0, batch.logit_rows)
+    last_rows = torch.arange(len(branches), device=device)
+    going = len(branches)
+    for level in range(num_levels):
+        if level > 0:
+            going = sum(branch.budget > level for branch in branches)
+            batch = RowBatch(
+                tokens=tokens[level - 1, :going],
+                positions=positions[:going] + level,
+                spans=tuple(branch.next_span() for branch in branches[:going]),
+                logit_rows=last_rows[:going],
+            )
+        logits = fit_vocabulary(model.forward(batch).logits, vocab_size)
+        law = target_probs(
+            logits,
+            params if going == len(branches) else params.rows(slice(going)),
+            row_histories(branches[:going], tokens[:level]),
+            out=None if laws is None else laws[level, :going],
+        )
+        tokens[level, :going] = chooser.choose(law, level)
+    return Levels(tokens=tokens, laws=laws)
+
+
+class Chooser:
+    """Draws the nodes of a level, each branch by its own choice and noise.
+
+    Args:
+        branches: all of them.
+        num_levels: of the deepest.
+        device: of the draft.
+    """
+
+    def __init__(self, branches: Sequence[Branch], num_levels: int, device: torch.device) -> None:
+        self.choices = [branch.choice for branch in branches]
+        self.kinds = set(self.choices)
+        shape = (num_levels, len(branches))
+        if Choice.SAMPLED in self.kinds:
+            # Keyed by committed length and node: a rejected position is drawn afresh next step.
+            keys = [
+                step_key(b.request.noise_key, b.num_committed, level, Purpose.DRAFT)
+                for level in range(num_levels)
+                for b in branches
+            ]
+            self.uniforms = uniform(torch.tensor(keys, dtype=torch.int64, device=device)).view(
+                shape
+            )
+        if Choice.COUPLED in self.kinds:
+            # The race the target will run at the same position, on the draft's law.
+            keys = [
+                position_key(b.request.noise_key, b.num_committed + level)
+                for level in range(num_levels)
+                for b in branches
+            ]
+            self.positions = torch.tensor(keys, dtype=torch.int64, device=device).view(shape)
+
+    def choose(
+        self, law: Float[Tensor, "branches vocab"], level: int
+    ) -> Int64[Tensor, " branches"]:
+        """The next token of every branch that goes on."""
+        if len(self.kinds) == 1:
+            return self._choose(self.choices[0], law, level, slice(len(law)))
+        tokens = torch.empty(len(law), dtype=torch.int64, device=law.device)
+        for choice in self.kinds:
+            rows = [row for row in range(len(law)) if self.choices[row] is choice]
+            tokens[rows] = self._choose(choice, law[rows], level, rows)
+        return tokens
+
+    def _choose(self, choice: Choice, law: Tensor, level: int, rows: slice | list[int]) -> Tensor:
+        if choice is Choice.DETERMINISTIC:
+            return largest(law)[1]
+        if choice is Choice.SAMPLED:
+            return draw(law, self.uniforms[level, rows])
+        return target_tokens(law, self.positions[level, rows])
+
+
+def row_histories(branches: Sequence[Branch], drafted: Tensor) -> list[RowHistory | None]:
+    """What penalties count up to the next node; reading the drafted ids waits for the device."""
+    if all(branch.request.history is None for branch in branches):
+        return []
+    chains: list[list[int]] = drafted.t().tolist()
+    return [
+        history.at(chain) if (history := branch.request.history) is not None else None
+        for branch, chain in zip(branches, chains, strict=False)
+    ]
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits over the target's ids: padding ids are cut off or made impossible."""
+    missing = vocab_size - logits.shape[-1]
+    if missing == 0:
+        return logits
+    if missing < 0:
+        return logits[:, :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
