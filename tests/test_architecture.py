@@ -15,7 +15,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MEANINGLESS_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
-TORCH_FREE = ("forerun", "forerun.control.base", "forerun.engine.config", "forerun.sampling.config")
+TORCH_FREE = (
+    "forerun",
+    "forerun.control.base",
+    "forerun.engine.config",
+    "forerun.probe.profile_file",
+    "forerun.sampling.config",
+)
 
 
 def name_of(path: Path) -> str:

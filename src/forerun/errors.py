@@ -3,8 +3,10 @@
 ForerunError
 ├── InvalidRequest      a prompt or a sampling parameter that cannot be honoured
 ├── InvalidModel        weights, configuration or tokenizer that cannot be used
+├── InvalidProfile      a cost profile that cannot be read, or was made elsewhere
 ├── IncompatibleDraft   draft and target do not fit each other
 ├── NotEnoughMemory     what was asked for does not fit, said before allocating
+├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
 ├── NumericalError      the target returned NaN or no possible token
 └── DrafterError        a drafter broke its contract (the engine falls back to plain decoding)
 """
@@ -16,9 +18,11 @@ __all__ = [
     "ForerunError",
     "IncompatibleDraft",
     "InvalidModel",
+    "InvalidProfile",
     "InvalidRequest",
     "NotEnoughMemory",
     "NumericalError",
+    "RunnerUnavailable",
 ]
 
 
@@ -34,12 +38,20 @@ class InvalidModel(ForerunError):
     """A model folder is missing, unreadable, truncated or of an unsupported kind."""
 
 
+class InvalidProfile(ForerunError):
+    """A cost profile is damaged, of a newer format, or of another machine, pair or set-up."""
+
+
 class IncompatibleDraft(ForerunError):
     """Draft and target do not fit each other, for example their tokenizers differ."""
 
 
 class NotEnoughMemory(ForerunError):
     """The requested configuration needs more memory than there is."""
+
+
+class RunnerUnavailable(ForerunError):
+    """A runner cannot be had: no compiler, or a model it is not written for."""
 
 
 class NumericalError(ForerunError):

@@ -12,7 +12,7 @@ from forerun.engine.config import EngineConfig
 from forerun.models.zoo.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
 
-__all__ = ["OutputFlags", "PairFlags", "SamplingFlags"]
+__all__ = ["ModelFlags", "OutputFlags", "PairFlags", "SamplingFlags"]
 
 ZOO_DRAFT = PREFIX + "draft-domain"
 
@@ -36,15 +36,13 @@ class SamplingFlags(SamplingParams):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairFlags:
+class ModelFlags:
     """Which models, and how they run."""
 
     target: str = "zoo:target"
     """Folder, hub name or zoo: name of the model whose text is wanted."""
     draft: str = "auto"
     """Draft model; "none" decodes plainly, "auto" takes the shipped draft for a shipped target."""
-    k: int = EngineConfig().num_speculative_tokens
-    """Most tokens drafted per step; 0 decodes plainly."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"
@@ -56,6 +54,14 @@ class PairFlags:
         if self.draft == "auto":
             return ZOO_DRAFT if self.target.startswith(PREFIX) else None
         return None if self.draft == "none" else self.draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFlags(ModelFlags):
+    """Which models, how they run, and how far one drafts for the other."""
+
+    k: int = EngineConfig().num_speculative_tokens
+    """Most tokens drafted per step; 0 decodes plainly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": "compare plain and speculative decoding on the shipped pair",
     "generate": "continue a prompt, streaming",
     "info": "say what a model is, what it needs and whether a draft fits it",
+    "profile": "measure what drafting and verifying cost on this machine",
     "exact": "prove by enumeration that every verifier keeps the target's law",
 }
 OVERVIEW = """\
@@ -45,6 +46,7 @@ examples:
   forerun generate "def quicksort(items):" --temperature 0 --color
   forerun generate - --target path/to/model --draft path/to/draft --k 4 < prompt.txt
   forerun info path/to/model --draft path/to/draft
+  forerun profile --target zoo:target --draft zoo:draft-domain --out profile.json
 """
 EXIT_ERROR = 1
 EXIT_USAGE = 2

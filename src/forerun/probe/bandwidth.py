@@ -1,0 +1,53 @@
+"""How fast this machine reads: no pass can be faster than its bytes at that rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from forerun.models.memory import available_bytes
+from forerun.probe.stopwatch import Stopwatch
+
+__all__ = ["Bandwidth", "read_bandwidth"]
+
+NUM_PASSES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """A read rate and what it was measured over.
+
+    Attributes:
+        buffer_bytes: size of the buffer; one that fits into a cache is read at the cache's rate,
+            and so are weights of that size.
+        bytes_per_s: the best of all passes.
+    """
+
+    buffer_bytes: int
+    bytes_per_s: float
+
+    def limit_s(self, num_bytes: float) -> float:
+        """The least time in which so many bytes can be read."""
+        return num_bytes / self.bytes_per_s
+
+
+def read_bandwidth(num_bytes: int, stopwatch: Stopwatch) -> Bandwidth:
+    """Read a buffer again and again, with the threads in use, and keep the best time.
+
+    Two reductions of 64-bit integers compete, because which of them keeps up with the memory
+    depends on the device.
+
+    Args:
+        num_bytes: what a pass reads, so usually the size of the weights; cut to half of what is
+            available.
+        stopwatch: of the device.
+    """
+    device = stopwatch.device
+    num_bytes = min(num_bytes, available_bytes(device) // 2)
+    buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
+    times_s = [
+        stopwatch.seconds(read) for _ in range(NUM_PASSES) for read in (buffer.sum, buffer.amax)
+    ]
+    buffer_bytes = buffer.numel() * buffer.itemsize
+    return Bandwidth(buffer_bytes=buffer_bytes, bytes_per_s=buffer_bytes / min(times_s))

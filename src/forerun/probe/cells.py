@@ -1,0 +1,103 @@
+"""What a profile measures: one quantity at one batch size, context and size."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from forerun.probe.config import ProbeConfig
+
+__all__ = [
+    "Cell",
+    "Quantity",
+    "chain_cells",
+    "overhead_cells",
+    "pass_cells",
+    "sizes",
+    "without",
+]
+
+
+class Quantity(StrEnum):
+    """What a number of seconds is of."""
+
+    TARGET_PASS = "target_pass"
+    """A forward of the target; size: rows per sequence."""
+    DRAFT_PASS = "draft_pass"
+    """A forward of the draft; size: rows per sequence."""
+    DRAFT_CHAIN = "draft_chain"
+    """One greedy chain of the draft; size: its tokens."""
+    GREEDY_OVERHEAD = "greedy_overhead"
+    """An engine step at T=0 outside both models; size: K, 0 for a plain step."""
+    SAMPLED_OVERHEAD = "sampled_overhead"
+    """The same at T=1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One thing to measure.
+
+    Attributes:
+        quantity: what.
+        batch: sequences.
+        context: committed tokens of each when the measurement begins.
+        size: see Quantity.
+    """
+
+    quantity: Quantity
+    batch: int
+    context: int
+    size: int
+
+    def __str__(self) -> str:
+        """For messages."""
+        name = self.quantity.replace("_", " ")
+        return f"{name} of size {self.size} at batch {self.batch}, context {self.context}"
+
+
+def pass_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
+    """Target passes at one context."""
+    for batch in config.batches:
+        for rows in config.rows:
+            if batch * rows <= config.max_pass_rows:
+                yield Cell(quantity=Quantity.TARGET_PASS, batch=batch, context=context, size=rows)
+
+
+def chain_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
+    """Draft chains at one context, and the single pass that sampled drafting repeats."""
+    for batch in config.batches:
+        yield Cell(quantity=Quantity.DRAFT_PASS, batch=batch, context=context, size=1)
+        for length in config.drafted:
+            yield Cell(quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length)
+
+
+def overhead_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
+    """Engine steps, plain and speculative, of prompts of `context` tokens."""
+    for quantity in (Quantity.GREEDY_OVERHEAD, Quantity.SAMPLED_OVERHEAD):
+        for batch in config.batches:
+            for k in (0, *config.drafted):
+                yield Cell(quantity=quantity, batch=batch, context=context, size=k)
+
+
+def without(cells: Collection[Cell], failed: Cell) -> list[Cell]:
+    """The cells that remain when one does not fit into memory.
+
+    Larger sizes of the same kind go with it. Where the batch cannot even do its smallest size it
+    goes altogether, and larger batches with it, so that what remains is still a grid.
+    """
+    smallest = min(c.size for c in cells if alike(c, failed))
+    if failed.size > smallest and failed.quantity is Quantity.TARGET_PASS:
+        return [c for c in cells if not (alike(c, failed) and c.size >= failed.size)]
+    return [c for c in cells if c.batch < failed.batch]
+
+
+def alike(one: Cell, other: Cell) -> bool:
+    """Whether two cells differ in nothing but size."""
+    return (one.quantity, one.batch, one.context) == (other.quantity, other.batch, other.context)
+
+
+def sizes(cells: Iterable[Cell], quantity: Quantity, batch: int, context: int) -> list[int]:
+    """Measured sizes of one kind, ascending."""
+    wanted = Cell(quantity=quantity, batch=batch, context=context, size=0)
+    return sorted(c.size for c in cells if alike(c, wanted))

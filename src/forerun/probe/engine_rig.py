@@ -1,0 +1,89 @@
+"""Engine steps with both models on the clock: what is left is the engine's own time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from forerun.drafters.draft_model import DraftModel
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.models.tokenizers import Tokenizer
+from forerun.probe.cells import Cell, Quantity
+from forerun.probe.pass_rig import some_tokens
+from forerun.probe.timed_model import TimedModel
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["EngineRig"]
+
+NUM_WARM_STEPS = 2
+"""The first reads the prompt, the second lets the draft read it."""
+NUM_STEPS = 3
+
+
+class EngineRig:
+    """Short generations through the engine as users run it.
+
+    Args:
+        target: the target, timed.
+        draft: the draft, timed.
+        tokenizer: the target's.
+        config: settings of the engine; K is each cell's own.
+        cells: what to measure; their context is the length of the prompts.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: TimedModel,
+        draft: TimedModel,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        cells: Sequence[Cell],
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.tokenizer = tokenizer
+        self.config = config
+        self._cells = tuple(cells)
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        """What can be measured with it."""
+        return self._cells
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Nothing is shared between visits."""
+        yield
+
+    def visit(self, cell: Cell) -> Sequence[float]:
+        """Seconds outside both models, per step."""
+        engine = self._engine(cell.size)
+        sampled = cell.quantity is Quantity.SAMPLED_OVERHEAD
+        params = SamplingParams(temperature=float(sampled), ignore_eos=True)
+        prompt = some_tokens(cell.context, self.target.vocab_size)
+        requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
+        try:
+            for _ in range(NUM_WARM_STEPS):
+                engine.step()
+            return [self._outside_s(engine) for _ in range(NUM_STEPS)]
+        finally:
+            for request_id in requests:
+                engine.abort(request_id)
+
+    def _engine(self, k: int) -> Engine:
+        drafter = DraftModel(self.draft, self.target.vocab_size) if k else None
+        return Engine(
+            target=self.target,
+            tokenizer=self.tokenizer,
+            drafter=drafter,
+            config=replace(self.config, num_speculative_tokens=k),
+        )
+
+    def _outside_s(self, engine: Engine) -> float:
+        """One step, less what both models took of it."""
+        before_s = self.target.inside_s + self.draft.inside_s
+        step_s = self.target.stopwatch.seconds(engine.step)
+        return step_s - (self.target.inside_s + self.draft.inside_s - before_s)

@@ -1,0 +1,98 @@
+"""The whole measurement: read limit, rounds over all cells, cost tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from forerun.probe.bandwidth import Bandwidth, read_bandwidth
+from forerun.probe.cells import chain_cells, overhead_cells, pass_cells
+from forerun.probe.config import ProbeConfig
+from forerun.probe.engine_rig import EngineRig
+from forerun.probe.fit import cost_table
+from forerun.probe.pair import PROMPT_TOKENS, Facts, Pair, setup_of
+from forerun.probe.pass_rig import PassRig, prefixes
+from forerun.probe.profile import Measured, Profile, ReadLimit
+from forerun.probe.rounds import Rig, estimates, measure
+from forerun.probe.stopwatch import Stopwatch
+from forerun.probe.timed_model import TimedModel
+from forerun.provenance import collect
+
+__all__ = ["measure_pair"]
+
+
+def measure_pair(
+    pair: Pair,
+    facts: tuple[Facts, Facts],
+    config: ProbeConfig,
+    *,
+    clock: Callable[[], float],
+    tell: Callable[[int, float], None],
+) -> Profile:
+    """Measure a loaded pair.
+
+    Args:
+        pair: target and draft.
+        facts: of target and draft.
+        config: what to measure, and until when.
+        clock: seconds.
+        tell: told the number of finished rounds and the widest relative error after each.
+
+    Raises:
+        NotEnoughMemory: not even the smallest batch fits.
+    """
+    target, draft = facts
+    stopwatch = Stopwatch(clock, pair.target.device)
+    before = read_bandwidth(target.pass_bytes, stopwatch)
+    rounds = measure(rigs(pair, config, stopwatch), config, clock, tell)
+    # The machine's best: it may have been busy the first time.
+    after = read_bandwidth(target.pass_bytes, stopwatch)
+    found = estimates(rounds.samples)
+    return Profile(
+        target=target.name,
+        draft=draft.name,
+        setup=setup_of(pair, target, draft),
+        provenance=collect({fact.name: fact.content_hash for fact in facts}).to_dict(),
+        limit=read_limit(before, after, target, draft),
+        measured=tuple(
+            Measured(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))
+            for cell, visits in rounds.samples.items()
+        ),
+        left_out=rounds.left_out,
+        stable=rounds.stable,
+        greedy=cost_table(found, sampled=False),
+        sampled=cost_table(found, sampled=True),
+    )
+
+
+def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
+    """Everything to be measured, by the set-up it needs."""
+    target_prefixes = prefixes(pair.target, config.contexts)
+    draft_prefixes = prefixes(pair.draft, config.contexts)
+    passes = [
+        PassRig(pair.target, list(pass_cells(config, context)), prefix, stopwatch)
+        for context, prefix in target_prefixes.items()
+    ]
+    chains = [
+        PassRig(pair.draft, list(chain_cells(config, context)), prefix, stopwatch)
+        for context, prefix in draft_prefixes.items()
+    ]
+    steps = EngineRig(
+        target=TimedModel(pair.target, stopwatch),
+        draft=TimedModel(pair.draft, stopwatch),
+        tokenizer=pair.tokenizer,
+        config=pair.engine,
+        cells=list(overhead_cells(config, PROMPT_TOKENS)),
+    )
+    return [*passes, *chains, steps]
+
+
+def read_limit(before: Bandwidth, after: Bandwidth, target: Facts, draft: Facts) -> ReadLimit:
+    """The better of two rates, and what has to be read at it."""
+    best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
+    return ReadLimit(
+        bytes_per_s=best.bytes_per_s,
+        buffer_bytes=best.buffer_bytes,
+        target_bytes=target.pass_bytes,
+        draft_bytes=draft.pass_bytes,
+        kv_token_bytes=target.kv_token_bytes,
+    )

@@ -1,0 +1,162 @@
+"""The pair under measurement, and what must be known of it besides its passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from forerun.engine.config import EngineConfig
+from forerun.engine.loading import check_pair, load_pair_member
+from forerun.errors import InvalidRequest, NotEnoughMemory
+from forerun.models.base import LanguageModel
+from forerun.models.checkpoint import read_checkpoint
+from forerun.models.load import choose_dtype, model_folder, read_config
+from forerun.models.tokenizers import Tokenizer
+from forerun.probe.config import ProbeConfig
+from forerun.probe.profile import Setup
+from forerun.provenance import content_hash, cpu_model, num_cores
+
+__all__ = ["Facts", "Pair", "facts_of", "load_pair", "setup_of"]
+
+logger = logging.getLogger("forerun.probe")
+
+PROMPT_TOKENS = 16
+"""Of the engine steps; their own work hardly depends on it."""
+ENGINE_STEPS = 8
+"""Room for so many steps in which everything is accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Of one model.
+
+    Attributes:
+        name: as it was given.
+        content_hash: of its weight files.
+        dtype: of weights and logits.
+        pass_bytes: weights read by a pass; of an embedding that is not also the head only rows are.
+        kv_token_bytes: keys and values of one token.
+    """
+
+    name: str
+    content_hash: str
+    dtype: str
+    pass_bytes: int
+    kv_token_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """Target and draft, loaded.
+
+    Attributes:
+        target: the target.
+        draft: the draft.
+        tokenizer: the target's.
+        engine: settings with room for every measurement.
+    """
+
+    target: LanguageModel
+    draft: LanguageModel
+    tokenizer: Tokenizer
+    engine: EngineConfig
+
+
+def load_pair(
+    target: str, draft: str, *, dtype: str, device: str, config: ProbeConfig
+) -> tuple[Pair, ProbeConfig]:
+    """Load both, with room for what is to be measured.
+
+    Returns:
+        The pair, and the settings less the contexts it cannot hold and the batches whose KV does
+        not fit into memory.
+
+    Raises:
+        InvalidModel: a model is missing, damaged or of an unsupported kind.
+        InvalidRequest: no context fits.
+        IncompatibleDraft: the tokenizers differ.
+        NotEnoughMemory: not even the smallest batch fits.
+    """
+    config = replace(config, contexts=held_contexts((target, draft), config))
+    batches = config.batches
+    while True:
+        engine = engine_config(config)
+        try:
+            model, tokenizer = load_pair_member(target, dtype=dtype, device=device, config=engine)
+            small = load_pair_member(draft, dtype=dtype, device=device, config=engine)
+            break
+        except NotEnoughMemory:
+            if len(config.batches) == 1:
+                raise
+            config = replace(config, batches=config.batches[:-1])
+    if config.batches != batches:
+        logger.warning("only batches up to %d fit into memory", config.batches[-1])
+    check_pair(model, tokenizer, small)
+    return Pair(target=model, draft=small[0], tokenizer=tokenizer, engine=engine), config
+
+
+def held_contexts(names: Sequence[str], config: ProbeConfig) -> tuple[int, ...]:
+    """The contexts behind which both models have room for the longest pass."""
+    checkpoints = [read_checkpoint(model_folder(name)) for name in names]
+    most = min(read_config(checkpoint)[1].max_positions for checkpoint in checkpoints)
+    held = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
+    if not held:
+        raise InvalidRequest(
+            f"no context of {list(config.contexts)} tokens fits with {config.rows[-1]} rows behind "
+            f"it: the pair holds {most} tokens; give shorter contexts or fewer rows"
+        )
+    return held
+
+
+def engine_config(config: ProbeConfig) -> EngineConfig:
+    """Room for the largest batch, the longest context and the most rows behind it."""
+    steps = PROMPT_TOKENS + ENGINE_STEPS * (config.drafted[-1] + 1)
+    return EngineConfig(
+        num_speculative_tokens=config.rows[-1] - 1,
+        max_batch=config.batches[-1],
+        max_context=max(config.contexts[-1] + config.rows[-1], steps),
+        max_step_rows=config.batches[-1] * config.rows[-1],
+    )
+
+
+def facts_of(name: str, model: LanguageModel, dtype: str) -> Facts:
+    """What a model's files and sizes say; reads the weight files once to hash them."""
+    checkpoint = read_checkpoint(model_folder(name))
+    settings, architecture = read_config(checkpoint)
+    chosen = choose_dtype(dtype, checkpoint)
+    num_read = model.num_parameters
+    if not settings.tie_word_embeddings:
+        num_read -= model.vocab_size * settings.hidden_size
+    num_kv = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
+    return Facts(
+        name=name,
+        content_hash=content_hash(name),
+        dtype=str(chosen).removeprefix("torch."),
+        pass_bytes=num_read * chosen.itemsize,
+        kv_token_bytes=num_kv * chosen.itemsize,
+    )
+
+
+def setup_of(pair: Pair, target: Facts, draft: Facts) -> Setup:
+    """The set-up of a pair in this process now."""
+    return Setup(
+        cpu=cpu_model(),
+        num_cores=num_cores(),
+        num_threads=torch.get_num_threads(),
+        device=device_name(pair.target.device),
+        dtype=target.dtype,
+        target_runner=type(pair.target).__name__,
+        draft_runner=type(pair.draft).__name__,
+        target_hash=target.content_hash,
+        draft_hash=draft.content_hash,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """A device in words; every CPU is "cpu"."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    return device.type

@@ -1,0 +1,108 @@
+"""Passes of one model at one context length, as verification and drafting do them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from forerun.models.base import KVPrefix, LanguageModel, RowBatch, Span
+from forerun.models.context import Context, pack
+from forerun.probe.cells import Cell, Quantity
+from forerun.probe.stopwatch import Stopwatch
+from forerun.theory.tree import TokenTree
+
+__all__ = ["PassRig", "prefixes", "some_tokens"]
+
+CHUNK = 256
+STRIDE = 7919
+
+
+class PassRig:
+    """Sequences with a committed prefix; every visit leaves them as they were.
+
+    Args:
+        model: whose passes.
+        cells: what to measure, all of one context.
+        prefix: that context, as `prefixes` made it.
+        stopwatch: of the model's device.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cells: Sequence[Cell],
+        prefix: KVPrefix,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.model = model
+        self.prefix = prefix
+        self.stopwatch = stopwatch
+        self._cells = tuple(cells)
+        self._slots: list[int] = []
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        """What can be measured with it."""
+        return self._cells
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Slots for the largest batch, filled."""
+        store = self.model.store
+        try:
+            for _ in range(max(cell.batch for cell in self.cells)):
+                self._slots.append(store.reserve())
+                store.import_prefix(self._slots[-1], self.prefix)
+            yield
+        finally:
+            for slot in self._slots:
+                store.free(slot)
+            self._slots.clear()
+
+    def visit(self, cell: Cell) -> Sequence[float]:
+        """Time one pass, or one chain; packing its rows is not part of it."""
+        slots = self._slots[: cell.batch]
+        seconds = self.stopwatch.seconds(self._work(cell, slots))
+        for slot in slots:
+            self.model.store.commit(slot, ())
+        return (seconds,)
+
+    def _work(self, cell: Cell, slots: Sequence[int]) -> Callable[[], object]:
+        if cell.quantity is Quantity.DRAFT_CHAIN:
+            batch = self._rows(slots, num_nodes=0)
+            vocab_size = self.model.vocab_size
+            return lambda: self.model.greedy_chain(batch, cell.size, vocab_size)
+        batch = self._rows(slots, num_nodes=cell.size - 1)
+        return lambda: self.model.forward(batch)
+
+    def _rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
+        """The pending token of every sequence and a drafted chain behind it, logits for all."""
+        tree = TokenTree.chain(num_nodes)
+        start = self.prefix.num_tokens
+        spans = [Span(slot=slot, start=start, num_chain=1, tree=tree) for slot in slots]
+        num_rows = len(slots) * (1 + num_nodes)
+        tokens = torch.tensor(some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
+        return pack(spans, tokens, range(num_rows), self.model.device)
+
+
+def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPrefix]:
+    """Detached prefixes of one sequence, by length."""
+    ids = some_tokens(max(contexts), model.vocab_size)
+    context = Context(model.store, ids)
+    try:
+        while context.num_pending:
+            chunk = context.pending(CHUNK)
+            span = context.span(len(chunk))
+            tokens = torch.tensor(chunk, dtype=torch.int64)
+            model.forward(pack([span], tokens, [], model.device))
+            context.commit(range(len(chunk)))
+        return {length: model.store.export_prefix(context.slot, length) for length in contexts}
+    finally:
+        context.close()
+
+
+def some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
+    """Ids from all over the vocabulary; what they mean does not change what a pass costs."""
+    return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]

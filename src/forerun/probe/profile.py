@@ -1,0 +1,208 @@
+"""A profile: what was measured, where and on what, and the cost tables that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from forerun.probe.cells import Cell, Quantity
+from forerun.theory.cost import CostTable
+from forerun.theory.intervals import Interval
+
+__all__ = ["FORMAT", "Measured", "Profile", "ReadLimit", "Setup"]
+
+FORMAT = 1
+"""Raised whenever an older program could misread a file."""
+DIGITS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What must be the same for a profile to hold.
+
+    Attributes:
+        cpu: processor model.
+        num_cores: cores the process may use.
+        num_threads: threads torch uses.
+        device: where the models are, in words.
+        dtype: of weights and logits.
+        target_runner: what runs the target's passes.
+        draft_runner: what runs the draft's.
+        target_hash: content hash of the target's weights.
+        draft_hash: of the draft's.
+    """
+
+    cpu: str
+    num_cores: int
+    num_threads: int
+    device: str
+    dtype: str
+    target_runner: str
+    draft_runner: str
+    target_hash: str
+    draft_hash: str
+
+    def differences(self, other: Setup) -> list[str]:
+        """Every field in which two set-ups differ, with both values."""
+        return [
+            f"{item.name} {getattr(self, item.name)!r} instead of {getattr(other, item.name)!r}"
+            for item in fields(self)
+            if getattr(self, item.name) != getattr(other, item.name)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadLimit:
+    """What reading alone costs.
+
+    Attributes:
+        bytes_per_s: read rate of the device over a buffer of `buffer_bytes`.
+        buffer_bytes: size of that buffer, the target's weights if they fit in twice.
+        target_bytes: weights a pass of the target reads, however many rows it has.
+        draft_bytes: the same of the draft.
+        kv_token_bytes: what each committed token of each sequence adds to a target pass.
+    """
+
+    bytes_per_s: float
+    buffer_bytes: int
+    target_bytes: int
+    draft_bytes: int
+    kv_token_bytes: int
+
+    def pass_s(self, batch: int, context: int) -> float:
+        """The least time of a target pass: its weights once, the keys and values of every row."""
+        return (self.target_bytes + batch * context * self.kv_token_bytes) / self.bytes_per_s
+
+    def draft_s(self) -> float:
+        """The least time of a draft pass."""
+        return self.draft_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One cell: its median, the weather divided out, with the 95% interval, and all samples.
+
+    Attributes:
+        cell: what was measured.
+        seconds: median and interval.
+        samples_s: as read off the clock, per round and visit.
+    """
+
+    cell: Cell
+    seconds: Interval
+    samples_s: tuple[tuple[float, ...], ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready; samples to five digits."""
+        return asdict(self.cell) | {
+            "seconds": asdict(self.seconds),
+            "samples_s": [[float(f"{s:.{DIGITS}g}") for s in visit] for visit in self.samples_s],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Measured:
+        """What `to_dict` wrote."""
+        return cls(
+            cell=cell_from(values),
+            seconds=Interval(**values["seconds"]),
+            samples_s=tuple(tuple(map(float, visit)) for visit in values["samples_s"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything `forerun profile` found.
+
+    Attributes:
+        target: name of the target as it was given.
+        draft: name of the draft.
+        setup: what must be the same for this to hold.
+        provenance: code, versions, machine and date, for people.
+        limit: the read-bandwidth limit.
+        measured: every cell.
+        left_out: cells that did not fit into memory.
+        stable: whether every interval got as narrow as asked.
+        greedy: costs at T=0.
+        sampled: costs at T=1.
+    """
+
+    target: str
+    draft: str
+    setup: Setup
+    provenance: Mapping[str, Any]
+    limit: ReadLimit
+    measured: tuple[Measured, ...]
+    left_out: tuple[Cell, ...]
+    stable: bool
+    greedy: CostTable
+    sampled: CostTable
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds over all cells."""
+        return min(len(measured.samples_s) for measured in self.measured)
+
+    def seconds(self, quantity: Quantity, batch: int, context: int, size: int) -> Interval:
+        """Estimate of one cell.
+
+        Raises:
+            KeyError: it was not measured.
+        """
+        wanted = Cell(quantity=quantity, batch=batch, context=context, size=size)
+        return {measured.cell: measured.seconds for measured in self.measured}[wanted]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "draft": self.draft,
+            "setup": asdict(self.setup),
+            "provenance": dict(self.provenance),
+            "limit": asdict(self.limit),
+            "stable": self.stable,
+            "greedy": self.greedy.to_dict(),
+            "sampled": self.sampled.to_dict(),
+            "left_out": [asdict(cell) for cell in self.left_out],
+            "measured": [measured.to_dict() for measured in self.measured],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
+        """What `to_dict` wrote.
+
+        Raises:
+            KeyError: a part is missing.
+            TypeError: a part is of another kind.
+            ValueError: a part is malformed.
+        """
+        return cls(
+            target=str(values["target"]),
+            draft=str(values["draft"]),
+            setup=Setup(**values["setup"]),
+            provenance=dict(values["provenance"]),
+            limit=ReadLimit(**values["limit"]),
+            measured=tuple(map(Measured.from_dict, objects(values["measured"]))),
+            left_out=tuple(map(cell_from, objects(values["left_out"]))),
+            stable=bool(values["stable"]),
+            greedy=CostTable.from_dict(values["greedy"]),
+            sampled=CostTable.from_dict(values["sampled"]),
+        )
+
+
+def cell_from(values: Mapping[str, Any]) -> Cell:
+    """A cell as JSON has it."""
+    return Cell(
+        quantity=Quantity(values["quantity"]),
+        batch=int(values["batch"]),
+        context=int(values["context"]),
+        size=int(values["size"]),
+    )
+
+
+def objects(values: Any) -> Sequence[Mapping[str, Any]]:
+    """A list of JSON objects."""
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise TypeError("expected a list of objects")
+    return values

@@ -1,0 +1,207 @@
+"""Interleaved rounds over all cells until their medians are steady or the time is up.
+
+A machine's speed drifts by more than the difference between two cells. So no cell is measured
+alone: a round visits all of them, in an order that rotates, and what a round did to all its cells
+(its weather) is divided out before medians are taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from forerun.errors import NotEnoughMemory
+from forerun.probe.cells import Cell, Quantity, without
+from forerun.probe.config import ProbeConfig
+from forerun.theory.intervals import Interval, median_interval
+
+__all__ = ["Rig", "Rounds", "Samples", "corrected", "estimates", "measure", "widest"]
+
+logger = logging.getLogger("forerun.probe")
+
+LEAST_ROUNDS = 6
+"""Below six values not even their whole range holds the median with 95%."""
+
+T = TypeVar("T")
+
+Samples = Mapping[Cell, Sequence[Sequence[float]]]
+"""Seconds per cell and round; a visit may yield several."""
+
+
+@runtime_checkable
+class Rig(Protocol):
+    """A set-up that several cells share."""
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        """What can be measured with it."""
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Set up; torn down on leaving."""
+
+    def visit(self, cell: Cell) -> Sequence[float]:
+        """Measure a cell once, inside `ready`; seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """What came of it.
+
+    Attributes:
+        samples: seconds per cell and round; the warm-up is not among them.
+        left_out: cells that did not fit into memory.
+        stable: whether every interval got as narrow as asked.
+    """
+
+    samples: Samples
+    left_out: tuple[Cell, ...]
+    stable: bool
+
+
+def measure(
+    rigs: Sequence[Rig],
+    config: ProbeConfig,
+    clock: Callable[[], float],
+    tell: Callable[[int, float], None],
+) -> Rounds:
+    """Visit every cell once per round.
+
+    Args:
+        rigs: which between them have every cell.
+        config: when to stop.
+        clock: seconds.
+        tell: told the number of finished rounds and the widest relative error after each.
+
+    Raises:
+        NotEnoughMemory: not even the smallest batch fits.
+    """
+    asked = [cell for rig in rigs for cell in rig.cells]
+    # First times are slow; they also show what does not fit.
+    samples: dict[Cell, list[Sequence[float]]] = {
+        cell: [] for cell in one_round(rigs, asked, shift=0)
+    }
+    started_s, longest_s = clock(), 0.0
+    num_rounds, error = 0, math.inf
+    while num_rounds < config.min_rounds or (
+        error > config.target_error and clock() - started_s + longest_s <= config.budget_s
+    ):
+        round_started_s = clock()
+        found = one_round(rigs, samples, shift=num_rounds)
+        longest_s = max(longest_s, clock() - round_started_s)
+        num_rounds += 1
+        samples = {cell: [*samples[cell], seconds] for cell, seconds in found.items()}
+        error = widest(samples)
+        tell(num_rounds, error)
+    left_out = tuple(cell for cell in asked if cell not in samples)
+    say_left_out(left_out, len(asked))
+    return Rounds(samples=samples, left_out=left_out, stable=error <= config.target_error)
+
+
+def say_left_out(left_out: Sequence[Cell], num_asked: int) -> None:
+    """One warning, however many there are."""
+    if left_out:
+        logger.warning(
+            "%d of %d measurements do not fit into memory and were left out; the first is the %s",
+            len(left_out),
+            num_asked,
+            left_out[0],
+        )
+
+
+def one_round(
+    rigs: Sequence[Rig], cells: Collection[Cell], shift: int
+) -> dict[Cell, Sequence[float]]:
+    """One visit to every cell, less what does not fit into memory."""
+    left = set(cells)
+    found: dict[Cell, Sequence[float]] = {}
+    for rig in rotated(rigs, shift):
+        with rig.ready():
+            for cell in rotated(rig.cells, shift):
+                if cell not in left:
+                    continue
+                try:
+                    found[cell] = rig.visit(cell)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    left = fitting(left, cell, error)
+    return {cell: seconds for cell, seconds in found.items() if cell in left}
+
+
+def fitting(cells: Collection[Cell], failed: Cell, error: Exception) -> set[Cell]:
+    """What is left without a cell that ran out of memory."""
+    left = set(without(cells, failed))
+    if not left:
+        raise NotEnoughMemory(f"{failed} does not fit into memory: {error}") from error
+    return left
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    if isinstance(error, NotEnoughMemory | MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
+    """All items, beginning with another one at every shift."""
+    start = shift % len(items) if items else 0
+    yield from items[start:]
+    yield from items[:start]
+
+
+def corrected(samples: Samples) -> dict[Cell, list[float]]:
+    """All seconds of every cell with the weather of their round divided out.
+
+    A round's weather is the median, over cells, of what the cell took in it relative to its own
+    median: the column effect of one sweep of median polish.
+
+    Source: Tukey 1977.
+    """
+    middles = {
+        cell: median(s for visit in visits for s in visit) for cell, visits in samples.items()
+    }
+    num_rounds = min(map(len, samples.values()))
+    weather = []
+    for i in range(num_rounds):
+        relative = [median(samples[cell][i]) / middle for cell, middle in middles.items() if middle]
+        weather.append(median(relative) if relative else 1.0)
+    return {
+        cell: [s / weather[i] for i in range(num_rounds) for s in visits[i]]
+        for cell, visits in samples.items()
+    }
+
+
+def estimates(samples: Samples) -> dict[Cell, Interval]:
+    """Median and 95% interval of every cell."""
+    return {cell: median_interval(seconds) for cell, seconds in corrected(samples).items()}
+
+
+def widest(samples: Samples) -> float:
+    """Half of the widest interval, as a share of what it is of.
+
+    Of overheads and drafts smaller than a plain target pass it is a share of that pass: to a tenth
+    of a step, a fifth more or less is two hundredths of what anybody waits for. Infinite while
+    there are too few rounds for an interval of 95%.
+    """
+    if min(map(len, samples.values())) < LEAST_ROUNDS:
+        return math.inf
+    found = estimates(samples)
+    plain_s = {
+        (cell.batch, cell.context): interval.estimate
+        for cell, interval in found.items()
+        if cell.quantity is Quantity.TARGET_PASS and cell.size == 1
+    }
+    floor_s = {batch: min(s for (b, _), s in plain_s.items() if b == batch) for batch, _ in plain_s}
+    return max(
+        (interval.high - interval.low) / 2 / max(interval.estimate, floor_s.get(cell.batch, 0.0))
+        for cell, interval in found.items()
+        if interval.high > 0
+    )

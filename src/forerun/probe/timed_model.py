@@ -1,0 +1,71 @@
+"""A language model that adds up the time spent inside it; the rest of a step is overhead."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from forerun.models.base import KVStore, LanguageModel, RowBatch, Scores
+from forerun.probe.stopwatch import Stopwatch
+
+__all__ = ["TimedModel"]
+
+
+class TimedModel:
+    """Another LanguageModel, unchanged but for the clock around its passes.
+
+    Args:
+        model: what does the work.
+        stopwatch: of the model's device. It waits for the device at both ends of a pass, so work of
+            the caller that would have overlapped with one no longer does.
+
+    Attributes:
+        inside_s: seconds spent in passes so far.
+    """
+
+    def __init__(self, model: LanguageModel, stopwatch: Stopwatch) -> None:
+        self.model = model
+        self.stopwatch = stopwatch
+        self.inside_s = 0.0
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.model.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Size of the model, tied parameters counted once."""
+        return self.model.num_parameters
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+        return self.model.max_context
+
+    @property
+    def store(self) -> KVStore:
+        """Where this model's KV lives."""
+        return self.model.store
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+        return self.model.device
+
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass of the model, timed."""
+        start_s = self.stopwatch.now_s()
+        scores = self.model.forward(batch)
+        self.inside_s += self.stopwatch.now_s() - start_s
+        return scores
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """A greedy chain of the model, timed."""
+        start_s = self.stopwatch.now_s()
+        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
+        self.inside_s += self.stopwatch.now_s() - start_s
+        return tokens

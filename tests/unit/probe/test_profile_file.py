@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from forerun.errors import InvalidProfile
+from forerun.probe.cells import Cell, Quantity
+from forerun.probe.plot import plot
+from forerun.probe.profile import FORMAT, Measured, Profile, ReadLimit, Setup
+from forerun.probe.profile_file import check_setup, load_profile, write_profile
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+from forerun.theory.intervals import Interval
+
+SETUP = Setup(
+    cpu="Imaginary 9000",
+    num_cores=2,
+    num_threads=2,
+    device="cpu",
+    dtype="bfloat16",
+    target_runner="HuggingFaceModel",
+    draft_runner="HuggingFaceModel",
+    target_hash="aaaa",
+    draft_hash="bbbb",
+)
+TABLE = CostTable(
+    lines=(CostLine(rows=(1, 2), verify_s=(0.010, 0.011), plain_s=0.0105, draft_s=0.001),)
+)
+MEASURED = tuple(
+    Measured(
+        cell=Cell(quantity=Quantity.TARGET_PASS, batch=1, context=0, size=rows),
+        seconds=Interval(estimate=s, low=0.9 * s, high=1.1 * s),
+        samples_s=((s,), (1.01 * s,)),
+    )
+    for rows, s in ((1, 0.010), (2, 0.011))
+)
+PROFILE = Profile(
+    target="zoo:target",
+    draft="zoo:draft",
+    setup=SETUP,
+    provenance={"date": "2026-01-01"},
+    limit=ReadLimit(
+        bytes_per_s=1e9, buffer_bytes=64, target_bytes=4_000_000, draft_bytes=8, kv_token_bytes=100
+    ),
+    measured=MEASURED,
+    left_out=(Cell(quantity=Quantity.TARGET_PASS, batch=1, context=0, size=4),),
+    stable=True,
+    greedy=TABLE,
+    sampled=TABLE,
+)
+OTHERS = {
+    "cpu": "Real 100",
+    "num_cores": 4,
+    "num_threads": 1,
+    "device": "mps",
+    "dtype": "float32",
+    "target_runner": "FastModel",
+    "draft_runner": "FastModel",
+    "target_hash": "cccc",
+    "draft_hash": "dddd",
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(PROFILE, path)
+    return path
+
+
+def test_what_was_written_is_read(file):
+    assert load_profile(file) == PROFILE
+    assert load_profile(file, expect=SETUP) == PROFILE
+
+
+def test_the_table_above_has_every_field():
+    assert OTHERS.keys() == {item.name for item in fields(Setup)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_profile_of_another_set_up_is_refused_and_the_difference_named(file, name):
+    expected = replace(SETUP, **{name: OTHERS[name]})
+    with pytest.raises(InvalidProfile) as refusal:
+        load_profile(file, expect=expected)
+    said = str(refusal.value)
+    assert f"{name} {getattr(SETUP, name)!r} instead of {OTHERS[name]!r}" in said
+    assert not any(f"{other} " in said for other in OTHERS.keys() - {name})
+
+
+def test_every_difference_is_named():
+    with pytest.raises(InvalidProfile) as refusal:
+        check_setup(PROFILE, Setup(**OTHERS))
+    assert all(f"{name} " in str(refusal.value) for name in OTHERS)
+
+
+def test_a_newer_format_is_refused(file):
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"format": FORMAT + 1}))
+    with pytest.raises(InvalidProfile, match=rf"format {FORMAT + 1}.*up to {FORMAT}.*upgrade"):
+        load_profile(file)
+
+
+@pytest.mark.parametrize("name", sorted(PROFILE.to_dict().keys() - {"format"}))
+def test_a_file_that_lacks_a_part_is_damaged(file, name):
+    values = json.loads(file.read_text())
+    del values[name]
+    file.write_text(json.dumps(values))
+    with pytest.raises(InvalidProfile, match=f"damaged.*{name}"):
+        load_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("greedy", {"lines": []}),
+        ("greedy", 3),
+        ("setup", {"cpu": "x"}),
+        ("measured", [3]),
+        ("measured", "none"),
+        ("limit", None),
+        ("left_out", [{"quantity": "speed", "batch": 1, "context": 0, "size": 1}]),
+    ],
+)
+def test_a_malformed_part_is_damage(file, name, value):
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {name: value}))
+    with pytest.raises(InvalidProfile, match="damaged"):
+        load_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "no JSON"), ("[]", "names no format"), ('{"format": "1"}', "names no format")],
+)
+def test_other_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(InvalidProfile, match=message):
+        load_profile(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InvalidProfile, match=r"none\.json cannot be read"):
+        load_profile(tmp_path / "none.json")
+
+
+def test_the_limit_counts_weights_once_and_keys_and_values_of_every_sequence():
+    assert PROFILE.limit.pass_s(1, 0) == pytest.approx(0.004)
+    assert PROFILE.limit.pass_s(2, 1000) == pytest.approx(0.0042)
+
+
+def test_pictures_are_written_and_the_same_profile_gives_the_same_picture(tmp_path):
+    paths = [tmp_path / "v.png", tmp_path / "v.svg", tmp_path / "again.svg"]
+    plot(PROFILE, paths)
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in paths[1].read_text()
+    assert paths[1].read_text() == paths[2].read_text()
