@@ -1,15 +1,17 @@
 """From one pass's logits to verdicts: the right verifier per sequence, batched by rule.
 
-Each batch waits for the device once: what verdicts are made of comes over as one table of numbers,
-the drafted tokens included.
+Each batch waits for the device once: what verdicts are made of comes over together, the drafted
+tokens included.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -39,9 +41,6 @@ from forerun.sampling.walk import (
 
 __all__ = ["token_logprobs", "verify"]
 
-Row = Seq[float]
-"""What one logits row has to say, as numbers on the host."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
@@ -57,10 +56,12 @@ class Batch:
     logits: Float[Tensor, "rows vocab"]
     tokens: Int64[Tensor, " rows"]
 
-    def split(self, rows: Seq[Row]) -> list[Seq[Row]]:
-        """The rows of every turn."""
-        ends = list(accumulate(turn.num_rows for turn in self.turns))
-        return [rows[e - t.num_rows : e] for t, e in zip(self.turns, ends, strict=True)]
+    def rows(self) -> Iterator[tuple[Turn, slice]]:
+        """Every turn with its rows."""
+        start = 0
+        for turn in self.turns:
+            yield turn, slice(start, start + turn.num_rows)
+            start += turn.num_rows
 
 
 def verify(
@@ -109,13 +110,36 @@ def refuse(turn: Turn) -> None:
     )
 
 
-def verdict_of(turn: Turn, path: tuple[int, ...], emitted: Seq[int], expected: float) -> Verdict:
+def check_visited(turn: Turn, path: tuple[int, ...], failed: Seq[bool]) -> None:
+    """Refuse a sequence whose tokens were taken from a row without a law."""
+    if failed[0] or any(failed[node + 1] for node in path):
+        refuse(turn)
+
+
+def on_host(*columns: Tensor) -> list[list[Any]]:
+    """The numbers of all columns, waiting for a device once. Ids fit fp64."""
+    if columns[0].is_cpu:
+        return [column.tolist() for column in columns]
+    together: list[float] = torch.cat([column.to(torch.float64) for column in columns]).tolist()
+    numbers = iter(together)
+    return [
+        [
+            number if column.is_floating_point() else int(number)
+            for number in islice(numbers, len(column))
+        ]
+        for column in columns
+    ]
+
+
+def verdict_of(
+    turn: Turn, path: tuple[int, ...], emitted: tuple[int, ...], expected: float
+) -> Verdict:
     """Accepted tokens along `path` and the one after: a bonus where nothing was left to reject."""
     at_leaf = not turn.tree.children(path[-1] if path else -1)
     last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
     return Verdict(
         path=path,
-        tokens=tuple(emitted),
+        tokens=emitted,
         sources=(TokenSource.ACCEPTED,) * len(path) + (last,),
         expected_accepted=expected,
     )
@@ -130,15 +154,13 @@ def verify_greedy(batch: Batch) -> list[Verdict]:
     A row whose largest logit is not finite has no law, as `target_probs` sees it.
     """
     scores, best = largest(batch.logits)
-    table: list[Row] = torch.stack([best, batch.tokens, scores.to(torch.float64)]).t().tolist()
+    targets, fed, highest = on_host(best, batch.tokens, scores)
     verdicts = []
-    for turn, rows in zip(batch.turns, batch.split(table), strict=True):
-        drafted = [int(row[1]) for row in rows[1:]]
-        path, final = walk(turn.tree, drafted, [int(row[0]) for row in rows])
-        if not all(math.isfinite(rows[node + 1][2]) for node in (-1, *path)):
-            refuse(turn)
-        emitted = [*(drafted[node] for node in path), final]
-        verdicts.append(verdict_of(turn, path, emitted, float(len(path))))
+    for turn, rows in batch.rows():
+        drafted = fed[rows][1:]
+        path, final = walk(turn.tree, drafted, targets[rows])
+        check_visited(turn, path, [not math.isfinite(score) for score in highest[rows]])
+        verdicts.append(verdict_of(turn, path, (*(drafted[n] for n in path), final), len(path)))
     return verdicts
 
 
@@ -155,36 +177,31 @@ def verify_walked(batch: Batch) -> list[Verdict]:
         for key in target_keys(turn.sequence.noise_key, len(turn.sequence.ids), turn.tree)
     ]
     drawn = target_tokens(probs, torch.tensor(keys, device=probs.device))
-    columns = [drawn, batch.tokens, failed_rows(probs), match_probs(batch, probs)]
-    table: list[Row] = torch.stack([column.to(torch.float64) for column in columns]).t().tolist()
+    columns = on_host(drawn, batch.tokens, failed_rows(probs), match_probs(batch, probs))
+    targets, fed, failed, matches = columns
     verdicts = []
-    for turn, rows in zip(batch.turns, batch.split(table), strict=True):
-        drafted = [int(row[1]) for row in rows[1:]]
-        path, final = walk(turn.tree, drafted, [int(row[0]) for row in rows])
-        if any(rows[node + 1][2] for node in (-1, *path)):
-            refuse(turn)
-        expected = expected_accepted(turn.tree, [row[3] for row in rows[1:]])
-        emitted = [*(drafted[node] for node in path), final]
-        verdicts.append(verdict_of(turn, path, emitted, expected))
+    for turn, rows in batch.rows():
+        drafted = fed[rows][1:]
+        path, final = walk(turn.tree, drafted, targets[rows])
+        check_visited(turn, path, failed[rows])
+        expected = expected_accepted(turn.tree, matches[rows][1:])
+        verdicts.append(verdict_of(turn, path, (*(drafted[n] for n in path), final), expected))
     return verdicts
 
 
 def match_probs(batch: Batch, probs: Tensor) -> Float[Tensor, " rows"]:
     """Probability that the target agrees with the node of each row, its parent reached; else 0."""
     matches = []
-    row = 0
-    for turn in batch.turns:
-        rows, tokens = probs[row : row + turn.num_rows], batch.tokens[row + 1 : row + turn.num_rows]
+    for turn, rows in batch.rows():
+        laws, tokens, proposal = probs[rows], batch.tokens[rows][1:], turn.proposal
         matches.append(probs.new_zeros(1))
-        proposal = turn.proposal
-        if proposal is not None and proposal.num_drafted:
-            draft_probs = proposal.draft_probs
-            if proposal.choice is Choice.COUPLED and draft_probs is not None:
-                draft_probs = draft_probs.to(probs.device)
-                matches.append(coupled_match_probs(rows[:-1], draft_probs, tokens))
-            else:
-                matches.append(edge_probs(turn.tree, tokens, rows))
-        row += turn.num_rows
+        if proposal is None or not proposal.num_drafted:
+            continue
+        if proposal.choice is Choice.COUPLED and proposal.draft_probs is not None:
+            draft_probs = proposal.draft_probs.to(probs.device)
+            matches.append(coupled_match_probs(laws[:-1], draft_probs, tokens))
+        else:
+            matches.append(edge_probs(turn.tree, tokens, laws))
     return torch.cat(matches).nan_to_num(0.0)
 
 
@@ -196,10 +213,8 @@ def probabilities(batch: Batch) -> Float[Tensor, "rows vocab"]:
     histories: list[RowHistory | None] = []
     if any(turn.sequence.history is not None for turn in turns):
         drafted: list[int] = batch.tokens.tolist()
-        row = 0
-        for turn in turns:
-            histories += turn.row_histories(drafted[row + 1 : row + turn.num_rows])
-            row += turn.num_rows
+        for turn, of_turn in batch.rows():
+            histories += turn.row_histories(drafted[of_turn][1:])
     return target_probs(batch.logits, params, histories)
 
 
@@ -215,28 +230,28 @@ def verify_sampled(batch: Batch, rule: Rule) -> list[Verdict]:
     turns, probs = batch.turns, probabilities(batch)
     starts = [0, *accumulate(turn.num_rows for turn in turns)]
     widest = max(turn.num_rows for turn in turns) * probs.shape[-1]
-    columns: list[Tensor] = []
+    outcomes = []
     for some in row_chunks(len(turns), widest):  # so that padded copies stay small
         rows = slice(starts[some.start], starts[some.stop])
         part = Batch(turns=turns[some], logits=batch.logits[rows], tokens=batch.tokens[rows])
-        columns += chain_columns(part, probs[rows], rule)
-    table: list[float] = torch.cat([*columns, batch.tokens.to(torch.float64)]).tolist()
-    numbers, fed = table[: 4 * len(turns)], table[4 * len(turns) :]
+        outcomes.append(chain_columns(part, probs[rows], rule))
+    columns = outcomes[0] if len(outcomes) == 1 else map(torch.cat, zip(*outcomes, strict=True))
+    accepted, final, expected, lawful, fed = on_host(*columns, batch.tokens)
     verdicts = []
-    for index, turn in enumerate(turns):
-        accepted, final, expected, num_lawful = numbers[4 * index : 4 * index + 4]
-        if accepted == num_lawful:
+    for index, (turn, rows) in enumerate(batch.rows()):
+        if accepted[index] == lawful[index]:
             refuse(turn)
-        first = starts[index] + 1
-        emitted = [int(token) for token in (*fed[first : first + int(accepted)], final)]
-        verdicts.append(verdict_of(turn, tuple(range(int(accepted))), emitted, expected))
+        path = tuple(range(accepted[index]))
+        emitted = (*fed[rows][1 : len(path) + 1], final[index])
+        verdicts.append(verdict_of(turn, path, emitted, expected[index]))
     return verdicts
 
 
-def chain_columns(batch: Batch, probs: Tensor, rule: ChainRule) -> list[Tensor]:
-    """Outcomes of chains, padded to the longest of them: four numbers for each.
+def chain_columns(batch: Batch, probs: Tensor, rule: ChainRule) -> tuple[Tensor, ...]:
+    """Outcomes of chains, padded to the longest of them.
 
-    They are: accepted, final token, expected accepted, and rows before the first without a law.
+    Returns:
+        Tokens accepted, final token, expected accepted, rows before the first without a law.
     """
     turns, device = batch.turns, probs.device
     lengths = [turn.num_drafted for turn in turns]
@@ -254,8 +269,7 @@ def chain_columns(batch: Batch, probs: Tensor, rule: ChainRule) -> list[Tensor]:
         torch.tensor(keys, device=device),
         rule,
     )
-    columns = (outcome.num_accepted, outcome.final_tokens, outcome.expected_accepted, num_lawful)
-    return [torch.stack([column.to(torch.float64) for column in columns], dim=1).flatten()]
+    return outcome.num_accepted, outcome.final_tokens, outcome.expected_accepted, num_lawful
 
 
 def draft_rows(turn: Turn, like: Tensor) -> Tensor:

@@ -57,8 +57,7 @@ class Context:
 def positions_of(span: Span) -> list[int]:
     """Absolute position of every row of a span."""
     last = span.start + span.num_chain - 1
-    chain = range(span.start, span.start + span.num_chain)
-    return [*chain, *(last + depth for depth in span.tree.depths)]
+    return [*range(span.start, last + 1), *[last + depth for depth in span.tree.depths]]
 
 
 def pack(
@@ -66,9 +65,11 @@ def pack(
 ) -> RowBatch:
     """A RowBatch from spans, their tokens (already packed, on any device) and the rows to score."""
     positions = [position for span in spans for position in positions_of(span)]
+    numbers = torch.tensor([*positions, *logit_rows], dtype=torch.int64)  # one copy to the device
+    numbers = numbers.to(device, non_blocking=True)
     return RowBatch(
         tokens=tokens.to(device, non_blocking=True),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        positions=numbers[: len(positions)],
         spans=tuple(spans),
-        logit_rows=torch.tensor(list(logit_rows), dtype=torch.int64, device=device),
+        logit_rows=numbers[len(positions) :],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -22,9 +23,9 @@ def largest(
     """
     num_rows, vocab_size = scores.shape
     width = math.gcd(vocab_size, BLOCK)
-    blocks = scores.reshape(num_rows, vocab_size // width, width)
-    maxima = blocks.amax(-1)
-    block = maxima.argmax(-1, keepdim=True)
-    best = blocks.gather(1, block[:, :, None].expand(-1, -1, width))[:, 0]
-    token = best.argmax(-1).add_(block[:, 0], alpha=width)
-    return maxima.gather(-1, block)[:, 0], token
+    blocks = scores.reshape(-1, width)
+    maxima = blocks.amax(-1).view(num_rows, vocab_size // width)
+    block = maxima.argmax(-1)
+    first = torch.arange(0, len(blocks), maxima.shape[1], device=scores.device)
+    token = blocks.index_select(0, block + first).argmax(-1).add_(block, alpha=width)
+    return maxima.gather(-1, block[:, None])[:, 0], token
