@@ -9,7 +9,6 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
-from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 
@@ -17,7 +16,7 @@ __all__ = ["check_pair", "eos_token_ids", "load_pair_member"]
 
 logger = logging.getLogger("forerun.loading")
 
-Loaded = tuple[HuggingFaceModel, Tokenizer]
+Loaded = tuple[LanguageModel, Tokenizer]
 
 
 def load_pair_member(name: str | Path, *, dtype: str, device: str, config: EngineConfig) -> Loaded:
@@ -29,6 +28,8 @@ def load_pair_member(name: str | Path, *, dtype: str, device: str, config: Engin
         max_batch=config.max_batch,
         max_context=config.max_context,
         max_staged_rows=config.num_speculative_tokens + 1,
+        runner=config.runner,
+        num_threads=config.num_threads,
     )
     if config.num_speculative_tokens >= model.max_context:
         raise InvalidRequest(

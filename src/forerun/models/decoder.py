@@ -23,6 +23,7 @@ __all__ = [
     "EndWeights",
     "LayerWeights",
     "ReadTensor",
+    "parameter_shapes",
     "read_decoder",
     "read_ends",
     "read_layer",
@@ -143,6 +144,35 @@ def rotation(architecture: Architecture, config: Any) -> tuple[Tensor, float]:
         return rope["rope_theta"] ** -(exponents / architecture.head_dim), 1.0
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inv_freq.float(), float(scale)
+
+
+def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+    """Every parameter the checkpoint must hold."""
+    a = decoder.architecture
+    hidden, intermediate = a.hidden_size, decoder.intermediate_size
+    rows = {"q": a.num_heads * a.head_dim, "k": a.num_kv_heads * a.head_dim}
+    rows["v"] = rows["k"]
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.o_proj.weight": (hidden, rows["q"]),
+        "mlp.gate_proj.weight": (intermediate, hidden),
+        "mlp.up_proj.weight": (intermediate, hidden),
+        "mlp.down_proj.weight": (hidden, intermediate),
+    }
+    for kind, num_rows in rows.items():
+        layer[f"self_attn.{kind}_proj.weight"] = (num_rows, hidden)
+        if decoder.qkv_bias:
+            layer[f"self_attn.{kind}_proj.bias"] = (num_rows,)
+    if decoder.qk_norm:
+        layer |= {f"self_attn.{kind}_norm.weight": (a.head_dim,) for kind in ("q", "k")}
+    shapes = {
+        f"model.layers.{index}.{name}": shape
+        for index in range(a.num_layers)
+        for name, shape in layer.items()
+    }
+    shapes |= {"model.embed_tokens.weight": (a.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    return shapes if decoder.tied else shapes | {"lm_head.weight": (a.vocab_size, hidden)}
 
 
 def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from forerun.errors import InvalidModel
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register
 from forerun.models.base import RowBatch, Scores
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.greedy import chain_by_forward
-from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.kv_store import ContiguousKVStore, geometry_of
 
-__all__ = ["HuggingFaceModel", "adapt", "geometry_of"]
+__all__ = ["HuggingFaceModel", "adapt", "read_weights"]
 
 
 class HuggingFaceModel:
@@ -139,21 +144,50 @@ def adapt(
     )
 
 
-def geometry_of(
-    architecture: Architecture,
-    *,
-    num_slots: int,
-    capacity: int,
-    max_staged_rows: int,
-    dtype: torch.dtype,
-) -> KVGeometry:
-    """The KV store a model of this architecture needs."""
-    return KVGeometry(
-        num_layers=architecture.num_layers,
-        num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
-        num_slots=num_slots,
-        capacity=capacity,
-        max_staged_rows=max_staged_rows,
-        dtype=dtype,
-    )
+def read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+    """The transformers model, with every parameter from the checkpoint.
+
+    transformers fills what is missing or misshapen with random numbers and reports it; here that
+    is an error.
+
+    Raises:
+        InvalidModel: parameters are missing, unknown or have the wrong shape.
+    """
+    untyped: Any = AutoModelForCausalLM
+    try:
+        with quiet_transformers():
+            model, info = untyped.from_pretrained(
+                checkpoint.folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
+    for problem in ("missing", "unexpected", "mismatched"):
+        names = sorted(str(name) for name in info[f"{problem}_keys"])
+        if names:
+            raise InvalidModel(
+                f"the weights in {checkpoint.folder} do not fit its configuration: "
+                f"{len(names)} {problem}, the first {names[0]}"
+            )
+    return model
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and reports on stderr: what matters is raised."""
+    untyped: Any = transformers_logging
+    verbosity, had_bars = untyped.get_verbosity(), untyped.is_progress_bar_enabled()
+    untyped.set_verbosity(untyped.CRITICAL)
+    untyped.disable_progress_bar()
+    try:
+        yield
+    finally:
+        untyped.set_verbosity(verbosity)
+        if had_bars:
+            untyped.enable_progress_bar()

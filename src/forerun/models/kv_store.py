@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from forerun.models.architecture import Architecture
 from forerun.models.base import KVPrefix
 from forerun.models.slots import SlotTable, num_in_place
 
-__all__ = ["ContiguousKVStore", "KVGeometry", "bytes_needed"]
+__all__ = ["ContiguousKVStore", "KVGeometry", "bytes_needed", "geometry_of"]
+
+
+HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +49,40 @@ class KVGeometry:
         return (2 * self.num_layers, self.num_slots, self.num_kv_heads, width, self.head_dim)
 
 
+def geometry_of(
+    architecture: Architecture,
+    *,
+    num_slots: int,
+    capacity: int,
+    max_staged_rows: int,
+    dtype: torch.dtype,
+) -> KVGeometry:
+    """The KV store a model of this architecture needs."""
+    return KVGeometry(
+        num_layers=architecture.num_layers,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        num_slots=num_slots,
+        capacity=capacity,
+        max_staged_rows=max_staged_rows,
+        dtype=dtype,
+    )
+
+
 def bytes_needed(geometry: KVGeometry) -> int:
     """Bytes a store of this geometry allocates."""
     return torch.Size(geometry.shape).numel() * geometry.dtype.itemsize
+
+
+def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
+    """The store's one tensor. On Linux in huge pages: a pass reads it from one end to the other."""
+    num_bytes = bytes_needed(geometry)
+    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES or sys.platform != "linux":
+        return torch.zeros(geometry.shape, dtype=geometry.dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them: everything works, slower
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=geometry.dtype).view(geometry.shape)
 
 
 class ContiguousKVStore:
@@ -57,7 +95,7 @@ class ContiguousKVStore:
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self._slots = SlotTable(geometry.num_slots, geometry.capacity, geometry.max_staged_rows)
-        self._data = torch.zeros(geometry.shape, dtype=geometry.dtype, device=device)
+        self._data = zeros(geometry, device)
 
     @property
     def device(self) -> torch.device:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoTokenizer
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import Architecture, read_architecture
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import Checkpoint, read_checkpoint
-from forerun.models.huggingface import HuggingFaceModel, adapt, geometry_of
+from forerun.models.kv_store import geometry_of
 from forerun.models.memory import check_fits, estimate
+from forerun.models.runner.choose import ModelFiles, run_by
+from forerun.models.runner.config import Runner
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import PREFIX, zoo_path
 
@@ -46,7 +47,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
-def load_model(
+def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     source: str | Path,
     *,
     dtype: str = "auto",
@@ -54,7 +55,9 @@ def load_model(
     max_batch: int = 8,
     max_context: int | None = None,
     max_staged_rows: int = 64,
-) -> HuggingFaceModel:
+    runner: Runner = "auto",
+    num_threads: int | None = None,
+) -> LanguageModel:
     """Load a model with room for the KV of a batch.
 
     Args:
@@ -64,10 +67,13 @@ def load_model(
         max_batch: sequences at once.
         max_context: tokens a sequence may have, cut to what the model was made for (None: all).
         max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
+        runner: what carries its passes; "auto" for the fastest that device and model allow.
+        num_threads: of the native runner; None: as many as torch uses.
 
     Raises:
         InvalidModel: files are missing, damaged or of an unsupported kind.
         InvalidRequest: an argument cannot be honoured.
+        RunnerUnavailable: the runner named cannot run this model here.
         NotEnoughMemory: weights, KV and logits do not fit; nothing has been allocated yet.
     """
     checkpoint = read_checkpoint(model_folder(source))
@@ -82,13 +88,15 @@ def load_model(
     )
     needed = estimate(checkpoint.num_parameters, architecture, geometry)
     check_fits(str(source), needed, geometry, chosen_device)
-    model = read_weights(checkpoint, config, geometry.dtype)
-    return adapt(
-        model.to(chosen_device),
-        num_slots=geometry.num_slots,
-        max_context=geometry.capacity,
-        max_staged_rows=geometry.max_staged_rows,
+    files = ModelFiles(
+        checkpoint=checkpoint,
+        config=config,
+        architecture=architecture,
+        geometry=geometry,
+        device=chosen_device,
+        num_threads=num_threads,
     )
+    return run_by(runner, files)
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
@@ -144,55 +152,6 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Architecture]:
             f"the configuration in {checkpoint.folder} is refused: {error}"
         ) from error
     return config, read_architecture(checkpoint.architecture, config.to_dict())
-
-
-def read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
-    """The transformers model, with every parameter from the checkpoint.
-
-    transformers fills what is missing or misshapen with random numbers and reports it; here that
-    is an error.
-
-    Raises:
-        InvalidModel: parameters are missing, unknown or have the wrong shape.
-    """
-    untyped: Any = AutoModelForCausalLM
-    try:
-        with quiet_transformers():
-            model, info = untyped.from_pretrained(
-                checkpoint.folder,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        raise InvalidModel(f"{checkpoint.folder} cannot be loaded: {error}") from error
-    for problem in ("missing", "unexpected", "mismatched"):
-        names = sorted(str(name) for name in info[f"{problem}_keys"])
-        if names:
-            raise InvalidModel(
-                f"the weights in {checkpoint.folder} do not fit its configuration: "
-                f"{len(names)} {problem}, the first {names[0]}"
-            )
-    return model
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and reports on stderr: what matters is raised."""
-    untyped: Any = transformers_logging
-    verbosity, had_bars = untyped.get_verbosity(), untyped.is_progress_bar_enabled()
-    untyped.set_verbosity(untyped.CRITICAL)
-    untyped.disable_progress_bar()
-    try:
-        yield
-    finally:
-        untyped.set_verbosity(verbosity)
-        if had_bars:
-            untyped.enable_progress_bar()
 
 
 def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:

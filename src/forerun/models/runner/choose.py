@@ -1,0 +1,130 @@
+"""From a checked model folder to a model: the runner asked for, or the fastest there is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from forerun.errors import RunnerUnavailable
+from forerun.models.architecture import Architecture
+from forerun.models.base import LanguageModel
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
+from forerun.models.kv_store import KVGeometry
+from forerun.models.runner.config import Runner
+from forerun.models.tensor_files import check_parameters, tensor_reader
+
+__all__ = ["ModelFiles", "run_by"]
+
+logger = logging.getLogger("forerun.runner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelFiles:
+    """A model before its weights are read.
+
+    Attributes:
+        checkpoint: its files.
+        config: its configuration as transformers' object.
+        architecture: its sizes.
+        geometry: of the KV store it is to have.
+        device: where it is to live.
+        num_threads: for runners with threads of their own; None: as many as torch has.
+    """
+
+    checkpoint: Checkpoint
+    config: Any
+    architecture: Architecture
+    geometry: KVGeometry
+    device: torch.device
+    num_threads: int | None = None
+
+
+def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
+    """Read the weights into the runner asked for; "auto" takes the first that can be had.
+
+    Raises:
+        RunnerUnavailable: a runner was named that cannot run this model here.
+        InvalidModel: the weights do not fit the configuration.
+    """
+    if runner != "auto":
+        return LOADERS[runner](files)
+    for name in PREFERRED[files.device.type]:
+        try:
+            return LOADERS[name](files)
+        except RunnerUnavailable as error:
+            logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
+    return LOADERS["eager"](files)
+
+
+def native(files: ModelFiles) -> LanguageModel:
+    """Our own CPU kernels."""
+    if files.device.type != "cpu":
+        raise RunnerUnavailable(f"the native runner runs on the CPU, not on {files.device}")
+    from forerun.models.runner.library import load_kernels
+    from forerun.models.runner.native import build_native_model
+
+    decoder = decoder_of(files)
+    kernels = load_kernels(files.num_threads or usual_threads())
+    # The kernels keep every core busy; what torch does between passes is too little to share, and
+    # its idle threads would spin on the cores the kernels need next.
+    torch.set_num_threads(1)
+    read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
+    return build_native_model(decoder, read, files.geometry, kernels)
+
+
+def graphs(files: ModelFiles) -> LanguageModel:
+    """Lean torch passes, recorded on CUDA."""
+    from forerun.models.runner.graphs.model import build_torch_model
+
+    decoder = decoder_of(files)
+    read = tensor_reader(files.checkpoint, files.geometry.dtype, files.device)
+    return build_torch_model(decoder, read, files.geometry, files.device)
+
+
+def eager(files: ModelFiles) -> LanguageModel:
+    """transformers' own modules."""
+    from forerun.models.huggingface import adapt, read_weights
+
+    model = read_weights(files.checkpoint, files.config, files.geometry.dtype)
+    return adapt(
+        model.to(files.device),
+        num_slots=files.geometry.num_slots,
+        max_context=files.geometry.capacity,
+        max_staged_rows=files.geometry.max_staged_rows,
+    )
+
+
+# Imported when chosen: the eager one alone costs seconds of start-up.
+LOADERS: Mapping[str, Callable[[ModelFiles], LanguageModel]] = MappingProxyType(
+    {"native": native, "graphs": graphs, "eager": eager}
+)
+PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("native", "graphs"), "cuda": ("graphs",), "mps": ("graphs",)}
+)
+
+
+def decoder_of(files: ModelFiles) -> Decoder:
+    """The neutral form of a model, its files checked.
+
+    Raises:
+        RunnerUnavailable: the model has something that form has no place for.
+        InvalidModel: the weights do not fit the configuration.
+    """
+    if objection := unsupported(files.config.to_dict()):
+        raise RunnerUnavailable(f"only the eager runner supports {objection}")
+    decoder = read_decoder(files.architecture, files.config)
+    check_parameters(files.checkpoint, parameter_shapes(decoder))
+    return decoder
+
+
+@cache
+def usual_threads() -> int:
+    """Threads torch uses unless told otherwise: before we told it."""
+    return torch.get_num_threads()

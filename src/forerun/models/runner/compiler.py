@@ -1,0 +1,141 @@
+"""Compile the CPU kernels once per machine and keep the result.
+
+The kernels are plain C++ without dependencies, so any compiler will do and it takes seconds. What
+comes out is stored under a name made of everything that went in: sources, compiler, flags and
+processor. A library from another version or machine is therefore never found, only never used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from forerun.errors import RunnerUnavailable
+
+__all__ = ["cache_folder", "compiled_kernels"]
+
+logger = logging.getLogger("forerun.runner")
+
+SOURCES = Path(__file__).parent / "kernels"
+MAIN = "kernels.cpp"
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where compiled kernels are kept: FORERUN_CACHE, or the user's cache folder."""
+    if chosen := environment.get("FORERUN_CACHE"):
+        return Path(chosen).expanduser()
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "forerun"
+
+
+def compiled_kernels(folder: Path | None = None) -> ctypes.CDLL:
+    """The kernels, from the cache if they are there, compiled otherwise.
+
+    Args:
+        folder: cache to use instead of `cache_folder()`.
+
+    Raises:
+        RunnerUnavailable: there is no compiler, or it fails.
+    """
+    return _load(folder or cache_folder(), find_compiler())
+
+
+def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
+    """Path of a C++ compiler: CXX, or the first of the usual names.
+
+    Raises:
+        RunnerUnavailable: none is installed.
+    """
+    names = [environment["CXX"]] if environment.get("CXX") else list(COMPILERS)
+    for name in names:
+        if found := shutil.which(name):
+            return found
+    raise RunnerUnavailable(
+        f"no C++ compiler ({', '.join(names)}); install g++ or clang, or set CXX to one"
+    )
+
+
+@cache
+def _load(folder: Path, compiler: str) -> ctypes.CDLL:
+    path = folder / f"kernels-{fingerprint(compiler)}.so"
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            logger.warning("the kernels in %s cannot be loaded (%s); compiling again", path, error)
+    with tempfile.TemporaryDirectory(prefix="forerun-") as scratch:
+        built = Path(scratch) / path.name
+        compile_to(built, compiler)
+        return ctypes.CDLL(str(keep(built, path)))
+
+
+def keep(built: Path, path: Path) -> Path:
+    """Move a library into the cache, whole or not at all; returns where to load it from."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
+            unfinished.write(built.read_bytes())
+        Path(unfinished.name).replace(path)
+    except OSError as error:
+        logger.warning(
+            "compiled kernels cannot be kept in %s (%s): they are compiled again next time; "
+            "set FORERUN_CACHE to a folder that can be written",
+            path.parent,
+            error,
+        )
+        return built
+    return path
+
+
+def compile_to(path: Path, compiler: str) -> None:
+    """Compile the kernels for this processor.
+
+    Raises:
+        RunnerUnavailable: the compiler fails; the message has its last line.
+    """
+    logger.info("compiling the CPU kernels with %s, once for this machine ...", compiler)
+    start_s = time.monotonic()
+    command = [compiler, *FLAGS, native_flag(), str(SOURCES / MAIN), "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RunnerUnavailable(f"{compiler} cannot compile the CPU kernels: {lines[-1]}")
+    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - start_s)
+
+
+def fingerprint(compiler: str) -> str:
+    """Hash of all that decides what the library contains."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(version)
+    for part in (compiler, *FLAGS, native_flag(), platform.platform(), processor()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def native_flag() -> str:
+    """The flag that allows every instruction of this processor."""
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+
+
+def processor() -> str:
+    """What tells processors apart: a home folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    telling = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(telling)}))

@@ -1,0 +1,196 @@
+// Query heads over the keys of one sequence: scores, softmax, weighted sum of values.
+//
+// A row sees a prefix of its slot and, in a token tree, some of the rows after it. Rows that share a
+// key/value head are computed together, so that keys and values are read once for all of them; yet
+// what a row computes, and in which order, depends on nothing but what it sees. What it sees is
+// walked in order and without gaps: the result is the same to the bit alone or among others, and
+// whether its ancestors lie among other branches or, after a commit, next to each other.
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace forerun {
+
+// Indices [0, num_prefix) and then `others`, ascending.
+struct Seen {
+    int num_prefix = 0;
+    const int* others = nullptr;
+    int num_others = 0;
+
+    int size() const { return num_prefix + num_others; }
+};
+
+template <class T>
+struct Query {
+    const T* head;     // [dim], turned
+    const Seen* seen;
+    float* scores;     // scratch for seen->size() floats rounded up to whole blocks
+    T* out;            // [dim]
+};
+
+constexpr int kTileQueries = 6;
+constexpr int kBlockKeys = kLanes;
+constexpr int kMaxHeadDim = 256;
+
+// One word of each of sixteen keys, word after word: what a query's words are multiplied with.
+template <class T>
+struct KeyBlock {
+    Words words[kMaxHeadDim / kDepth<T>];
+
+    // key(i) points to the i-th key of the block; there are `num_keys`, the rest count as zeros.
+    template <class Key>
+    void gather(Key&& key, int num_keys, int num_words) {
+        int first = 0;
+        for (; first + kLanes <= num_words; first += kLanes) weave<kLanes>(key, num_keys, first);
+        if (first < num_words) weave<kLanes / 2>(key, num_keys, first);
+    }
+
+  private:
+    // Words [first, first + kCount): heads are whole vectors, so bf16 may leave half a vector.
+    template <int kCount, class Key>
+    void weave(Key&& key, int num_keys, int first) {
+        Words rows[kLanes]{};
+        for (int i = 0; i < num_keys; ++i)
+            std::memcpy(&rows[i], key(i) + size_t(first) * kDepth<T>, kCount * 4);
+        transpose(rows);
+        for (int u = 0; u < kCount; ++u) words[first + u] = rows[u];
+    }
+};
+
+template <class T, int kQueries>
+void score_block(const Query<T>* queries, const KeyBlock<T>& block, int num_words, int place,
+                 float scale) {
+    Floats sums[kQueries]{};
+    for (int u = 0; u < num_words; ++u) {
+        Words key = block.words[u];
+        keep_in_register(key);
+        for (int q = 0; q < kQueries; ++q) {
+            uint32_t word;
+            std::memcpy(&word, queries[q].head + size_t(u) * kDepth<T>, 4);
+            sums[q] = multiply_add(sums[q], key, word, queries[q].head);
+        }
+    }
+    for (int q = 0; q < kQueries; ++q) store(queries[q].scores + place, sums[q] * splat(scale));
+}
+
+// The sum over keys [0, num_keys) of weight times value, for some vectors of some queries.
+template <class T, int kQueries, int kWidth>
+void weigh(const Query<T>* queries, const T* values, int dim, int num_keys,
+           Floats (*result)[kWidth]) {
+    Floats sums[kQueries][kWidth]{};
+    for (int k = 0; k < num_keys; ++k) {
+        Floats value[kWidth];
+        for (int v = 0; v < kWidth; ++v) value[v] = load(values + size_t(k) * dim + v * kLanes);
+        for (int q = 0; q < kQueries; ++q) {
+            const Floats weight = splat(queries[q].scores[k]);
+            for (int v = 0; v < kWidth; ++v) sums[q][v] += weight * value[v];
+        }
+    }
+    for (int q = 0; q < kQueries; ++q)
+        for (int v = 0; v < kWidth; ++v) result[q][v] = sums[q][v];
+}
+
+// Scores to weights; returns their total. Lanes past the last score become 0.
+inline float softmax(float* scores, int num_scores) {
+    const int padded = (num_scores + kLanes - 1) / kLanes * kLanes;
+    for (int i = num_scores; i < padded; ++i) scores[i] = -INFINITY;
+    Floats most = load(scores);
+    for (int i = kLanes; i < padded; i += kLanes) most = larger(most, load(scores + i));
+    const Floats shift = splat(largest(most));
+    Floats total{};
+    for (int i = 0; i < padded; i += kLanes) {
+        const Floats weights = exponential(load(scores + i) - shift);
+        store(scores + i, weights);
+        total += weights;
+    }
+    return sum(total);
+}
+
+// Attention of queries that share a key/value head and a slot. Rows of keys and values lie `dim`
+// values apart.
+template <class T>
+class Attention {
+  public:
+    Attention(const T* keys, const T* values, int dim)
+        : keys_(keys), values_(values), dim_(dim), num_words_(dim / kDepth<T>),
+          scale_(1.f / std::sqrt(float(dim))) {}
+
+    void attend(const Query<T>* queries, int num_queries) const {
+        int num_prefix = 0;
+        for (int q = 0; q < num_queries; ++q)
+            num_prefix = std::max(num_prefix, queries[q].seen->num_prefix);
+        for (int first = 0; first < num_prefix; first += kBlockKeys)
+            score(queries, num_queries, first, std::min(kBlockKeys, num_prefix - first), first,
+                  [](int key) { return key; });
+        for (int q = 0; q < num_queries; ++q) {  // what lies in trees, over what was too much
+            const Seen& seen = *queries[q].seen;
+            for (int first = 0; first < seen.num_others; first += kBlockKeys)
+                score(queries + q, 1, first, std::min(kBlockKeys, seen.num_others - first),
+                      seen.num_prefix + first, [&](int key) { return seen.others[key]; });
+        }
+        for (int first = 0; first < num_queries; first += kTileQueries)
+            mean(queries + first, std::min(kTileQueries, num_queries - first));
+    }
+
+  private:
+    // Scores of keys index(first), ..., stored from `place` on.
+    template <class Index>
+    void score(const Query<T>* queries, int num_queries, int first, int num_keys, int place,
+               Index&& index) const {
+        static constexpr decltype(&score_block<T, 1>) kTiles[kTileQueries] = {
+            score_block<T, 1>, score_block<T, 2>, score_block<T, 3>,
+            score_block<T, 4>, score_block<T, 5>, score_block<T, 6>};
+        KeyBlock<T> block;
+        block.gather([&](int i) { return keys_ + size_t(index(first + i)) * dim_; }, num_keys,
+                     num_words_);
+        for (int q = 0; q < num_queries; q += kTileQueries)
+            kTiles[std::min(kTileQueries, num_queries - q) - 1](queries + q, block, num_words_,
+                                                                place, scale_);
+    }
+
+    void mean(const Query<T>* queries, int num_queries) const {
+        float totals[kTileQueries];
+        int common = queries[0].seen->num_prefix;
+        for (int q = 0; q < num_queries; ++q) {
+            totals[q] = softmax(queries[q].scores, queries[q].seen->size());
+            common = std::min(common, queries[q].seen->num_prefix);
+        }
+        int v = 0;
+        for (; v + 4 <= dim_ / kLanes; v += 4) mean_part<4>(queries, num_queries, common, v, totals);
+        for (; v < dim_ / kLanes; ++v) mean_part<1>(queries, num_queries, common, v, totals);
+    }
+
+    // Vectors [first, first + kWidth) of the means: the keys all queries see, then each one's rest.
+    // Keys a query does not see are not even multiplied by 0: they may hold anything.
+    template <int kWidth>
+    void mean_part(const Query<T>* queries, int num_queries, int common, int first,
+                   const float* totals) const {
+        static constexpr decltype(&weigh<T, 1, kWidth>) kTiles[kTileQueries] = {
+            weigh<T, 1, kWidth>, weigh<T, 2, kWidth>, weigh<T, 3, kWidth>,
+            weigh<T, 4, kWidth>, weigh<T, 5, kWidth>, weigh<T, 6, kWidth>};
+        Floats sums[kTileQueries][kWidth];
+        const T* values = values_ + first * kLanes;
+        kTiles[num_queries - 1](queries, values, dim_, common, sums);
+        for (int q = 0; q < num_queries; ++q) {
+            const Seen& seen = *queries[q].seen;
+            for (int place = common; place < seen.size(); ++place) {
+                const int key = place < seen.num_prefix ? place : seen.others[place - seen.num_prefix];
+                const Floats weight = splat(queries[q].scores[place]);
+                for (int v = 0; v < kWidth; ++v)
+                    sums[q][v] += weight * load(values + size_t(key) * dim_ + v * kLanes);
+            }
+            const Floats inverse = splat(1.f / totals[q]);
+            for (int v = 0; v < kWidth; ++v)
+                store(queries[q].out + (first + v) * kLanes, sums[q][v] * inverse);
+        }
+    }
+
+    const T* const keys_;
+    const T* const values_;
+    const int dim_, num_words_;
+    const float scale_;
+};
+
+}  // namespace forerun

@@ -1,0 +1,175 @@
+// The functions of interface.h.
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "pass.h"
+
+namespace forerun {
+namespace {
+
+class AnyDecoder {
+  public:
+    virtual ~AnyDecoder() = default;
+    virtual size_t num_bytes() const = 0;
+    virtual void put_vector(ForerunVector kind, int layer, const float* from) = 0;
+    virtual void put_matrix(ForerunMatrix kind, int layer, const void* from) = 0;
+    virtual void forward(const ForerunPass& rows, const ForerunStore& store, float* logits) = 0;
+    virtual void greedy_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
+                              int vocab_size, int64_t* drafted) = 0;
+};
+
+// The best token of a row; of equals the lowest.
+struct Best {
+    float value = -INFINITY;
+    int token = 0;
+
+    void offer(float other, int candidate) {
+        if (other > value || (other == value && candidate < token)) value = other, token = candidate;
+    }
+};
+
+template <class T>
+class Decoder final : public AnyDecoder {
+  public:
+    Decoder(Crew& crew, const ForerunSizes& sizes) : crew_(crew), weights_(sizes) {}
+
+    size_t num_bytes() const override { return weights_.num_bytes(); }
+
+    void put_vector(ForerunVector kind, int layer, const float* from) override {
+        weights_.put_vector(kind, layer, from);
+    }
+
+    void put_matrix(ForerunMatrix kind, int layer, const void* from) override {
+        weights_.put_matrix(crew_, kind, layer, static_cast<const T*>(from));
+    }
+
+    void forward(const ForerunPass& rows, const ForerunStore& store, float* logits) override {
+        const int vocab_size = weights_.sizes.vocab_size;
+        run(rows, store, [&](Walker&, int panel, const float* sums) {
+            const int num_columns = std::min(kPanel, vocab_size - panel * kPanel);
+            for (int row = 0; row < rows.num_wanted; ++row)
+                std::memcpy(logits + size_t(row) * vocab_size + panel * kPanel,
+                            sums + size_t(row) * kPanel, num_columns * sizeof(float));
+        });
+    }
+
+    void greedy_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
+                      int vocab_size, int64_t* drafted) override {
+        best_tokens(rows, store, vocab_size, num_tokens, drafted);
+        // From here on one row per span, behind the rows of the first pass.
+        std::vector<ForerunSpan> spans(rows.spans, rows.spans + rows.num_spans);
+        std::vector<int64_t> tokens(rows.num_spans), wanted(rows.num_spans);
+        for (int i = 0; i < rows.num_spans; ++i) {
+            spans[i].start += spans[i].num_chain;
+            spans[i].num_chain = 1;
+            wanted[i] = i;
+        }
+        const ForerunPass next{rows.num_spans, rows.num_spans, rows.num_spans, spans.data(),
+                               nullptr,        tokens.data(),  wanted.data()};
+        for (int n = 1; n < num_tokens; ++n) {
+            for (int i = 0; i < rows.num_spans; ++i) tokens[i] = drafted[i * num_tokens + n - 1];
+            best_tokens(next, store, vocab_size, num_tokens, drafted + n);
+            for (ForerunSpan& span : spans) ++span.start;
+        }
+    }
+
+  private:
+    template <class Sink>
+    void run(const ForerunPass& rows, const ForerunStore& store, Sink&& sink) {
+        Pass<T> pass(weights_, scratch_, rows, store, crew_.num_threads());
+        crew_.run(Pass<T>::num_phases(weights_.sizes.num_layers),
+                  [&](Walker& walker) { pass.walk(walker, sink); });
+    }
+
+    // The best token of every wanted row goes to drafted[0], drafted[stride], ...
+    void best_tokens(const ForerunPass& rows, const ForerunStore& store, int vocab_size,
+                     int stride, int64_t* drafted) {
+        const int num_wanted = rows.num_wanted;
+        best_.assign(size_t(crew_.num_threads()) * num_wanted, Best{});
+        run(rows, store, [&](Walker& walker, int panel, const float* sums) {
+            const int first = panel * kPanel, num_columns = std::min(kPanel, vocab_size - first);
+            for (int row = 0; row < num_wanted; ++row, sums += kPanel)
+                for (int i = 0; i < num_columns; ++i)
+                    best_[size_t(walker.thread) * num_wanted + row].offer(sums[i], first + i);
+        });
+        for (int row = 0; row < num_wanted; ++row) {
+            Best best = best_[row];
+            for (int thread = 1; thread < crew_.num_threads(); ++thread) {
+                const Best& other = best_[size_t(thread) * num_wanted + row];
+                best.offer(other.value, other.token);
+            }
+            drafted[size_t(row) * stride] = best.token;
+        }
+    }
+
+    Crew& crew_;
+    Weights<T> weights_;
+    Scratch<T> scratch_;
+    std::vector<Best> best_;
+};
+
+// What the kernels are written for; the caller falls back on another runner for the rest.
+bool is_supported(const ForerunSizes& sizes) {
+    return sizes.head_dim % kLanes == 0 && sizes.head_dim <= kMaxHeadDim && sizes.hidden_size % kLanes == 0;
+}
+
+AnyDecoder* as_decoder(void* decoder) { return static_cast<AnyDecoder*>(decoder); }
+
+template <class Work>
+bool within_memory(Work&& work) {
+    try {
+        work();
+        return true;
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+}
+
+}  // namespace
+}  // namespace forerun
+
+using namespace forerun;
+
+size_t forerun_interface() {
+    return sizeof(ForerunSizes) + 1000 * sizeof(ForerunPass) + 1000000 * sizeof(ForerunStore);
+}
+
+void* forerun_crew_new(int32_t num_threads) { return new Crew(num_threads); }
+
+void* forerun_decoder_new(void* crew, int32_t element, const ForerunSizes* sizes) {
+    if (!is_supported(*sizes)) return nullptr;
+    Crew& members = *static_cast<Crew*>(crew);
+    AnyDecoder* decoder = nullptr;
+    within_memory([&] {
+        if (element == kBf16) decoder = new Decoder<bf16>(members, *sizes);
+        else decoder = new Decoder<float>(members, *sizes);
+    });
+    return decoder;
+}
+
+void forerun_decoder_delete(void* decoder) { delete as_decoder(decoder); }
+
+size_t forerun_decoder_bytes(const void* decoder) {
+    return static_cast<const AnyDecoder*>(decoder)->num_bytes();
+}
+
+void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, const float* from) {
+    as_decoder(decoder)->put_vector(ForerunVector(kind), layer, from);
+}
+
+void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from) {
+    as_decoder(decoder)->put_matrix(ForerunMatrix(kind), layer, from);
+}
+
+bool forerun_decoder_forward(void* decoder, const ForerunPass* pass, const ForerunStore* store,
+                             float* logits) {
+    return within_memory([&] { as_decoder(decoder)->forward(*pass, *store, logits); });
+}
+
+bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
+                                  int32_t num_tokens, int32_t vocab_size, int64_t* drafted) {
+    return within_memory([&] {
+        as_decoder(decoder)->greedy_chain(*pass, *store, num_tokens, vocab_size, drafted);
+    });
+}

@@ -1,0 +1,120 @@
+// Activations times packed weights, for any number of rows, with one copy of the weights.
+//
+// A panel holds 64 outputs: word u of all of them lies together, 256 bytes, so a pass streams a
+// panel from memory in order. Every output of every row is one chain of multiply-adds over the inner
+// dimension in the same order, whatever else is in the pass: a row's result is the same to the bit
+// alone and among others.
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace forerun {
+
+constexpr int kPanel = 64;
+constexpr int kVectors = kPanel / kLanes;
+constexpr int kMaxTile = 6;      // rows: 6 x 4 sums, 4 weights and a broadcast fill 32 registers
+constexpr int kBlockWords = 1024;  // inner words per visit: a block of a panel stays in L2
+constexpr int kLine = 64;
+
+struct Matrix {
+    uint32_t* words = nullptr;  // [num_panels][num_words][kPanel]
+    int num_panels = 0;
+    int num_words = 0;
+
+    const uint32_t* panel(int index) const {
+        return words + size_t(index) * num_words * kPanel;
+    }
+};
+
+// Where a tile fetches what comes next from memory while it computes on what is in the cache.
+struct Ahead {
+    const char* from = nullptr;
+    int num_lines = 0;  // per word of 64 outputs, which is kVectors lines
+};
+
+inline void fetch(const Ahead& ahead, int word) {
+    const char* from = ahead.from + size_t(word) * kVectors * kLine;
+    for (int line = 0; line < ahead.num_lines; ++line) __builtin_prefetch(from + line * kLine, 0, 2);
+}
+
+template <class T, int kRows>
+inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_words, float* sums,
+                 bool is_first, const Ahead& ahead) {
+    Floats acc[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v)
+            acc[r][v] = is_first ? Floats{} : load(sums + r * kPanel + v * kLanes);
+    for (int u = 0; u < num_words; ++u) {
+        if (ahead.num_lines) fetch(ahead, u);
+        Words w[kVectors];
+        for (int v = 0; v < kVectors; ++v) {
+            w[v] = reinterpret_cast<const Words*>(weights + size_t(u) * kPanel)[v];
+            keep_in_register(w[v]);
+        }
+        for (int r = 0; r < kRows; ++r) {
+            uint32_t activation;
+            std::memcpy(&activation, x + r * stride + size_t(u) * kDepth<T>, 4);
+            for (int v = 0; v < kVectors; ++v)
+                acc[r][v] = multiply_add(acc[r][v], w[v], activation, x);
+        }
+    }
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, acc[r][v]);
+}
+
+template <class T>
+using Tile = void (*)(const T*, size_t, const uint32_t*, int, float*, bool, const Ahead&);
+
+// The four lines of a word are shared between the first tiles that pass over it.
+inline Ahead lines_of(const uint32_t* next, int index, int num_tiles) {
+    const int num_lines = num_tiles == 1 ? kVectors : num_tiles < kVectors ? 2 : 1;
+    if (index * num_lines >= kVectors) return {};
+    return {reinterpret_cast<const char*>(next) + index * num_lines * kLine, num_lines};
+}
+
+// sums[row][kPanel] = x[row] . panel; x has `stride` values per row, padded with zeros to words.
+template <class T>
+void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matrix, int panel,
+                    int next_panel, float* sums) {
+    static constexpr Tile<T> kTiles[kMaxTile] = {tile<T, 1>, tile<T, 2>, tile<T, 3>,
+                                                 tile<T, 4>, tile<T, 5>, tile<T, 6>};
+    const int num_tiles = (num_rows + kMaxTile - 1) / kMaxTile;
+    const uint32_t* weights = matrix.panel(panel);
+    for (int first = 0; first < matrix.num_words; first += kBlockWords) {
+        const int num_words = std::min(kBlockWords, matrix.num_words - first);
+        const uint32_t* block = weights + size_t(first) * kPanel;
+        const bool is_last = first + num_words == matrix.num_words;
+        const uint32_t* next = !is_last          ? block + size_t(num_words) * kPanel
+                               : next_panel >= 0 ? matrix.panel(next_panel)
+                                                 : nullptr;
+        for (int t = 0; t < num_tiles; ++t) {
+            const int begin = int(int64_t(num_rows) * t / num_tiles);
+            const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
+            const Ahead ahead = next ? lines_of(next, t, num_tiles) : Ahead{};
+            const T* from = x + begin * stride + size_t(first) * kDepth<T>;
+            kTiles[end - begin - 1](from, stride, block, num_words, sums + begin * kPanel,
+                                    first == 0, ahead);
+        }
+    }
+}
+
+// Row-major (outputs, inputs) to panels. Output o of the matrix goes to place `place(o)`; places
+// nobody takes, and words past the inputs, must be zero beforehand.
+template <class T, class Place>
+void pack_rows(uint32_t* words, int num_words, const T* from, int num_inputs, int first, int last,
+               Place&& place) {
+    for (int output = first; output < last; ++output) {
+        const int to = place(output);
+        uint32_t* column = words + size_t(to / kPanel) * num_words * kPanel + to % kPanel;
+        const char* row = reinterpret_cast<const char*>(from + size_t(output) * num_inputs);
+        const int num_whole = num_inputs / kDepth<T>;
+        for (int u = 0; u < num_whole; ++u)
+            std::memcpy(column + size_t(u) * kPanel, row + size_t(u) * 4, 4);
+        if (num_whole < num_words && num_whole * kDepth<T> < num_inputs)
+            std::memcpy(column + size_t(num_whole) * kPanel, row + size_t(num_whole) * 4, sizeof(T));
+    }
+}
+
+}  // namespace forerun

@@ -1,0 +1,283 @@
+// One pass of a decoder over packed rows, all threads walking its phases together.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "crew.h"
+#include "weights.h"
+
+namespace forerun {
+
+// Rows of one sequence that attend together.
+struct AttendItem {
+    int first_row, num_rows;
+};
+
+constexpr int kItemQueries = 12;
+
+// Grows to the largest pass seen and stays, so that a step allocates nothing.
+template <class T>
+struct Scratch {
+    std::vector<float> hidden;  // [rows][hidden_size], the residual stream
+    std::vector<T> normed;      // [rows][hidden_size]
+    std::vector<float> qkv;     // [rows][qkv_rows]
+    std::vector<T> queries;     // [rows][query_rows], turned
+    std::vector<T> heads;       // [rows][query_rows], attended
+    std::vector<T> gated;       // [rows][padded_intermediate]
+    std::vector<float> turns;   // [rows][head_dim]: cosines, then sines
+    std::vector<Seen> seen;     // [rows]
+    std::vector<int> others;    // indices of what the rows of trees see of their trees
+    std::vector<int> slots, indices, positions;    // [rows]: where keys go, how far they are turned
+    std::vector<AttendItem> items;
+    std::vector<std::vector<float>> sums, scores;     // per thread
+    std::vector<std::vector<Query<T>>> asked;         // per thread
+};
+
+template <class T>
+class Pass {
+  public:
+    Pass(const Weights<T>& weights, Scratch<T>& scratch, const ForerunPass& rows,
+         const ForerunStore& store, int num_threads)
+        : w_(weights), s_(scratch), rows_(rows), store_(store),
+          groups_(weights.sizes.num_heads / weights.sizes.num_kv_heads),
+          item_rows_(std::max(1, kItemQueries / groups_)) {
+        grow(num_threads);
+        look_around();
+    }
+
+    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 8 + 1; }
+
+    // `sink(walker, panel, sums)` receives the head's outputs of the wanted rows, panel by panel.
+    template <class Sink>
+    void walk(Walker& walker, Sink&& sink) {
+        const ForerunSizes& sizes = w_.sizes;
+        const int num_rows = rows_.num_rows;
+        walker.each(num_rows, [&](int row) { begin_row(row); });
+        for (int l = 0; l < sizes.num_layers; ++l) {
+            const Layer& layer = w_.layers[l];
+            walker.each(num_rows, [&](int row) { norm(row, layer.input_norm, row); });
+            multiply(walker, layer.qkv, s_.normed.data(), sizes.hidden_size, num_rows,
+                     [&](int panel, const float* sums) {
+                         keep(sums, panel, s_.qkv.data(), w_.qkv_rows);
+                     });
+            walker.each(num_rows, [&](int row) { turn_and_store(layer, l, row); });
+            walker.each(int(s_.items.size()) * sizes.num_kv_heads, [&](int item) {
+                attend(l, s_.items[item / sizes.num_kv_heads], item % sizes.num_kv_heads,
+                       walker.thread);
+            });
+            multiply(walker, layer.output, s_.heads.data(), w_.query_rows, num_rows,
+                     [&](int panel, const float* sums) { add(sums, panel); });
+            walker.each(num_rows, [&](int row) { norm(row, layer.post_norm, row); });
+            multiply(walker, layer.gate_up, s_.normed.data(), sizes.hidden_size, num_rows,
+                     [&](int panel, const float* sums) { gate(sums, panel); });
+            multiply(walker, layer.down, s_.gated.data(), w_.padded_intermediate, num_rows,
+                     [&](int panel, const float* sums) { add(sums, panel); });
+        }
+        walker.each(rows_.num_wanted, [&](int i) { norm(int(rows_.wanted[i]), w_.last_norm, i); });
+        multiply(walker, w_.head, s_.normed.data(), sizes.hidden_size, rows_.num_wanted,
+                 [&](int panel, const float* sums) { sink(walker, panel, sums); });
+    }
+
+  private:
+    void grow(int num_threads) {
+        const ForerunSizes& sizes = w_.sizes;
+        const auto fit = [](auto& vector, size_t size) {
+            if (vector.size() < size) vector.resize(size);
+        };
+        const size_t rows = rows_.num_rows;
+        const size_t tile_rows = std::max(rows_.num_rows, rows_.num_wanted);
+        fit(s_.hidden, rows * sizes.hidden_size);
+        fit(s_.normed, tile_rows * sizes.hidden_size);
+        fit(s_.qkv, rows * w_.qkv_rows);
+        fit(s_.queries, rows * w_.query_rows);
+        fit(s_.heads, rows * w_.query_rows);
+        fit(s_.gated, rows * w_.padded_intermediate);
+        fit(s_.turns, rows * sizes.head_dim);
+        fit(s_.seen, rows);
+        fit(s_.slots, rows);
+        fit(s_.indices, rows);
+        fit(s_.positions, rows);
+        fit(s_.sums, num_threads);
+        fit(s_.scores, num_threads);
+        for (auto& sums : s_.sums) fit(sums, tile_rows * kPanel);
+        const size_t queries = item_rows_ * groups_;
+        for (auto& scores : s_.scores) fit(scores, queries * score_stride());
+        fit(s_.asked, num_threads);
+        for (auto& asked : s_.asked) fit(asked, queries);
+    }
+
+    // Where every row goes and what it sees.
+    void look_around() {
+        s_.others.clear();
+        s_.items.clear();
+        const int32_t* parents = rows_.parents;
+        int row = 0;
+        for (int i = 0; i < rows_.num_spans; ++i) {
+            const ForerunSpan& span = rows_.spans[i];
+            const int num_rows = span.num_chain + span.num_tree;
+            const int root = span.start + span.num_chain;
+            for (int offset = 0; offset < num_rows; ++offset) {
+                const int node = offset - span.num_chain;
+                Seen seen;
+                seen.num_prefix = node < 0 ? span.start + offset + 1 : root;
+                seen.num_others = node < 0 ? 0 : push_path(parents, node, root);
+                s_.slots[row + offset] = span.slot;
+                s_.indices[row + offset] = span.start + offset;
+                s_.positions[row + offset] = seen.size() - 1;
+                s_.seen[row + offset] = seen;
+            }
+            for (int first = 0; first < num_rows; first += item_rows_)
+                s_.items.push_back({row + first, std::min(item_rows_, num_rows - first)});
+            parents += span.num_tree;
+            row += num_rows;
+        }
+        const int* others = s_.others.data();  // only now does it stay where it is
+        for (int r = 0; r < row; others += s_.seen[r++].num_others) s_.seen[r].others = others;
+    }
+
+    // Append the indices of a node's ancestors and itself, ascending; returns how many.
+    int push_path(const int32_t* parents, int node, int root) {
+        const size_t before = s_.others.size();
+        for (; node >= 0; node = parents[node]) s_.others.push_back(root + node);
+        std::reverse(s_.others.begin() + before, s_.others.end());
+        return int(s_.others.size() - before);
+    }
+
+    void begin_row(int row) {
+        const int half = w_.sizes.head_dim / 2;
+        w_.embed(rows_.tokens[row], &s_.hidden[size_t(row) * w_.sizes.hidden_size]);
+        float* turn = &s_.turns[size_t(row) * 2 * half];
+        for (int i = 0; i < half; ++i) {
+            const float angle = float(s_.positions[row]) * w_.inv_freq[i];
+            turn[i] = std::cos(angle) * w_.sizes.rope_scale;
+            turn[half + i] = std::sin(angle) * w_.sizes.rope_scale;
+        }
+    }
+
+    // The root mean square norm of a row of the residual stream, as input `to` of a matrix.
+    void norm(int row, const std::vector<float>& weight, int to) {
+        const int width = w_.sizes.hidden_size;
+        const float* from = &s_.hidden[size_t(row) * width];
+        const Floats inverse = splat(inverse_rms(from, width));
+        for (int i = 0; i < width; i += kLanes)
+            store(&s_.normed[size_t(to) * width + i], load(&weight[i]) * (load(from + i) * inverse));
+    }
+
+    float inverse_rms(const float* from, int width) const {
+        Floats squares{};
+        for (int i = 0; i < width; i += kLanes) squares += load(from + i) * load(from + i);
+        return 1.f / std::sqrt(sum(squares) / float(width) + w_.sizes.norm_eps);
+    }
+
+    template <class Sink>
+    void multiply(Walker& walker, const Matrix& matrix, const T* x, int stride, int num_rows,
+                  Sink&& sink) {
+        float* sums = s_.sums[walker.thread].data();
+        walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
+            multiply_panel(x, stride, num_rows, matrix, panel, next, sums);
+            sink(panel, sums);
+        });
+    }
+
+    // The columns of a panel that exist: all but in the last panel of a narrow matrix.
+    static int columns(int panel, int width) { return std::min(kPanel, width - panel * kPanel); }
+
+    void keep(const float* sums, int panel, float* to, int width) {
+        const int num_columns = columns(panel, width);
+        for (int row = 0; row < rows_.num_rows; ++row)
+            std::memcpy(to + size_t(row) * width + panel * kPanel, sums + size_t(row) * kPanel,
+                        num_columns * sizeof(float));
+    }
+
+    void add(const float* sums, int panel) {
+        const int width = w_.sizes.hidden_size, num_columns = columns(panel, width);
+        for (int row = 0; row < rows_.num_rows; ++row) {
+            float* to = &s_.hidden[size_t(row) * width + panel * kPanel];
+            for (int i = 0; i < num_columns; i += kLanes)
+                store(to + i, load(to + i) + load(sums + size_t(row) * kPanel + i));
+        }
+    }
+
+    // silu(gate) * up
+    void gate(const float* sums, int panel) {
+        for (int row = 0; row < rows_.num_rows; ++row, sums += kPanel) {
+            T* to = &s_.gated[size_t(row) * w_.padded_intermediate + panel * kHalfPanel];
+            for (int i = 0; i < kHalfPanel; i += kLanes) {
+                const Floats g = load(sums + i), up = load(sums + kHalfPanel + i);
+                store(to + i, g / (splat(1.f) + exponential(-g)) * up);
+            }
+        }
+    }
+
+    void turn_and_store(const Layer& layer, int index, int row) {
+        const int dim = w_.sizes.head_dim;
+        float* qkv = &s_.qkv[size_t(row) * w_.qkv_rows];
+        if (!layer.qkv_bias.empty())
+            for (int i = 0; i < w_.qkv_rows; i += kLanes)
+                store(qkv + i, load(qkv + i) + load(&layer.qkv_bias[i]));
+        for (int h = 0; h < w_.sizes.num_heads; ++h) turn(qkv + h * dim, layer.query_norm, row);
+        for (int i = 0; i < w_.query_rows; i += kLanes)
+            store(&s_.queries[size_t(row) * w_.query_rows + i], load(qkv + i));
+        float* key = qkv + w_.query_rows;
+        for (int h = 0; h < w_.sizes.num_kv_heads; ++h, key += dim) {
+            turn(key, layer.key_norm, row);
+            T* to_key = cached(2 * index, s_.slots[row], h, s_.indices[row]);
+            T* to_value = cached(2 * index + 1, s_.slots[row], h, s_.indices[row]);
+            for (int i = 0; i < dim; i += kLanes) {
+                store(to_key + i, load(key + i));
+                store(to_value + i, load(key + w_.kv_rows + i));
+            }
+        }
+    }
+
+    // Norm a head where the family does, then rotate its pairs (i, i + half).
+    void turn(float* head, const std::vector<float>& weight, int row) {
+        const int dim = w_.sizes.head_dim, half = dim / 2;
+        if (!weight.empty()) {
+            const Floats inverse = splat(inverse_rms(head, dim));
+            for (int i = 0; i < dim; i += kLanes)
+                store(head + i, load(&weight[i]) * (load(head + i) * inverse));
+        }
+        const float* cosine = &s_.turns[size_t(row) * dim];
+        for (int i = 0; i < half; ++i) {
+            const float a = head[i], b = head[half + i];
+            head[i] = a * cosine[i] - b * cosine[half + i];
+            head[half + i] = b * cosine[i] + a * cosine[half + i];
+        }
+    }
+
+    T* cached(int plane, int slot, int kv_head, int index) {
+        const int64_t heads = w_.sizes.num_kv_heads;
+        const int64_t row = ((plane * store_.num_slots + slot) * heads + kv_head) * store_.width;
+        return static_cast<T*>(store_.data) + (row + index) * w_.sizes.head_dim;
+    }
+
+    // Rounded up to whole blocks behind a full prefix and behind what lies in trees.
+    size_t score_stride() const { return size_t(store_.width) + 2 * kBlockKeys; }
+
+    void attend(int index, const AttendItem& item, int kv_head, int thread) {
+        const int dim = w_.sizes.head_dim, slot = s_.slots[item.first_row];
+        Query<T>* queries = s_.asked[thread].data();
+        int num_queries = 0;
+        for (int row = item.first_row; row < item.first_row + item.num_rows; ++row)
+            for (int head = kv_head * groups_; head < (kv_head + 1) * groups_; ++head) {
+                const size_t at = size_t(row) * w_.query_rows + size_t(head) * dim;
+                queries[num_queries] = {&s_.queries[at], &s_.seen[row],
+                                        &s_.scores[thread][num_queries * score_stride()],
+                                        &s_.heads[at]};
+                ++num_queries;
+            }
+        const Attention<T> attention(cached(2 * index, slot, kv_head, 0),
+                                     cached(2 * index + 1, slot, kv_head, 0), dim);
+        attention.attend(queries, num_queries);
+    }
+
+    const Weights<T>& w_;
+    Scratch<T>& s_;
+    const ForerunPass& rows_;
+    const ForerunStore& store_;
+    const int groups_, item_rows_;
+};
+
+}  // namespace forerun

@@ -1,0 +1,129 @@
+"""The CPU kernels as Python functions: the declarations of kernels/interface.h once more."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_size_t, c_void_p
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from forerun.errors import RunnerUnavailable
+from forerun.models.runner.compiler import compiled_kernels
+
+__all__ = [
+    "ELEMENTS",
+    "Kernels",
+    "MatrixKind",
+    "PassStruct",
+    "Sizes",
+    "StoreStruct",
+    "VectorKind",
+    "load_kernels",
+]
+
+
+class Sizes(Structure):
+    """`ForerunSizes`."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads")),
+        *((name, c_int32) for name in ("head_dim", "intermediate_size", "vocab_size", "tied")),
+        ("norm_eps", c_float),
+        ("rope_scale", c_float),
+        ("inv_freq", c_void_p),
+    )
+
+
+class PassStruct(Structure):
+    """`ForerunPass`."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted")),
+        *((name, c_void_p) for name in ("spans", "parents", "tokens", "wanted")),
+    )
+
+
+class StoreStruct(Structure):
+    """`ForerunStore`."""
+
+    _fields_ = (("data", c_void_p), ("num_slots", c_int64), ("width", c_int64))
+
+
+class VectorKind(IntEnum):
+    """`ForerunVector`."""
+
+    INPUT_NORM = 0
+    POST_NORM = 1
+    QUERY_NORM = 2
+    KEY_NORM = 3
+    QKV_BIAS = 4
+    LAST_NORM = 5
+
+
+class MatrixKind(IntEnum):
+    """`ForerunMatrix`."""
+
+    QKV = 0
+    OUTPUT = 1
+    GATE_UP = 2
+    DOWN = 3
+    HEAD = 4
+    EMBEDDING = 5
+
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+"""Element types the kernels compute with, as `ForerunElement`."""
+
+SIGNATURES = {
+    "forerun_interface": (c_size_t, ()),
+    "forerun_crew_new": (c_void_p, (c_int32,)),
+    "forerun_decoder_new": (c_void_p, (c_void_p, c_int32, POINTER(Sizes))),
+    "forerun_decoder_delete": (None, (c_void_p,)),
+    "forerun_decoder_bytes": (c_size_t, (c_void_p,)),
+    "forerun_decoder_put_vector": (None, (c_void_p, c_int32, c_int32, c_void_p)),
+    "forerun_decoder_put_matrix": (None, (c_void_p, c_int32, c_int32, c_void_p)),
+    "forerun_decoder_forward": (
+        c_bool,
+        (c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_void_p),
+    ),
+    "forerun_decoder_greedy_chain": (
+        c_bool,
+        (c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32, c_int32, c_void_p),
+    ),
+}
+
+
+class Kernels:
+    """The library and the threads that run it; shared by all models of a process.
+
+    Args:
+        library: compiled kernels, with their signatures declared.
+        num_threads: size of the crew, the calling thread included.
+    """
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        self.library = library
+        self.num_threads = num_threads
+        self.crew: int = library.forerun_crew_new(num_threads)
+
+
+@cache
+def load_kernels(num_threads: int, folder: Path | None = None) -> Kernels:
+    """Kernels with a crew of `num_threads`; compiled first if need be.
+
+    Cached, so that target and draft take turns on one crew instead of fighting with two.
+
+    Raises:
+        RunnerUnavailable: they cannot be compiled, or do not match these declarations.
+    """
+    library = compiled_kernels(folder)
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    expected = ctypes.sizeof(Sizes) + 1000 * ctypes.sizeof(PassStruct)
+    if library.forerun_interface() != expected + 1_000_000 * ctypes.sizeof(StoreStruct):
+        raise RunnerUnavailable("the compiled kernels and their declarations in Python disagree")
+    return Kernels(library, num_threads)

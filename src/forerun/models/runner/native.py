@@ -1,0 +1,266 @@
+"""The CPU runner: a whole pass in one call of the kernels.
+
+One copy of the weights serves passes of every size, in huge pages where the system has them. A
+row's logits are the same to the bit whatever else is in the pass: verification in bf16 sees exactly
+the numbers plain decoding would have seen.
+
+Cost per pass: the weights are read once; activations take memory of the largest pass seen, about
+4 x (hidden + heads) + 2 x intermediate bytes per row; logits are fp32.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from ctypes import byref
+from itertools import chain
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from forerun.errors import NotEnoughMemory, RunnerUnavailable
+from forerun.models.architecture import Architecture
+from forerun.models.base import RowBatch, Scores
+from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
+from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.runner.library import (
+    ELEMENTS,
+    Kernels,
+    MatrixKind,
+    PassStruct,
+    Sizes,
+    StoreStruct,
+    VectorKind,
+)
+
+__all__ = ["NativeModel", "build_native_model"]
+
+
+class NativeModel:
+    """A LanguageModel whose passes run in the kernels; see `build_native_model`.
+
+    Args:
+        weights: the packed weights.
+        store: KV of the sequences, on the CPU.
+        architecture: sizes of the model.
+        num_parameters: size of the model, tied parameters counted once.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: PackedWeights,
+        store: ContiguousKVStore,
+        architecture: Architecture,
+        num_parameters: int,
+    ) -> None:
+        self.weights = weights
+        self.architecture = architecture
+        self.num_parameters = num_parameters
+        self._store = store
+        keys, _ = store.layer(0)
+        self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; may exceed the tokenizer's vocabulary."""
+        return self.architecture.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+        return self._store.geometry.capacity
+
+    @property
+    def store(self) -> ContiguousKVStore:
+        """Where this model's KV lives."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+        return self._store.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and KV; logits are fp32."""
+        return self._store.geometry.dtype
+
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass. Stages the KV of every row; committing is the caller's business.
+
+        Raises:
+            NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
+            ValueError: rows overwrite committed ones or leave a gap.
+        """
+        for span in batch.spans:
+            self._store.claim(span.slot, span.start, span.num_rows)
+        logits = torch.empty((len(batch.logit_rows), self.vocab_size))
+        self._call(
+            batch,
+            lambda rows: self.weights.kernels.library.forerun_decoder_forward(
+                self.weights.handle, rows, byref(self._store_struct), logits.data_ptr()
+            ),
+        )
+        return Scores(logits=logits)
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """Feed `batch`, then continue every sequence with its `num_tokens` most likely tokens.
+
+        All passes happen in one call; see `LanguageModel.greedy_chain`.
+        """
+        for span in batch.spans:
+            self._store.claim(span.slot, span.start, span.num_rows + num_tokens - 1)
+        drafted = torch.empty((len(batch.spans), num_tokens), dtype=torch.int64)
+        most = min(vocab_size, self.vocab_size)
+        self._call(
+            batch,
+            lambda rows: self.weights.kernels.library.forerun_decoder_greedy_chain(
+                self.weights.handle,
+                rows,
+                byref(self._store_struct),
+                num_tokens,
+                most,
+                drafted.data_ptr(),
+            ),
+        )
+        return drafted
+
+    def _call(self, batch: RowBatch, function: Callable[[object], bool]) -> None:
+        """Describe a batch to the kernels and run one of them on it."""
+        # These stay referenced here for as long as the kernels read them.
+        spans = array(
+            "i",
+            chain.from_iterable(
+                (span.slot, span.start, span.num_chain, len(span.tree.parents))
+                for span in batch.spans
+            ),
+        )
+        parents = array("i", chain.from_iterable(span.tree.parents for span in batch.spans))
+        tokens, wanted = batch.tokens.contiguous(), batch.logit_rows.contiguous()
+        rows = PassStruct(
+            len(batch.spans),
+            len(tokens),
+            len(wanted),
+            spans.buffer_info()[0],
+            parents.buffer_info()[0],
+            tokens.data_ptr(),
+            wanted.data_ptr(),
+        )
+        if not function(byref(rows)):
+            raise NotEnoughMemory(
+                f"no memory for a pass of {len(tokens)} rows; feed less at once "
+                "(prefill_chunk, max_step_rows, max_batch)"
+            )
+
+
+class PackedWeights:
+    """Weights inside the kernels; freed with this object."""
+
+    def __init__(self, kernels: Kernels, handle: int) -> None:
+        self.kernels = kernels
+        self.handle = handle
+
+    def __del__(self) -> None:
+        self.kernels.library.forerun_decoder_delete(self.handle)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory the packed matrices take."""
+        return int(self.kernels.library.forerun_decoder_bytes(self.handle))
+
+    def put_vector(self, kind: VectorKind, layer: int, vector: Tensor | None) -> int:
+        """Copy a vector in; returns its number of elements."""
+        if vector is None:
+            return 0
+        values = vector.float().contiguous()
+        self.kernels.library.forerun_decoder_put_vector(self.handle, kind, layer, values.data_ptr())
+        return values.numel()
+
+    def put_matrix(self, kind: MatrixKind, layer: int, matrix: Tensor) -> int:
+        """Pack a matrix; returns its number of elements."""
+        values = matrix.contiguous()
+        self.kernels.library.forerun_decoder_put_matrix(self.handle, kind, layer, values.data_ptr())
+        return values.numel()
+
+    def put_layer(self, index: int, layer: LayerWeights) -> int:
+        """Pack a layer; returns its number of elements."""
+        vectors = {
+            VectorKind.INPUT_NORM: layer.input_norm,
+            VectorKind.POST_NORM: layer.post_norm,
+            VectorKind.QUERY_NORM: layer.query_norm,
+            VectorKind.KEY_NORM: layer.key_norm,
+            VectorKind.QKV_BIAS: layer.qkv_bias,
+        }
+        matrices = {
+            MatrixKind.QKV: layer.qkv,
+            MatrixKind.OUTPUT: layer.output,
+            MatrixKind.GATE_UP: layer.gate_up,
+            MatrixKind.DOWN: layer.down,
+        }
+        return sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
+            self.put_matrix(kind, index, m) for kind, m in matrices.items()
+        )
+
+
+def build_native_model(
+    decoder: Decoder, read: ReadTensor, geometry: KVGeometry, kernels: Kernels
+) -> NativeModel:
+    """Pack a decoder's weights, one layer at a time, so that little is held twice.
+
+    Args:
+        decoder: sizes and constants.
+        read: gives its parameters in `geometry.dtype`, on the CPU.
+        geometry: of the KV store.
+        kernels: what will run it.
+
+    Raises:
+        RunnerUnavailable: the kernels are not written for these sizes, or memory is short.
+    """
+    weights = PackedWeights(kernels, new_decoder(decoder, geometry.dtype, kernels))
+    num_parameters = 0
+    for index in range(decoder.architecture.num_layers):
+        num_parameters += weights.put_layer(index, read_layer(decoder, index, read))
+    ends = read_ends(decoder, read)
+    num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, ends.norm)
+    num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, ends.head)
+    if not decoder.tied:
+        num_parameters += weights.put_matrix(MatrixKind.EMBEDDING, 0, ends.embedding)
+    return NativeModel(
+        weights=weights,
+        store=ContiguousKVStore(geometry, torch.device("cpu")),
+        architecture=decoder.architecture,
+        num_parameters=num_parameters,
+    )
+
+
+def new_decoder(decoder: Decoder, dtype: torch.dtype, kernels: Kernels) -> int:
+    """A decoder inside the kernels, still without weights."""
+    architecture = decoder.architecture
+    inv_freq = decoder.inv_freq.contiguous()
+    sizes = Sizes(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        intermediate_size=decoder.intermediate_size,
+        vocab_size=architecture.vocab_size,
+        tied=decoder.tied,
+        norm_eps=decoder.norm_eps,
+        rope_scale=decoder.rope_scale,
+        inv_freq=inv_freq.data_ptr(),
+    )
+    if dtype not in ELEMENTS:
+        raise RunnerUnavailable(f"the CPU kernels compute in bf16 and fp32, not in {dtype}")
+    handle = kernels.library.forerun_decoder_new(kernels.crew, ELEMENTS[dtype], byref(sizes))
+    if not handle:
+        raise RunnerUnavailable(
+            f"the CPU kernels are not written for hidden_size {architecture.hidden_size} with "
+            f"head_dim {architecture.head_dim} (both must be multiples of 16, the latter at most "
+            "256), or memory is short"
+        )
+    return int(handle)

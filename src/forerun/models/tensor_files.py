@@ -1,0 +1,71 @@
+"""Parameters straight from safetensors files, one at a time, with nothing else in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from forerun.errors import InvalidModel
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.decoder import ReadTensor
+
+__all__ = ["check_parameters", "tensor_reader"]
+
+# Constants some checkpoints carry along, which every implementation computes itself.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ReadTensor:
+    """A function that reads one parameter by name, converted and moved.
+
+    The file is mapped only while it is read from, so what has been read does not stay in memory.
+    """
+    files = {name: path for path in checkpoint.weight_files for name in shapes_in(path)}
+
+    def read(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor.to(device=device, dtype=dtype)
+
+    return read
+
+
+def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse files that do not hold exactly the parameters of the model they are said to be.
+
+    Args:
+        checkpoint: where they are.
+        expected: shape per name.
+
+    Raises:
+        InvalidModel: parameters are missing, unknown or have the wrong shape.
+    """
+    found = {
+        name: shape
+        for path in checkpoint.weight_files
+        for name, shape in shapes_in(path).items()
+        if not name.endswith(IGNORED_SUFFIXES)
+    }
+    tied_head = {"lm_head.weight"} if "lm_head.weight" not in expected else set()
+    misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
+    problems = {
+        "missing": expected.keys() - found.keys(),
+        "unexpected": found.keys() - expected.keys() - tied_head,
+        "mismatched": misshapen,
+    }
+    for problem, names in problems.items():
+        if names:
+            raise InvalidModel(
+                f"the weights in {checkpoint.folder} do not fit its configuration: "
+                f"{len(names)} {problem}, the first {min(names)}"
+            )
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a file, from its header."""
+    with safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
