@@ -17,13 +17,14 @@ PACKAGE = Path(__file__).parents[1] / "src" / "forerun"
 
 # Every annotated function of the package checks its arguments, shapes included, while tests run.
 # Configurations are left out: they judge wrong types themselves, and the tests must get that far.
+# Kernels are read by Triton, not run by Python.
 # Type checkers read `float` as "int too", hence the numeric tower. A protocol must be declared
 # `@runtime_checkable` for this. The hook must precede the first import of the package.
 install_import_hook(
     [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in PACKAGE.rglob("*.py")
-        if path.stem not in {"__init__", "config"}
+        if path.stem not in {"__init__", "config", "triton_kernels"}
     ],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )

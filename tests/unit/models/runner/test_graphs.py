@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.models.base import RowBatch, Span
 from forerun.models.context import Context, pack
+from forerun.models.runner.graphs.backend import working_or_torch
+from forerun.models.runner.graphs.elementwise import TorchElementwise
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.graphs.recorder import Recorder
 from forerun.models.runner.graphs.rectangle import (
@@ -20,6 +22,7 @@ from forerun.models.runner.graphs.rectangle import (
     table_of,
     visible_bits,
 )
+from forerun.models.runner.graphs.torch_attention import torch_attention
 from forerun.theory.tree import NO_TREE, TokenTree
 
 VOCAB_SIZE = 40
@@ -219,3 +222,19 @@ def test_tied_parameters_are_one_tensor_and_counted_once():
     assert ends.head is ends.embedding
     per_layer = 16 * (16 + 8 + 8) + 16 * 16 + 3 * 16 * 24 + 2 * 16
     assert ours.num_parameters == VOCAB_SIZE * 16 + 2 * per_layer + 16
+
+
+def test_kernels_that_do_not_work_are_replaced_and_said(caplog):
+    class Elementwise(TorchElementwise):
+        def add_norm(self, residual, update, weight, eps):
+            raise RuntimeError("no C compiler")
+
+    cpu = torch.device("cpu")
+    attend_rows, elementwise = working_or_torch(lambda: (torch_attention, Elementwise()), cpu)
+    assert attend_rows is torch_attention
+    assert type(elementwise) is TorchElementwise
+    (message,) = caplog.messages
+    assert "RuntimeError: no C compiler" in message
+    working = torch_attention, TorchElementwise()
+    assert working_or_torch(lambda: working, cpu) == working
+    assert len(caplog.messages) == 1

@@ -11,6 +11,7 @@ from forerun.models.base import RowBatch, Scores
 from forerun.models.decoder import Decoder, ReadTensor
 from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.runner.graphs.backend import kernels_for
 from forerun.models.runner.graphs.elementwise import TorchElementwise
 from forerun.models.runner.graphs.layers import Pass, logits_of
 from forerun.models.runner.graphs.passes import RectanglePass
@@ -18,7 +19,6 @@ from forerun.models.runner.graphs.programs import Programs
 from forerun.models.runner.graphs.ragged import ragged_attention
 from forerun.models.runner.graphs.recorder import CudaRecorder, Recorder
 from forerun.models.runner.graphs.rectangle import RectangleLimits
-from forerun.models.runner.graphs.torch_attention import torch_attention
 from forerun.models.runner.graphs.weights import Weights, read_weights
 
 __all__ = ["TorchModel", "build_torch_model"]
@@ -149,8 +149,9 @@ def build_torch_model(
 def programs_over(weights: Weights, store: ContiguousKVStore, recorder: Recorder) -> Programs:
     """Recordings of a model."""
     geometry = store.geometry
+    attend_rows, elementwise = kernels_for(store.device)
     passes = RectanglePass(
-        weights=weights, store=store, attend_rows=torch_attention, elementwise=TorchElementwise()
+        weights=weights, store=store, attend_rows=attend_rows, elementwise=elementwise
     )
     limits = RectangleLimits(
         num_sequences=geometry.num_slots, num_keys=geometry.capacity + geometry.max_staged_rows

@@ -1,0 +1,37 @@
+"""The engine's identity on the torch runner: its texts are those of transformers' own forward."""
+
+from __future__ import annotations
+
+import pytest
+from tests import tiny
+from tests.recorders import Again, Traced, torch_model
+from tests.system.test_engine_identity import REQUESTS, answers
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+RECORDERS = {"torch": None, "rectangles": Again(), "traced": Traced()}
+CASES = [
+    *((family, runner) for family in tiny.FAMILIES for runner in ("torch", "rectangles")),
+    ("llama", "traced"),
+]
+
+
+@pytest.mark.parametrize(("family", "runner"), CASES)
+def test_no_draft_changes_a_text(family, runner):
+    network = tiny.network(family)
+    expected = answers(tiny.engine_over(tiny.adapted(network)))
+    assert len({ids for _, ids, _ in expected}) == len(expected) == len(REQUESTS)
+    target = torch_model(network, RECORDERS[runner])
+    assert answers(tiny.engine_over(target)) == expected
+    for draft in (network, tiny.network(family, jitter=0.02)):
+        drafter = tiny.drafting(torch_model(draft, RECORDERS[runner]))
+        assert answers(tiny.engine_over(target, drafter, k=4)) == expected
+    assert target.store.num_free == 4
+
+
+def test_recorded_passes_are_what_runs():
+    target, draft = (torch_model(tiny.network(), Again()) for _ in range(2))
+    answers(tiny.engine_over(target, tiny.drafting(draft), k=4))
+    for model in (target, draft):
+        assert model.programs is not None
+        assert model.programs.num_recorded > 3
