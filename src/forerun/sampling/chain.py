@@ -42,6 +42,7 @@ DraftProbs = Float[Tensor, "batch nodes vocab"]
 Tokens = Int64[Tensor, "batch nodes"]
 PerNode = Float64[Tensor, "batch nodes"]
 Counts = Int64[Tensor, " batch"]
+Ratios = Float64[Tensor, "batch rows"]
 
 SMALLEST = 1e-300
 """Stands in for a draft probability of 0, which no drawn token has: ratios stay finite."""
@@ -85,9 +86,11 @@ def verify_chains(
         rule: "token" (Leviathan et al. 2023, Chen et al. 2023) or "block" (Sun et al. 2025).
     """
     uniforms = uniform(keys)
-    accept = accept_probs(target_probs, draft_probs, tokens, num_drafted, rule)
+    chains = (target_probs, draft_probs, tokens, num_drafted)
+    ratios = prefix_ratios(*chains) if rule == "block" else None
+    accept = accept_probs(*chains, rule, ratios)
     accepted = num_accepted(accept, uniforms[:, :-2], rule)
-    weights = final_weights(target_probs, draft_probs, tokens, num_drafted, accepted, rule)
+    weights = final_weights(*chains, accepted, rule, ratios)
     last_noise = torch.where(accepted < num_drafted, uniforms[:, -2], uniforms[:, -1])
     return ChainOutcome(
         num_accepted=accepted,
@@ -106,10 +109,23 @@ def accept_probs(
     tokens: Tokens,
     num_drafted: Counts,
     rule: Rule,
+    ratios: Ratios | None = None,
 ) -> PerNode:
-    """Acceptance probability of every node under `rule`; 0 in padding."""
-    law = token_accept_probs if rule == "token" else block_accept_probs
-    return law(target_probs, draft_probs, tokens, num_drafted)
+    """Acceptance probability of every node under `rule`; 0 in padding.
+
+    Args:
+        target_probs: as for `verify_chains`, like the next three.
+        draft_probs: of the drawn nodes.
+        tokens: drawn.
+        num_drafted: of each chain.
+        rule: "token" or "block".
+        ratios: the prefix ratios, if they are known already; only "block" has a use for them.
+    """
+    if rule == "token":
+        return token_accept_probs(target_probs, draft_probs, tokens, num_drafted)
+    if ratios is None:
+        ratios = prefix_ratios(target_probs, draft_probs, tokens, num_drafted)
+    return block_accept_probs(target_probs, draft_probs, num_drafted, ratios)
 
 
 def token_accept_probs(
@@ -117,43 +133,42 @@ def token_accept_probs(
 ) -> PerNode:
     """min(1, target / draft) at each drawn token (2211.17192, algorithm 1)."""
     ratios = _drawn(target_probs, tokens) / _drawn(draft_probs, tokens).clamp(min=SMALLEST)
-    return torch.where(_is_valid(tokens, num_drafted), ratios.clamp(max=1), 0.0)
+    return ratios.clamp(max=1).masked_fill_(_places(tokens) > num_drafted[:, None], 0.0)
 
 
 def block_accept_probs(
-    target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
+    target_probs: TargetProbs, draft_probs: DraftProbs, num_drafted: Counts, ratios: Ratios
 ) -> PerNode:
     """h_i of block verification (2403.10444, algorithm 2): accept through i, if at all beyond.
 
     h_i = Z_i / (Z_i + 1 - p_i) with Z_i the mass of the residual after node i and p_i the prefix
     ratio; at the last drafted node h = p. Where nothing is left on either side (0 / 0) h = 1.
     """
-    ratios = prefix_ratios(target_probs, draft_probs, tokens, num_drafted)[:, 1:]
-    accept = ratios.clone()
-    if tokens.shape[1] > 1:
-        mass = _residual_mass(target_probs[:, 1:-1], draft_probs[:, 1:], ratios[:, :-1])
-        rest = mass + (1 - ratios[:, :-1])
-        inner = torch.where(rest > 0, mass / rest.clamp(min=SMALLEST), 1.0)
-        is_last = torch.arange(1, tokens.shape[1], device=tokens.device) == num_drafted[:, None]
-        accept[:, :-1] = torch.where(is_last, ratios[:, :-1], inner)
-    return torch.where(_is_valid(tokens, num_drafted), accept, 0.0)
+    accept = ratios[:, 1:]
+    places, drafted = _places(accept), num_drafted[:, None]
+    if accept.shape[1] > 1:
+        before = accept[:, :-1]
+        mass = _residual_mass(target_probs[:, 1:-1], draft_probs[:, 1:], before)
+        inner = mass.div_((1 - before).add_(mass)).nan_to_num_(nan=1.0)
+        inner = torch.where(places[:-1] == drafted, before, inner)
+        accept = torch.cat([inner, accept[:, -1:]], dim=1)
+    return accept.masked_fill(places > drafted, 0.0)
 
 
 def prefix_ratios(
     target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
-) -> Float64[Tensor, "batch rows"]:
+) -> Ratios:
     """p_0 .. p_K of block verification: p_0 = 1, p_i = min(1, p_{i-1} * target_i / draft_i).
 
     In logs the recursion is S_i - max(0, S_1 .. S_i), S the running sum of log ratios: a handful of
     operations for any K, and no underflow on the way. 0 in padding.
     """
     draft = _drawn(draft_probs, tokens).clamp(min=SMALLEST)
-    logs = _drawn(target_probs, tokens).log() - draft.log()
-    sums = torch.where(_is_valid(tokens, num_drafted), logs, -torch.inf).cumsum(-1)
-    ratios = sums.new_ones(len(tokens), tokens.shape[1] + 1)
-    if tokens.shape[1] > 0:
-        ratios[:, 1:] = (sums - sums.cummax(-1).values.clamp(min=0)).exp()
-    return ratios
+    logs = _drawn(target_probs, tokens).div_(draft).log_()
+    sums = logs.masked_fill_(_places(tokens) > num_drafted[:, None], -torch.inf).cumsum(-1)
+    # A leading 0 stands for p_0, and in the maximum for the 0 of the recursion.
+    sums = torch.nn.functional.pad(sums, (1, 0))
+    return sums.sub_(sums.cummax(-1).values).exp_()
 
 
 def residual_weights(
@@ -167,30 +182,34 @@ def residual_weights(
     target's own row is the limit.
     """
     residual = _residual(target_row, draft_row, prefix_ratio)
-    return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_row)
+    is_nothing = residual.sum(-1, keepdim=True) <= 0
+    return residual.addcmul_(target_row, is_nothing.to(residual.dtype))
 
 
-def final_weights(
+def final_weights(  # noqa: PLR0913 (what a chain is made of)
     target_probs: TargetProbs,
     draft_probs: DraftProbs,
     tokens: Tokens,
     num_drafted: Counts,
     num_accepted: Counts,
     rule: Rule,
+    ratios: Ratios | None = None,
 ) -> Float[Tensor, "batch vocab"]:
     """Weights of the token after `num_accepted` ones: residual row, or bonus row at the end."""
-    chains = torch.arange(len(tokens), device=tokens.device)
-    target_row = target_probs[chains, num_accepted]
-    if tokens.shape[1] == 0:
+    num_chains, num_nodes = tokens.shape
+    target_row = _rows(target_probs, num_accepted)
+    if num_nodes == 0:
         return target_row
-    is_bonus = num_accepted == num_drafted
-    draft_row = draft_probs[chains, num_accepted.clamp(max=tokens.shape[1] - 1)]
-    ratio = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
-    if rule == "block":
-        ratio = prefix_ratios(target_probs, draft_probs, tokens, num_drafted)[chains, num_accepted]
-    return torch.where(
-        is_bonus[:, None], target_row, residual_weights(target_row, draft_row, ratio)
-    )
+    is_bonus = num_accepted >= num_drafted
+    draft_row = _rows(draft_probs, num_accepted.clamp(max=num_nodes - 1))
+    draft_row.mul_((~is_bonus[:, None]).to(draft_row.dtype))  # a bonus has nothing to subtract
+    if rule == "token":
+        ratio = torch.ones(num_chains, dtype=torch.float64, device=tokens.device)
+    else:
+        if ratios is None:
+            ratios = prefix_ratios(target_probs, draft_probs, tokens, num_drafted)
+        ratio = ratios.gather(1, num_accepted[:, None])[:, 0].masked_fill_(is_bonus, 1.0)
+    return residual_weights(target_row, draft_row, ratio)
 
 
 def expected_accepted(accept_probs: PerNode, rule: Rule) -> Float64[Tensor, " batch"]:
@@ -199,7 +218,7 @@ def expected_accepted(accept_probs: PerNode, rule: Rule) -> Float64[Tensor, " ba
         return accept_probs.cumprod(-1).sum(-1)
     # P(num_accepted >= i) = 1 - P(no test from i on passes)
     none_from = (1 - accept_probs).flip(-1).cumprod(-1)
-    return (1 - none_from).sum(-1)
+    return accept_probs.shape[1] - none_from.sum(-1)
 
 
 # --------------------------------------------------------------------------------------- draw stage
@@ -210,8 +229,9 @@ def num_accepted(accept_probs: PerNode, uniforms: PerNode, rule: Rule) -> Counts
     passed = uniforms < accept_probs
     if rule == "token":
         return passed.cumprod(-1).sum(-1)
-    places = torch.arange(1, passed.shape[1] + 1, device=passed.device)
-    return (passed * places).amax(-1) if passed.shape[1] else places.new_zeros(len(passed))
+    if passed.shape[1] == 0:
+        return torch.zeros(len(passed), dtype=torch.int64, device=passed.device)
+    return (passed * _places(passed)).amax(-1)
 
 
 # ------------------------------------------------------------------------------------------ details
@@ -222,8 +242,16 @@ def _drawn(probs: Float[Tensor, "batch rows vocab"], tokens: Tokens) -> PerNode:
     return probs[:, : tokens.shape[1]].gather(-1, tokens[..., None])[..., 0].to(torch.float64)
 
 
-def _is_valid(tokens: Tokens, num_drafted: Counts) -> Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device) < num_drafted[:, None]
+def _places(nodes: Tensor) -> Int64[Tensor, " nodes"]:
+    """1, 2, ... for the nodes of a chain: those above `num_drafted` are padding."""
+    return torch.arange(1, nodes.shape[1] + 1, device=nodes.device)
+
+
+def _rows(probs: Float[Tensor, "batch rows vocab"], index: Counts) -> Float[Tensor, "batch vocab"]:
+    """A copy of one row of every chain."""
+    num_chains, num_rows, vocab_size = probs.shape
+    first = torch.arange(0, num_chains * num_rows, num_rows, device=probs.device)
+    return probs.reshape(-1, vocab_size).index_select(0, index + first)
 
 
 def _residual(target: Tensor, draft: Tensor, ratio: Tensor) -> Tensor:
@@ -231,9 +259,13 @@ def _residual(target: Tensor, draft: Tensor, ratio: Tensor) -> Tensor:
 
 
 def _residual_mass(target: Tensor, draft: Tensor, ratios: Tensor) -> PerNode:
-    """Z of every node, the one pass over the vocabulary, in chunks of chains."""
+    """Z of every node, the one pass over the vocabulary, in chunks of chains and of their nodes."""
     mass = torch.empty_like(ratios)
-    for chains in row_chunks(len(ratios), draft[0].numel() if len(draft) else 0):
-        residual = _residual(target[chains], draft[chains], ratios[chains])
-        mass[chains] = residual.sum(-1, dtype=torch.float64)
+    num_chains, num_nodes, vocab_size = draft.shape
+    for chains in row_chunks(num_chains, num_nodes * vocab_size):
+        width = (chains.stop - chains.start) * vocab_size
+        for nodes in row_chunks(num_nodes, width):
+            part = (chains, nodes)
+            residual = _residual(target[part], draft[part], ratios[part])
+            mass[part] = residual.sum(-1, dtype=torch.float64)
     return mass

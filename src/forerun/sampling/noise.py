@@ -112,17 +112,26 @@ def draw(
 ) -> Int64[Tensor, " rows"]:
     """Inverse-CDF draw from unnormalised weights, one per row.
 
-    Token x is drawn when u * total lies in [W(x - 1), W(x)), W the running sum. Only tokens of
-    positive weight keep their running sum below, so no rounding of u * total, and no parallel scan,
-    can select another one.
+    Token x is drawn when u * total lies in [W(x - 1), W(x)), W the running sum, so that only tokens
+    of positive weight can be: u * total rounds to less than total, for u is at most 1 - 2^-53.
 
     Args:
         weights: non-negative, at least one positive per row; they need not sum to 1.
         uniforms: in [0, 1).
     """
-    sums = weights.to(torch.float64).cumsum(-1).mul_(weights > 0)
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    if scans_in_order(weights.device):
+        found = torch.searchsorted(sums, (sums[:, -1] * uniforms)[:, None], right=True)
+        return found[:, 0].clamp_(max=weights.shape[-1] - 1)  # of NaN: any token
+    # A parallel scan may round the sum at a weight of zero above its neighbours'.
+    sums.mul_(weights > 0)
     reached = sums > (sums.amax(-1) * uniforms)[:, None]
     return reached.view(torch.uint8).argmax(-1)  # argmax: the first of the equal ones
+
+
+def scans_in_order(device: torch.device) -> bool:
+    """Whether running sums of non-negative numbers never fall there: they are added one by one."""
+    return device.type == "cpu"
 
 
 def race(

@@ -87,18 +87,19 @@ def pack_params(
         packed = torch.tensor([[values[i]] for i in index], dtype=dtype)
         return packed.to(device, non_blocking=True)
 
-    top_k = [max(p.top_k, 0) for p in params]
+    shaping = [*params] if any(p.has_processors for p in params) else []
+    top_k = [max(p.top_k, 0) for p in shaping]
     return RowParams(
         greedy=column([p.greedy for p in params], False, torch.bool),
         all_greedy=all(p.greedy for p in params),
         temperature=column([p.temperature or 1.0 for p in params], 1.0),
-        min_p=column([p.min_p for p in params], 0.0),
+        min_p=column([p.min_p for p in shaping], 0.0),
         top_k=column([*top_k], 0, torch.int64),
         max_top_k=max(top_k, default=0),
-        excluded_mass=column([1 - p.top_p for p in params], 0.0),
-        repetition_penalty=column([p.repetition_penalty for p in params], 1.0),
-        frequency_penalty=column([p.frequency_penalty for p in params], 0.0),
-        presence_penalty=column([p.presence_penalty for p in params], 0.0),
+        excluded_mass=column([1 - p.top_p for p in shaping], 0.0),
+        repetition_penalty=column([p.repetition_penalty for p in shaping], 1.0),
+        frequency_penalty=column([p.frequency_penalty for p in shaping], 0.0),
+        presence_penalty=column([p.presence_penalty for p in shaping], 0.0),
     )
 
 

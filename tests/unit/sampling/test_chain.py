@@ -9,7 +9,6 @@ from torch import Tensor
 from forerun.sampling.chain import (
     Rule,
     accept_probs,
-    block_accept_probs,
     expected_accepted,
     final_weights,
     num_accepted,
@@ -60,7 +59,7 @@ def test_prefix_ratios_follow_the_recursion() -> None:
 def test_block_rule_by_its_definition() -> None:
     target, draft, tokens = chains()
     ratios = prefix_ratios(target, draft, tokens, full(tokens))
-    found = block_accept_probs(target, draft, tokens, full(tokens))
+    found = accept_probs(target, draft, tokens, full(tokens), "block")
     for row in range(len(tokens)):
         for node in range(tokens.shape[1] - 1):
             ratio = ratios[row, node + 1]
@@ -108,7 +107,7 @@ def test_an_impossible_token_ends_a_block_for_good() -> None:
     """However large later ratios are: nothing beyond a token the target excludes is accepted."""
     target = torch.tensor([[[0.5, 0.5, 0.0], [0.9, 0.1, 0], [0.9, 0.1, 0], [0.5, 0.5, 0]]])
     draft = torch.tensor([[[0.3, 0.3, 0.4], [1e-30, 1, 0], [1e-30, 1, 0]]])
-    found = block_accept_probs(target, draft, torch.tensor([[2, 0, 0]]), torch.tensor([3]))
+    found = accept_probs(target, draft, torch.tensor([[2, 0, 0]]), torch.tensor([3]), "block")
     assert found.tolist() == [[0, 0, 0]]
 
 

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from forerun.sampling import noise
 from forerun.sampling.noise import (
     Purpose,
     chain_keys,
@@ -155,12 +156,13 @@ def test_draw_survives_a_scan_that_rounds_in_another_order(
     """A device may add in parallel: the sum at a zero weight may then exceed its neighbours'."""
     cumsum = torch.Tensor.cumsum
 
-    def jittered(self: torch.Tensor, dim: int) -> torch.Tensor:
-        sums = cumsum(self, dim)
+    def jittered(self: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        sums = cumsum(self, dim, dtype=dtype)
         sums[..., raised] *= 1 + 2.0**-50
         return sums
 
     monkeypatch.setattr(torch.Tensor, "cumsum", jittered)
+    monkeypatch.setattr(noise, "scans_in_order", lambda device: False)
     weights = torch.tensor([[1.0, 0.0, 2.0, 1.0, 0.0, 0.0]])
     assert draw(weights, torch.tensor([value], dtype=torch.float64)).item() == token
 
