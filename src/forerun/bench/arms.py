@@ -1,53 +1,38 @@
-"""The arms of the demonstration: one loaded target, several drafts and K over it."""
+"""Arms over one loaded target: plain decoding, and every K of every draft."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from forerun.bench.compare import Arm
-from forerun.bench.config import DemoConfig
+from forerun.bench.config import DraftArms
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Arms", "load_arms", "warm_up"]
+__all__ = ["draft_arms", "plain_arm", "warm_up"]
 
 METHOD = "draft_model"
 WARM_UP_TOKENS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arms:
-    """The engines of the demonstration, all over one target."""
-
-    plain: Arm
-    general: Arm
-    domain: tuple[Arm, ...]
+def plain_arm(target: Engine) -> Arm:
+    """The baseline."""
+    return Arm(name="plain", method="plain", num_speculative_tokens=0, engine=target)
 
 
-def load_arms(config: DemoConfig) -> Arms:
-    """One target; one engine per draft and K over it."""
-    target = Engine.load(config.target, config=config.engine)
-    domain = target.with_draft(config.domain_draft, max(config.domain_ks))
-    assert domain.drafter is not None
-    drafter = domain.drafter.drafter
-    return Arms(
-        plain=Arm(name="plain", method="plain", num_speculative_tokens=0, engine=target),
-        general=Arm(
-            name=f"off-the-shelf K={config.general_k}",
+def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[Arm, ...]:
+    """One arm per K, all over the same loaded target and draft."""
+    loaded = target.with_draft(wanted.draft, max(wanted.ks), dtype=dtype)
+    assert loaded.drafter is not None
+    return tuple(
+        Arm(
+            name=f"{wanted.name} K={k}",
             method=METHOD,
-            num_speculative_tokens=config.general_k,
-            engine=target.with_draft(config.general_draft, config.general_k),
-        ),
-        domain=tuple(
-            Arm(
-                name=f"domain draft K={k}",
-                method=METHOD,
-                num_speculative_tokens=k,
-                engine=target.with_draft(drafter, k),
-            )
-            for k in config.domain_ks
-        ),
+            num_speculative_tokens=k,
+            engine=target.with_draft(loaded.drafter.drafter, k),
+            draft=wanted.draft,
+        )
+        for k in wanted.ks
     )
 
 

@@ -1,4 +1,4 @@
-"""Paired, interleaved comparison: every arm continues a prompt before the next prompt comes.
+"""Paired, interleaved comparison: every arm continues a batch of prompts before the next one comes.
 
 A machine's speed drifts by more than the difference between two arms: other tenants, clocks,
 caches. Arms measured minutes apart cannot be compared; within a block they share the weather, and
@@ -9,21 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from forerun.engine.results import RequestOutput
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["Arm", "Block", "Generator", "Measurement", "Prompt", "run_blocks", "within_budget"]
+__all__ = [
+    "Arm",
+    "Batch",
+    "Block",
+    "Generator",
+    "Measurement",
+    "Prompt",
+    "batched",
+    "run_blocks",
+    "within_budget",
+]
 
 
 @runtime_checkable
 class Generator(Protocol):
     """The part of an engine a comparison needs."""
 
-    def generate(self, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
-        """One finished request per prompt."""
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """One finished request per prompt; parameters for all, or one per prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,92 +48,114 @@ class Arm:
         method: name of the drafter, or "plain".
         num_speculative_tokens: K, 0 for plain decoding.
         engine: what generates.
+        draft: name of the draft model, None where there is none.
     """
 
     name: str
     method: str
     num_speculative_tokens: int
     engine: Generator
+    draft: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What every arm continues in one block."""
+    """What every arm continues, and how."""
 
     text: str
     params: SamplingParams
 
 
+Batch = tuple[Prompt, ...]
+"""Prompts that are continued together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One arm on one prompt.
+    """One arm on one batch of prompts.
 
     Attributes:
         arm: which.
-        prompt: what it continued.
+        batch: what it continued.
         total_s: wall time of the call, prefill included.
-        decode_s: time after the first token, prefill excluded.
-        token_ids: what was emitted.
-        acceptance: drafted and accepted counts.
+        decode_s: time after the first token, prefill excluded; mean over the batch.
+        token_ids: what was emitted, per prompt.
+        num_prompt_tokens: tokens of all prompts.
+        acceptance: drafted and accepted counts of all prompts.
     """
 
     arm: Arm
-    prompt: Prompt
+    batch: Batch
     total_s: float
     decode_s: float
-    token_ids: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    num_prompt_tokens: int
     acceptance: AcceptanceCounts
 
     @property
     def num_tokens(self) -> int:
-        """Emitted tokens, the first included."""
-        return len(self.token_ids)
+        """Emitted tokens, the first of every prompt included."""
+        return sum(map(len, self.token_ids))
 
     @property
     def num_decoded(self) -> int:
-        """Tokens emitted during `decode_s`: all but the first, which the prefill yields."""
-        return max(0, self.num_tokens - 1)
+        """Tokens emitted during `decode_s`: all but the first ones, which prefills yield."""
+        return sum(max(0, len(tokens) - 1) for tokens in self.token_ids)
+
+    @property
+    def num_decode_steps(self) -> int:
+        """Steps of all prompts after those that ended the prefills."""
+        return self.acceptance.num_steps - len(self.batch)
 
 
 Block = tuple[Measurement, ...]
-"""Measurements of one prompt, in the order of the arms."""
+"""Measurements of one batch, in the order of the arms."""
+
+
+def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
+    """Full batches, as lazily as the prompts come; what is left over at the end is dropped."""
+    remaining = iter(prompts)
+    while len(batch := tuple(islice(remaining, size))) == size:
+        yield batch
 
 
 def run_blocks(
-    arms: Sequence[Arm], prompts: Iterable[Prompt], clock: Callable[[], float]
+    arms: Sequence[Arm], batches: Iterable[Batch], clock: Callable[[], float]
 ) -> Iterator[Block]:
-    """Measure every arm on every prompt, one prompt after another.
+    """Measure every arm on every batch, one batch after another.
 
     Nothing is warmed up here: let every arm generate something before.
 
     Args:
         arms: what to compare.
-        prompts: one block each.
+        batches: one block each.
         clock: seconds, for example `time.perf_counter`.
 
     Yields:
         Complete blocks only, so that a caller may stop at any time.
     """
-    for index, prompt in enumerate(prompts):
+    for index, batch in enumerate(batches):
         shift = index % len(arms)
         order = [*arms[shift:], *arms[:shift]]
-        by_name = {arm.name: measure(arm, prompt, clock) for arm in order}
+        by_name = {arm.name: measure(arm, batch, clock) for arm in order}
         yield tuple(by_name[arm.name] for arm in arms)
 
 
-def measure(arm: Arm, prompt: Prompt, clock: Callable[[], float]) -> Measurement:
-    """Let one arm continue one prompt."""
+def measure(arm: Arm, batch: Batch, clock: Callable[[], float]) -> Measurement:
+    """Let one arm continue one batch."""
+    texts, params = [p.text for p in batch], [p.params for p in batch]
     start_s = clock()
-    (output,) = arm.engine.generate([prompt.text], prompt.params)
+    outputs = arm.engine.generate(texts, params)
     total_s = clock() - start_s
-    completion = output.completions[0]
+    completions = [output.completions[0] for output in outputs]
     return Measurement(
         arm=arm,
-        prompt=prompt,
+        batch=batch,
         total_s=total_s,
-        decode_s=completion.total_s - completion.ttft_s,
-        token_ids=completion.token_ids,
-        acceptance=completion.acceptance,
+        decode_s=sum(c.total_s - c.ttft_s for c in completions) / len(batch),
+        token_ids=tuple(c.token_ids for c in completions),
+        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        acceptance=sum((c.acceptance for c in completions), AcceptanceCounts()),
     )
 
 

@@ -1,12 +1,139 @@
-"""Settings of the demonstration; torch-free, so that the command line can read them cheaply."""
+"""Settings of comparisons; torch-free, so that the command line can read them cheaply."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from forerun.engine.config import EngineConfig
+from forerun.errors import InvalidRequest
+from forerun.models.zoo.catalog import PREFIX
 
-__all__ = ["DemoConfig"]
+__all__ = ["LEAST_BLOCKS", "SCOUT_BATCH", "BenchConfig", "DemoConfig", "DraftArms", "parse_arms"]
+
+LEAST_BLOCKS = 2
+"""Blocks without which there is no interval."""
+SCOUT_BATCH = 8
+"""Prompts decoded at once where nothing is timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftArms:
+    """One draft with one arm per K.
+
+    Attributes:
+        name: how tables call it.
+        draft: folder, hub name or zoo: name of the draft model.
+        ks: every K to measure, ascending.
+    """
+
+    name: str
+    draft: str
+    ks: tuple[int, ...]
+
+
+def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
+    """Arms as a shell says them: `[NAME=]DRAFT@K[,K...]`, for example `zoo:draft-domain@1,2,4`.
+
+    "plain" is allowed and changes nothing: plain decoding is always the baseline.
+
+    Raises:
+        InvalidRequest: an arm is malformed, or two have one name.
+    """
+    arms = tuple(parse_arm(text) for text in texts if text != "plain")
+    names = [arm.name for arm in arms]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequest(f"two arms are called {name!r}; name them: NAME=DRAFT@K")
+    return arms
+
+
+def parse_arm(text: str) -> DraftArms:
+    """One arm."""
+    head, _, listed = text.rpartition("@")
+    name, _, draft = head.rpartition("=")
+    try:
+        ks = tuple(sorted({int(k) for k in listed.split(",")}))
+    except ValueError:
+        ks = ()
+    if not draft or not ks or ks[0] < 1:
+        raise InvalidRequest(
+            f"arm {text!r} is not [NAME=]DRAFT@K[,K...]; say for example zoo:draft-domain@2,4"
+        )
+    return DraftArms(name=name or PurePath(draft.removeprefix(PREFIX)).name, draft=draft, ks=ks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """What a comparison measures.
+
+    Attributes:
+        target: folder, hub name or zoo: name of the target.
+        arms: drafts and their K; plain decoding comes first without being named.
+        temperatures: one cell of the result each; 0 is greedy.
+        batches: prompts continued together; one cell each, for every temperature.
+        num_blocks: most blocks per cell; fewer where prompts run out.
+        max_tokens: longest completion.
+        max_context: prompt and completion.
+        dtype: of weights and KV.
+        device: where everything runs.
+        num_threads: threads of the kernels; None takes the number plain decoding is fastest with.
+
+    Raises:
+        InvalidRequest: a value cannot work.
+    """
+
+    target: str = PREFIX + "target"
+    arms: tuple[DraftArms, ...]
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    batches: tuple[int, ...] = (1,)
+    num_blocks: int = 12
+    max_tokens: int = 64
+    max_context: int = 1024
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work, by name."""
+        for name in ("temperatures", "batches"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise InvalidRequest(f"{name} is {list(values)}; it must name each value once")
+        if min(self.temperatures) < 0:
+            raise InvalidRequest(f"temperatures has {min(self.temperatures)}; 0 is the least")
+        if min(self.batches) < 1:
+            raise InvalidRequest(f"batches has {min(self.batches)}; it must be at least 1")
+        if self.num_blocks < LEAST_BLOCKS:
+            raise InvalidRequest(
+                f"num_blocks is {self.num_blocks}; an interval needs {LEAST_BLOCKS}"
+            )
+        if self.max_tokens < 2:
+            raise InvalidRequest(f"max_tokens is {self.max_tokens}; the first token times nothing")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise InvalidRequest(f"num_threads is {self.num_threads}; it must be at least 1")
+
+    @property
+    def max_k(self) -> int:
+        """The largest K of any arm."""
+        return max((k for arm in self.arms for k in arm.ks), default=0)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every model that is loaded."""
+        return (self.target, *(arm.draft for arm in self.arms))
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Settings of every engine, with room for the largest batch and K."""
+        max_batch = max(SCOUT_BATCH, *self.batches)
+        return EngineConfig(
+            num_speculative_tokens=self.max_k,
+            max_batch=max_batch,
+            max_context=self.max_context,
+            max_step_rows=max(EngineConfig().max_step_rows, max_batch * (self.max_k + 1)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +168,7 @@ class DemoConfig:
     num_calibration: int = 12
     num_exact: int = 3
     exact_tokens: int = 32
-    max_batch: int = 8
+    max_batch: int = SCOUT_BATCH
     max_context: int = 1024
 
     @property

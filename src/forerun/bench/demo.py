@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from forerun.bench.arms import Arms, load_arms, warm_up
-from forerun.bench.compare import Arm, Block, Prompt, run_blocks, within_budget
-from forerun.bench.config import DemoConfig
+from forerun.bench.arms import draft_arms, plain_arm, warm_up
+from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks, within_budget
+from forerun.bench.config import LEAST_BLOCKS, DemoConfig, DraftArms
 from forerun.bench.exactness import ExactnessReport, check_exactness
+from forerun.bench.prompts import spread
 from forerun.bench.report import DemoReport
 from forerun.bench.scout import scouted
 from forerun.bench.summary import best_arm, measurable, summarise
@@ -30,13 +31,20 @@ __all__ = ["Demo", "Example"]
 EXACTNESS_SHARE = 0.15
 CALIBRATION_SHARE = 0.2
 GREEDY_SHARE = 0.75
-LEAST_BLOCKS = 2
-"""Prompts measured whatever the time: an interval needs two."""
 CALIBRATION_BLOCKS = 4
 SCORED_BLOCKS = 12
 """Prompts that should fit; completions are made shorter on a slow machine until they do."""
 
 LOOPS = "the target's greedy text loops at once on nearly every prompt: nothing can be compared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arms:
+    """The engines of the demonstration, all over one target."""
+
+    plain: Arm
+    general: Arm
+    domain: tuple[Arm, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +182,7 @@ class Demo:
         stage: str,
     ) -> Iterator[Block]:
         """Blocks within a share of the time, at least LEAST_BLOCKS, each announced."""
-        blocks = run_blocks(arms, prompts, self.clock)
+        blocks = run_blocks(arms, batched(prompts, 1), self.clock)
         end_s = self.clock() + seconds
         self.tell(stage)
         timed = within_budget(blocks, end_s, self.clock, at_least=LEAST_BLOCKS)
@@ -186,11 +194,10 @@ class Demo:
         """One completion with its sources: the first that was compared."""
         self.tell("writing an example")
         assert isinstance(arm.engine, Engine)
-        first = self.blocks[0][0]
-        params = SamplingParams(temperature=0, max_tokens=first.num_tokens)
-        (output,) = arm.engine.generate([first.prompt.text], params)
+        (prompt,) = self.blocks[0][0].batch
+        (output,) = arm.engine.generate([prompt.text], prompt.params)
         self.example = Example(
-            prompt=first.prompt.text,
+            prompt=prompt.text,
             completion=output.completions[0],
             tokenizer=arm.engine.tokenizer,
         )
@@ -209,11 +216,18 @@ class Demo:
         return self.prompts[self.config.num_calibration :]
 
 
+def load_arms(config: DemoConfig) -> Arms:
+    """One target; one engine per draft and K over it."""
+    target = Engine.load(config.target, config=config.engine)
+    general = DraftArms(name="off-the-shelf", draft=config.general_draft, ks=(config.general_k,))
+    domain = DraftArms(name="domain draft", draft=config.domain_draft, ks=config.domain_ks)
+    return Arms(
+        plain=plain_arm(target),
+        general=draft_arms(target, general)[0],
+        domain=draft_arms(target, domain),
+    )
+
+
 def fitting(length: float, low: int, high: int) -> int:
     """A number of tokens within limits."""
     return max(low, min(int(length), high))
-
-
-def spread(prompts: Sequence[str], stride: int = 7) -> list[str]:
-    """Neighbours apart: prompts of one module follow each other in the file."""
-    return [prompt for start in range(stride) for prompt in prompts[start::stride]]

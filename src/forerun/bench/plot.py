@@ -1,8 +1,8 @@
-"""One picture of a comparison: tokens per second, and how far drafts are accepted."""
+"""One picture of a comparison: tokens per second, and how far drafts are accepted, per cell."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,23 +17,25 @@ COLOURS = ("#6e7781", "#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
 """Told apart in greyscale and by colour-blind readers; the first is the baseline."""
 
 
-def plot(summaries: Sequence[ArmSummary], title: str, paths: Sequence[Path]) -> None:
+def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence[Path]) -> None:
     """Draw the arms and write the picture to every path; the suffix names the format.
 
     Args:
-        summaries: arms, the baseline first.
+        panels: arms by what they have in common, the baseline first; one line of axes each.
         title: above the picture.
         paths: for example a .png and a .svg.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.0, 3.6 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    speeds, survivals = figure.subplots(1, 2, width_ratios=[3, 2])
+    lines = figure.subplots(len(panels), 2, width_ratios=[3, 2], squeeze=False)
     figure.suptitle(title, fontsize=11)
-    draw_speeds(speeds, summaries)
-    draw_survival(survivals, summaries)
+    for (name, summaries), (speeds, survivals) in zip(panels.items(), lines, strict=True):
+        speeds.set_title(name, fontsize=9, loc="left")
+        draw_speeds(speeds, summaries)
+        draw_survival(survivals, summaries)
     for path in paths:
         figure.savefig(path, dpi=160)
 

@@ -1,16 +1,20 @@
-"""What a demonstration found, ready for JSON."""
+"""What comparisons found, ready for JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from forerun.bench.config import DemoConfig
+from forerun.bench.best import BestOfSeveral, best_of_several
+from forerun.bench.compare import Block, Measurement
+from forerun.bench.config import LEAST_BLOCKS, BenchConfig, DemoConfig
 from forerun.bench.exactness import ExactnessReport
-from forerun.bench.summary import ArmSummary
+from forerun.bench.prediction import Costs, Prediction, predict
+from forerun.bench.summary import ArmSummary, measurable, summarise
 from forerun.bench.verdict import verdict
 from forerun.provenance import Provenance
 
-__all__ = ["DemoReport"]
+__all__ = ["BenchReport", "CellReport", "DemoReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,111 @@ class DemoReport:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellReport:
+    """One temperature and batch size.
+
+    Attributes:
+        temperature: 0 is greedy.
+        batch: prompts continued together.
+        rows: every arm, plain decoding first; empty where too few blocks were measured.
+        predictions: by arm, of those whose draft has a cost table.
+        best: the best arm, where there was a choice and blocks enough.
+        blocks: everything measured.
+    """
+
+    temperature: float
+    batch: int
+    rows: tuple[ArmSummary, ...]
+    predictions: Mapping[str, Prediction]
+    best: BestOfSeveral | None
+    blocks: Sequence[Block]
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Block], *, temperature: float, batch: int, costs: Mapping[str, Costs]
+    ) -> CellReport:
+        """Figures of the blocks so far."""
+        enough = len(measurable(blocks)) >= LEAST_BLOCKS
+        rows = tuple(summarise(blocks)) if enough else ()
+        return cls(
+            temperature=temperature,
+            batch=batch,
+            rows=rows,
+            predictions={
+                row.arm.name: predict(row, costs[row.arm.draft].at(temperature), batch)
+                for row in rows
+                if row.arm.draft is not None and row.arm.draft in costs
+            },
+            best=best_of_several(blocks) if enough else None,
+            blocks=blocks,
+        )
+
+    @property
+    def title(self) -> str:
+        """What it is about, in words."""
+        how = "greedy (T=0)" if self.temperature == 0 else f"sampled (T={self.temperature:g})"
+        return f"{how}, batch {self.batch}, {len(self.blocks)} blocks"
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON wants it."""
+        return {
+            "temperature": self.temperature,
+            "batch": self.batch,
+            "rows": [self.row(summary) for summary in self.rows],
+            "best_of_several": self.best.to_dict() if self.best else None,
+            "blocks": [[as_sample(m) for m in block] for block in self.blocks],
+        }
+
+    def row(self, summary: ArmSummary) -> dict[str, object]:
+        """One arm with its prediction."""
+        prediction = self.predictions.get(summary.arm.name)
+        return as_row(summary) | {"predicted": prediction.to_dict() if prediction else None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchReport:
+    """What a comparison found.
+
+    Attributes:
+        cells: one per temperature and batch size.
+        provenance: of every figure.
+        config: what was compared.
+        num_prompts: prompts there were.
+    """
+
+    cells: tuple[CellReport, ...]
+    provenance: Provenance
+    config: BenchConfig
+    num_prompts: int
+
+    @property
+    def has_results(self) -> bool:
+        """Whether there is a table to show."""
+        return any(cell.rows for cell in self.cells)
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON wants it."""
+        return {
+            "cells": [cell.to_dict() for cell in self.cells],
+            "provenance": self.provenance.to_dict(),
+            "config": asdict(self.config) | {"num_prompts": self.num_prompts},
+        }
+
+
 def as_row(summary: ArmSummary) -> dict[str, object]:
     """One row of the table as JSON wants it."""
     return summary.to_dict() | {"verdict": verdict(summary)}
+
+
+def as_sample(measurement: Measurement) -> dict[str, object]:
+    """One measurement as JSON wants it, so that figures can be worked out again."""
+    return {
+        "arm": measurement.arm.name,
+        "total_s": measurement.total_s,
+        "decode_s": measurement.decode_s,
+        "num_tokens": measurement.num_tokens,
+        "num_decode_steps": measurement.num_decode_steps,
+        "num_drafted": measurement.acceptance.num_drafted,
+        "num_accepted": measurement.acceptance.num_accepted,
+    }

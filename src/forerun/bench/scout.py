@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from forerun.bench.compare import Generator, Prompt
+from forerun.bench.config import SCOUT_BATCH
 from forerun.bench.text import first_repeat
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["scouted"]
 
-BATCH_SIZE = 8
 MIN_TOKENS = 16
 """Shorter completions time little but the prefill; their prompts are passed over."""
 
@@ -31,8 +31,8 @@ def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> I
         texts: prompts.
         params: greedy parameters with `max_tokens` set.
     """
-    for start in range(0, len(texts), BATCH_SIZE):
-        batch = texts[start : start + BATCH_SIZE]
+    for start in range(0, len(texts), SCOUT_BATCH):
+        batch = texts[start : start + SCOUT_BATCH]
         for text, output in zip(batch, plain.generate(batch, params), strict=True):
             length = first_repeat(output.token_ids)
             if length >= MIN_TOKENS:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean
 
 from forerun.bench.compare import Arm, Block, Measurement
 from forerun.bench.text import distinct_ngram_share
@@ -18,7 +19,7 @@ RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
 """Interval of sum(numerators) / sum(denominators) over paired blocks."""
 
 MIN_BLOCKS = 5
-"""Fewer prompts say too little about their spread for an interval to be believed."""
+"""Fewer blocks say too little about their spread for an interval to be believed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +28,17 @@ class ArmSummary:
 
     Attributes:
         arm: which.
-        num_blocks: prompts measured.
+        num_blocks: batches measured; batches of one prompt are prompts.
         num_tokens: emitted tokens over all prompts.
         tokens_per_s: wall time, prefill included.
         decode_tokens_per_s: without the prefill and the token it yields.
         speedup: plain seconds over this arm's, per token and paired by prompt, prefill included.
         decode_speedup: the same without the prefill.
         acceptance: counts over the steps that drafted.
-        cycle_cost: kappa, decode seconds per step in plain decode steps.
+        step_s: mean seconds of a decode step.
+        cycle_cost: kappa, the same in plain decode steps.
         break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
+        mean_context: tokens before the row of a decode step, on average.
         distinct_4gram_share: mean over the completions; low where text loops.
     """
 
@@ -47,8 +50,10 @@ class ArmSummary:
     speedup: Interval
     decode_speedup: Interval
     acceptance: AcceptanceCounts
+    step_s: float
     cycle_cost: float
     break_even: float | None
+    mean_context: float
     distinct_4gram_share: float
 
     @property
@@ -79,8 +84,10 @@ class ArmSummary:
             "num_drafted": self.acceptance.num_drafted,
             "num_accepted": self.acceptance.num_accepted,
             "draft_acceptance_rate": self.acceptance.draft_acceptance_rate,
+            "step_s": self.step_s,
             "cycle_cost": self.cycle_cost,
             "break_even": self.break_even,
+            "mean_context": self.mean_context,
             "distinct_4gram_share": self.distinct_4gram_share,
         }
 
@@ -113,7 +120,8 @@ def summarise_arm(
 ) -> ArmSummary:
     """Figures of one arm from its measurements and those of plain decoding on the same prompts."""
     acceptance = drafting_only(sum((m.acceptance for m in own), AcceptanceCounts()))
-    kappa = step_s(own) / step_s(plain)
+    own_step_s = step_s(own)
+    kappa = own_step_s / step_s(plain)
     num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
     return ArmSummary(
         arm=own[0].arm,
@@ -130,10 +138,12 @@ def summarise_arm(
             [m.decode_s * p.num_decoded / m.num_decoded for m, p in zip(own, plain, strict=True)],
         ),
         acceptance=acceptance,
+        step_s=own_step_s,
         cycle_cost=kappa,
         # tau = 1 + rate * nodes per step, so tau = kappa at this rate, for every acceptance profile
         break_even=(kappa - 1.0) * num_steps / num_drafted if num_drafted else None,
-        distinct_4gram_share=sum(distinct_ngram_share(m.token_ids) for m in own) / len(own),
+        mean_context=mean_context(own),
+        distinct_4gram_share=mean([distinct_ngram_share(t) for m in own for t in m.token_ids]),
     )
 
 
@@ -165,8 +175,15 @@ def drafting_only(counts: AcceptanceCounts) -> AcceptanceCounts:
 
 def step_s(measurements: Sequence[Measurement]) -> float:
     """Mean seconds of a decode step: those after the one that ended the prefill."""
-    num_steps = sum(m.acceptance.num_steps - 1 for m in measurements)
-    return sum(m.decode_s for m in measurements) / num_steps
+    # The prompts of a batch share their steps: each is counted with its own seconds.
+    seconds = sum(m.decode_s * len(m.batch) for m in measurements)
+    return seconds / sum(m.num_decode_steps for m in measurements)
+
+
+def mean_context(measurements: Sequence[Measurement]) -> float:
+    """Prompt and half of the completion, mean over prompts."""
+    num_tokens = sum(m.num_prompt_tokens + m.num_tokens / 2 for m in measurements)
+    return num_tokens / sum(len(m.batch) for m in measurements)
 
 
 def ends(interval: Interval) -> list[float]:

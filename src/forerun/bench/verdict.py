@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from forerun.bench.summary import MIN_BLOCKS, ArmSummary
 
-__all__ = ["verdict"]
+__all__ = ["outcome", "verdict"]
 
 
 def verdict(summary: ArmSummary) -> str:
     """What the figures of one arm amount to, and why."""
     if summary.arm.num_speculative_tokens == 0:
-        step_ms = 1000.0 / summary.decode_tokens_per_s.estimate
-        return f"baseline: one target pass per token, {step_ms:.1f} ms each"
+        return f"baseline: one target pass per token, {1000.0 * summary.step_s:.1f} ms each"
     return f"{outcome(summary)}: {reason(summary)}"
 
 
@@ -19,7 +18,7 @@ def outcome(summary: ArmSummary) -> str:
     """Faster, slower, or not shown to be either."""
     speedup = summary.speedup
     if summary.num_blocks < MIN_BLOCKS:
-        return f"not shown ({summary.num_blocks} prompts are too few)"
+        return f"not shown ({summary.num_blocks} blocks are too few)"
     if speedup.is_above(1.0):
         return f"faster, {speedup.estimate:.2f}x"
     if speedup.is_below(1.0):

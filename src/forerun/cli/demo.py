@@ -74,8 +74,8 @@ def show(demo: Demo, options: DemoOptions) -> None:
         print_report(report, demo.example)
     if options.out is not None:
         (options.out / "demo.json").write_text(content + "\n", encoding="utf-8")
-        title = f"{report.config.target} at T=0, {report.rows[0].num_blocks} held-out prompts"
-        plot(report.rows, title, [options.out / "demo.png", options.out / "demo.svg"])
+        panels = {f"T=0, {report.rows[0].num_blocks} held-out prompts": report.rows}
+        plot(panels, report.config.target, [options.out / "demo.png", options.out / "demo.svg"])
 
 
 def make_folder(folder: Path) -> None:

@@ -17,9 +17,10 @@ from forerun.bench.summary import ArmSummary
 from forerun.bench.verdict import verdict
 from forerun.cli.colour import ColouredText, legend
 from forerun.cli.figures import rates
+from forerun.provenance import Provenance
 from forerun.theory.intervals import Interval
 
-__all__ = ["print_report"]
+__all__ = ["origin", "print_report", "with_ends"]
 
 PROMPT_LINES = 6
 HEADINGS = (
@@ -44,7 +45,7 @@ def print_report(report: DemoReport, example: Example | None) -> None:
     if report.exactness is not None:
         style = "green" if report.exactness.passed else "bold red"
         console.print(f"[bold]exactness[/] [{style}]{escape(report.exactness.sentence)}[/]")
-    console.print(f"[dim]{escape(origin(report))}[/]")
+    console.print(f"[dim]{escape(origin(report.provenance))}[/]")
 
 
 def coloured(example: Example) -> Text:
@@ -99,9 +100,8 @@ def rate_and_break_even(row: ArmSummary) -> str:
     return f"{rate:.2f}\n({max(0.0, row.break_even):.2f})"
 
 
-def origin(report: DemoReport) -> str:
+def origin(found: Provenance) -> str:
     """Where the figures come from, on one line."""
-    found = report.provenance
     packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
     commit = f", commit {found.commit[:12]}" if found.commit else ""
     machine = f"{found.cpu} x{found.num_cores}, torch threads {found.num_threads}"

@@ -24,6 +24,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "demo": "compare plain and speculative decoding on the shipped pair",
+    "bench": "compare drafts and K with plain decoding, on your prompts",
     "generate": "continue a prompt, streaming",
     "info": "say what a model is, what it needs and whether a draft fits it",
     "profile": "measure what drafting and verifying cost on this machine",
@@ -94,7 +95,6 @@ def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
         config=(
             tyro.conf.FlagCreatePairsOff,
             tyro.conf.OmitArgPrefixes,
-            tyro.conf.UseAppendAction,
         ),
     )
 

@@ -35,7 +35,8 @@ class FakeEngine:
 
     def generate(self, prompts: Sequence[str], params) -> list[RequestOutput]:
         self.calls += prompts
-        outputs = [self.one(params.max_tokens) for _ in prompts]
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        outputs = [self.one(one.max_tokens) for one in each]
         # All prompts of a batch share every pass: it takes as long as one of them.
         self.clock.now_s += max(output.completions[0].total_s for output in outputs)
         return outputs

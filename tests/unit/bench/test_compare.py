@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.bench.compare import Prompt, run_blocks, within_budget
+from forerun.bench.compare import Prompt, batched, run_blocks, within_budget
 from forerun.sampling.config import SamplingParams
 
 
-def prompts(count, max_tokens=13):
+def prompts(count, max_tokens=13, batch=1):
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return [Prompt(text=f"p{i}", params=params) for i in range(count)]
+    return batched((Prompt(text=f"p{i}", params=params) for i in range(count)), batch)
 
 
 def test_every_arm_continues_every_prompt_in_rotated_order(make_arm, clock):

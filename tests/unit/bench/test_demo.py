@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from forerun.bench import demo as module
-from forerun.bench.arms import Arms
 from forerun.bench.config import DemoConfig
-from forerun.bench.demo import Demo, spread
+from forerun.bench.demo import Arms, Demo
+from forerun.bench.prompts import spread
 from forerun.bench.scout import scouted
 from forerun.bench.summary import MIN_BLOCKS
 from forerun.errors import InvalidRequest

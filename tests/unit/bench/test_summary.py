@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from forerun.bench import summary
-from forerun.bench.compare import Prompt, run_blocks
+from forerun.bench.compare import Prompt, batched, run_blocks
 from forerun.bench.summary import MIN_BLOCKS, best_arm, measurable
 from forerun.bench.verdict import verdict
 from forerun.sampling.config import SamplingParams
@@ -25,10 +25,10 @@ KEYS = {
 }
 
 
-def run(arms, clock, count=6, max_tokens=13):
+def run(arms, clock, count=6, max_tokens=13, batch=1):
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    prompts = [Prompt(text=str(i), params=params) for i in range(count)]
-    return list(run_blocks(arms, prompts, clock))
+    prompts = (Prompt(text=str(i), params=params) for i in range(count * batch))
+    return list(run_blocks(arms, batched(prompts, batch), clock))
 
 
 def test_figures_follow_from_counts_and_times(make_arm, clock):
@@ -100,6 +100,25 @@ def test_looping_text_shows_in_the_share_of_distinct_ngrams(make_arm, clock):
     assert loop.distinct_4gram_share == pytest.approx(2 / 40)
 
 
+def test_a_batch_is_one_block_whose_prompts_share_every_step(make_arm, clock):
+    plain = make_arm("plain", step_s=1.0, prefill_s=2.0)
+    draft = make_arm("draft", k=3, accepted=2, step_s=1.5, prefill_s=2.0)
+    base, fast = summarise(run([plain, draft], clock, count=3, batch=4))
+    # the same steps and seconds as of one prompt, four times the tokens
+    assert base.num_blocks == 3
+    assert base.tokens_per_s.estimate == pytest.approx(4 * 13 / 14)
+    assert base.decode_tokens_per_s.estimate == pytest.approx(4 * 12 / 12)
+    assert base.step_s == pytest.approx(1.0)
+    assert fast.speedup.estimate == pytest.approx(14 / 8)
+    assert fast.cycle_cost == pytest.approx(1.5)
+    assert fast.acceptance_length == pytest.approx(3.0)
+
+
+def test_mean_context_is_the_prompt_and_half_of_the_completion(make_arm, clock):
+    (base,) = summarise(run([make_arm("plain")], clock, count=3, batch=2))
+    assert base.mean_context == pytest.approx(1 + 13 / 2)
+
+
 def verdict_of(make_arm, clock, count=MIN_BLOCKS, **changes):
     arms = [make_arm("plain"), make_arm("draft", **changes)]
     return verdict(summarise(run(arms, clock, count=count))[1])
@@ -129,7 +148,7 @@ def test_verdict_of_an_arm_like_the_baseline(make_arm, clock):
 
 def test_verdict_needs_enough_prompts(make_arm, clock):
     sentence = verdict_of(make_arm, clock, count=MIN_BLOCKS - 1, k=3, accepted=2)
-    assert sentence.startswith(f"not shown ({MIN_BLOCKS - 1} prompts are too few)")
+    assert sentence.startswith(f"not shown ({MIN_BLOCKS - 1} blocks are too few)")
 
 
 def test_verdict_of_an_arm_whose_prefill_costs_more_than_it_gains(make_arm, clock):

@@ -1,0 +1,140 @@
+"""Arms over one target, compared at several temperatures and batch sizes.
+
+A cell is one temperature and one batch size. Cells take turns block by block, so a run that is
+interrupted has something to say of each, and a machine that gets slower slows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from forerun.bench.arms import draft_arms, plain_arm, warm_up
+from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks
+from forerun.bench.config import BenchConfig
+from forerun.bench.prediction import Costs
+from forerun.bench.report import BenchReport, CellReport
+from forerun.bench.scout import scouted
+from forerun.bench.threads import use_best_threads
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidRequest
+from forerun.provenance import collect, content_hash
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["Cell", "Comparison"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What one table is about."""
+
+    temperature: float
+    batch: int
+
+
+class Comparison:
+    """One run; what it has measured so far stays readable when it is interrupted.
+
+    Args:
+        config: what to compare.
+        prompts: texts to continue.
+        clock: seconds.
+        tell: told what happens next.
+    """
+
+    def __init__(
+        self,
+        config: BenchConfig,
+        prompts: Sequence[str],
+        *,
+        clock: Callable[[], float],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.clock = clock
+        self.tell = tell
+        self.arms: tuple[Arm, ...] = ()
+        self.costs: dict[str, Costs] = {}
+        self.blocks: dict[Cell, list[Block]] = {
+            Cell(temperature=temperature, batch=batch): []
+            for batch in config.batches
+            for temperature in config.temperatures
+        }
+
+    def load(self) -> None:
+        """Load every model, choose the number of threads, and let every arm generate.
+
+        Raises:
+            InvalidRequest: there are too few prompts for one block of the largest batch.
+        """
+        largest = max(self.config.batches)
+        if len(self.prompts) < largest:
+            raise InvalidRequest(
+                f"{len(self.prompts)} prompts do not fill a batch of {largest}; give more prompts"
+            )
+        self.tell("loading models")
+        config = self.config
+        target = Engine.load(
+            config.target, dtype=config.dtype, device=config.device, config=config.engine
+        )
+        drafts = [arm for d in config.arms for arm in draft_arms(target, d, dtype=config.dtype)]
+        self.arms = (plain_arm(target), *drafts)
+        self.tell("warming up")
+        if config.num_threads is None:
+            use_best_threads(target, self.prompts[0], self.clock)
+        else:
+            torch.set_num_threads(config.num_threads)
+        warm_up(self.arms, self.prompts[0], self.clock)
+
+    def run(self, costs: Mapping[str, Costs]) -> None:
+        """Measure block by block; needs `load`.
+
+        Args:
+            costs: cost tables by draft, for predictions; drafts without one get none.
+        """
+        self.costs.update(costs)
+        waiting = {cell: self.measured(cell) for cell in self.blocks}
+        while waiting:
+            for cell, blocks in list(waiting.items()):
+                self.tell(self.progress)
+                block = next(blocks, None)
+                if block is None:
+                    del waiting[cell]
+                else:
+                    self.blocks[cell].append(block)
+
+    def measured(self, cell: Cell) -> Iterator[Block]:
+        """Blocks of one cell, measured when they are asked for."""
+        batches = batched(self.prompts_at(cell.temperature), cell.batch)
+        return islice(run_blocks(self.arms, batches, self.clock), self.config.num_blocks)
+
+    def prompts_at(self, temperature: float) -> Iterable[Prompt]:
+        """Prompts with parameters; greedy completions end before they loop."""
+        params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens)
+        if temperature == 0:
+            return scouted(self.arms[0].engine, self.prompts, params)
+        return [Prompt(text=text, params=params) for text in self.prompts]
+
+    @property
+    def progress(self) -> str:
+        """How many blocks are done."""
+        num_done = sum(map(len, self.blocks.values()))
+        return f"comparing: {num_done} of {len(self.blocks) * self.config.num_blocks} blocks"
+
+    def report(self) -> BenchReport:
+        """What there is so far."""
+        return BenchReport(
+            cells=tuple(
+                CellReport.of(
+                    blocks, temperature=cell.temperature, batch=cell.batch, costs=self.costs
+                )
+                for cell, blocks in self.blocks.items()
+            ),
+            provenance=collect({name: content_hash(name) for name in self.config.models}),
+            config=self.config,
+            num_prompts=len(self.prompts),
+        )

@@ -1,0 +1,186 @@
+"""`forerun bench`: drafts and K compared with plain decoding, paired and interleaved."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.bench.config import BenchConfig, parse_arms
+from forerun.cli.command import Command
+from forerun.cli.paths import PICTURES, check_writable
+from forerun.errors import InvalidRequest
+from forerun.models.zoo.catalog import PREFIX
+
+if TYPE_CHECKING:
+    from forerun.bench.comparison import Comparison
+    from forerun.bench.prediction import Costs
+
+__all__ = ["COMMAND", "BenchOptions"]
+
+DEFAULTS = BenchConfig(arms=())
+SHIPPED_ARMS = (PREFIX + "draft-domain@1,2,3,4",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of `forerun bench`."""
+
+    target: str = DEFAULTS.target
+    """Folder, hub name or zoo: name of the model whose text is wanted."""
+    arms: tuple[str, ...] = ()
+    """What is compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K. Plain decoding is
+    always the first arm. Default for a shipped target: its domain draft at K=1 to 4."""
+    prompts: Path | None = None
+    """Texts to continue: .jsonl with "prompt" and perhaps "tag"; else one per line, or separated by
+    lines of "---". Default: the shipped prompts, kept out of the shipped pair's training."""
+    tag: str | None = None
+    """Only prompts with this tag."""
+    temperatures: tuple[float, ...] = DEFAULTS.temperatures
+    """One table each; greedy completions (0) are cut where they begin to loop."""
+    batch: tuple[int, ...] = DEFAULTS.batches
+    """Prompts continued together; one table each."""
+    blocks: int = DEFAULTS.num_blocks
+    """Most blocks per table: a block is one batch of prompts continued by every arm."""
+    max_tokens: int = DEFAULTS.max_tokens
+    """Longest completion."""
+    max_context: int = DEFAULTS.max_context
+    """Longest prompt and completion."""
+    dtype: str = DEFAULTS.dtype
+    """auto (as stored), bfloat16, float16 or float32."""
+    device: str = DEFAULTS.device
+    """auto, cpu, cuda or mps."""
+    threads: int | None = None
+    """Threads of the kernels; by default whichever number plain decoding is fastest with."""
+    profile: tuple[Path, ...] = ()
+    """Predict from these profiles of `forerun profile` instead of measuring costs first."""
+    no_prediction: bool = False
+    """Neither measure costs nor predict."""
+    json: Path | None = None
+    """Write everything, all measurements included, to this file; "-" prints it without tables."""
+    plot: Path | None = None
+    """Draw the tables into this .png, .svg or .pdf file."""
+
+    @property
+    def config(self) -> BenchConfig:
+        """What is to be compared.
+
+        Raises:
+            InvalidRequest: a value cannot work.
+        """
+        shipped = self.target.startswith(PREFIX)
+        arms = self.arms or (SHIPPED_ARMS if shipped else ())
+        if not arms:
+            raise InvalidRequest(f"name the --arms to compare on {self.target}, as DRAFT@K")
+        return BenchConfig(
+            target=self.target,
+            arms=parse_arms(arms),
+            temperatures=self.temperatures,
+            batches=self.batch,
+            num_blocks=self.blocks,
+            max_tokens=self.max_tokens,
+            max_context=self.max_context,
+            dtype=self.dtype,
+            device=self.device,
+            num_threads=self.threads,
+        )
+
+    def check(self) -> None:
+        """Refuse what would fail after the measuring.
+
+        Raises:
+            InvalidRequest: a file cannot be written, or is no picture.
+        """
+        if self.json is not None and self.json != Path("-"):
+            check_writable("--json", self.json)
+        if self.plot is not None:
+            if self.plot.suffix not in PICTURES:
+                raise InvalidRequest(f"--plot {self.plot} must end in {', '.join(PICTURES)}")
+            check_writable("--plot", self.plot)
+        if self.no_prediction and self.profile:
+            raise InvalidRequest("--profile and --no-prediction exclude each other")
+
+
+def run(options: BenchOptions) -> int:
+    """Compare; what was measured before an interruption or a failure is shown too."""
+    config = options.config
+    options.check()
+    prompts = texts_of(options)
+
+    from rich.console import Console
+
+    from forerun.bench.comparison import Comparison
+
+    with Console(stderr=True).status("starting") as status:
+        comparison = Comparison(config, prompts, clock=time.perf_counter, tell=status.update)
+        try:
+            comparison.load()
+            comparison.run(costs_of(options, comparison, status.update))
+        finally:
+            status.stop()
+            if any(comparison.blocks.values()):
+                show(comparison, options)
+    return 0
+
+
+def texts_of(options: BenchOptions) -> list[str]:
+    """Prompts of the file, or the shipped ones."""
+    from forerun.bench.prompts import read_prompts, spread
+
+    if options.prompts is not None:
+        return read_prompts(options.prompts, options.tag)
+    if options.tag is not None:
+        raise InvalidRequest("--tag needs --prompts: the shipped prompts have no tags")
+    from forerun.models.zoo.catalog import held_out_prompts
+
+    return spread([prompt.text for prompt in held_out_prompts()])
+
+
+def costs_of(
+    options: BenchOptions, comparison: Comparison, tell: Callable[[str], None]
+) -> Mapping[str, Costs]:
+    """Cost tables per draft: given, measured now, or none."""
+    if options.no_prediction:
+        return {}
+    from forerun.cli.bench_costs import measured_costs, read_costs
+
+    if options.profile:
+        return read_costs(options.profile, comparison)
+    return measured_costs(comparison, tell)
+
+
+def show(comparison: Comparison, options: BenchOptions) -> None:
+    """Print, write and draw what has been measured."""
+    from forerun.cli.bench_tables import print_comparison
+
+    report = comparison.report()
+    content = json.dumps(report.to_dict())
+    if options.json == Path("-"):
+        print(content)
+    else:
+        print_comparison(report)
+        if options.json is not None:
+            options.json.write_text(content + "\n", encoding="utf-8")
+    if options.plot is not None and report.has_results:
+        from forerun.bench.plot import plot
+
+        panels = {cell.title: cell.rows for cell in report.cells if cell.rows}
+        plot(panels, report.config.target, [options.plot])
+
+
+COMMAND = Command(
+    options=BenchOptions,
+    run=run,
+    description="Compare drafts and K with plain decoding of the same target: every arm continues\n"
+    "a batch of prompts before the next comes, and intervals are of the paired ratio. The best\n"
+    "of several arms is chosen on one half of the blocks and scored on the other.",
+    examples=(
+        "forerun bench",
+        "forerun bench --arms zoo:draft-domain@2,4 other=zoo:draft-off-the-shelf@2 --batch 1 8",
+        "forerun bench --target DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
+        "forerun bench --temperatures 0 --blocks 30 --json bench.json --plot bench.svg",
+    ),
+)

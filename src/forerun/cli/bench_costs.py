@@ -1,0 +1,111 @@
+"""Cost tables for the predictions of `forerun bench`: from profiles, or measured first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from forerun.bench.compare import Arm
+from forerun.bench.comparison import Comparison
+from forerun.bench.prediction import Costs
+from forerun.drafters.draft_model import DraftModel
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidRequest
+from forerun.models.load import load_tokenizer
+from forerun.probe.config import ProbeConfig
+from forerun.probe.measurement import measure_pair
+from forerun.probe.pair import Facts, Pair, facts_of, setup_of
+from forerun.probe.profile import Profile
+from forerun.probe.profile_file import check_setup, load_profile
+
+__all__ = ["measured_costs", "read_costs"]
+
+BUDGET_S = 6.0
+"""Per draft: a prediction needs less than a profile that is kept."""
+
+
+def measured_costs(comparison: Comparison, tell: Callable[[str], None]) -> Mapping[str, Costs]:
+    """Measure the pair of every draft, on the very models that will be compared."""
+    found = {}
+    for draft, arm in by_draft(comparison).items():
+        pair, facts = pair_of(comparison, arm)
+
+        def say(num_rounds: int, error: float, draft: str = draft) -> None:
+            tell(f"measuring costs with {draft}: round {num_rounds}, within {error:.1%}")
+
+        found[draft] = costs_in(
+            measure_pair(pair, facts, probe_for(comparison), clock=time.perf_counter, tell=say)
+        )
+    return found
+
+
+def read_costs(paths: Sequence[Path], comparison: Comparison) -> Mapping[str, Costs]:
+    """Costs from profiles, each matched to the draft it was made with.
+
+    Raises:
+        InvalidProfile: a file cannot be read, or is of another machine or target.
+        InvalidRequest: a profile belongs to none of the drafts.
+    """
+    pairs = {draft: pair_of(comparison, arm) for draft, arm in by_draft(comparison).items()}
+    setups = {draft: setup_of(pair, *facts) for draft, (pair, facts) in pairs.items()}
+    found = {}
+    for path in paths:
+        profile = load_profile(path)
+        draft = next(
+            (d for d, setup in setups.items() if setup.draft_hash == profile.setup.draft_hash), None
+        )
+        if draft is None:
+            raise InvalidRequest(f"{path} is a profile of {profile.draft}, which no arm uses")
+        check_setup(profile, setups[draft])
+        found[draft] = costs_in(profile)
+    return found
+
+
+def by_draft(comparison: Comparison) -> dict[str, Arm]:
+    """The first arm of every draft."""
+    arms: dict[str, Arm] = {}
+    for arm in comparison.arms:
+        if arm.draft is not None:
+            arms.setdefault(arm.draft, arm)
+    return arms
+
+
+def pair_of(comparison: Comparison, arm: Arm) -> tuple[Pair, tuple[Facts, Facts]]:
+    """Target and draft as they are loaded."""
+    engine = arm.engine
+    assert isinstance(engine, Engine) and engine.drafter is not None and arm.draft is not None
+    drafter = engine.drafter.drafter
+    assert isinstance(drafter, DraftModel)
+    config = comparison.config
+    pair = Pair(
+        target=engine.target,
+        draft=drafter.model,
+        tokenizer=load_tokenizer(config.target),
+        engine=config.engine,
+    )
+    target_facts = facts_of(config.target, pair.target, config.dtype)
+    return pair, (target_facts, facts_of(arm.draft, pair.draft, config.dtype))
+
+
+def probe_for(comparison: Comparison) -> ProbeConfig:
+    """What the arms and cells of the comparison need, and nothing else."""
+    config, room = comparison.config, comparison.arms[0].engine
+    assert isinstance(room, Engine)
+    longest = room.max_context - config.max_k - 1
+    defaults = ProbeConfig()
+    return replace(
+        defaults,
+        rows=tuple(range(1, config.max_k + 2)),
+        batches=tuple(sorted(config.batches)),
+        contexts=tuple(c for c in defaults.contexts if c <= longest) or (max(1, longest // 2),),
+        drafted=(1, config.max_k) if config.max_k > 1 else (1,),
+        max_pass_rows=max(defaults.max_pass_rows, max(config.batches) * (config.max_k + 1)),
+        budget_s=BUDGET_S,
+    )
+
+
+def costs_in(profile: Profile) -> Costs:
+    """The tables of a profile."""
+    return Costs(greedy=profile.greedy, sampled=profile.sampled)

@@ -1,0 +1,86 @@
+"""The result of `forerun bench` for people."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from forerun.bench.best import BestOfSeveral
+from forerun.bench.report import BenchReport, CellReport
+from forerun.bench.summary import ArmSummary
+from forerun.bench.verdict import outcome, verdict
+from forerun.cli.demo_tables import origin, with_ends
+
+__all__ = ["print_comparison"]
+
+HEADINGS = (
+    "tokens/s\n(95%)",
+    "speedup\n(95%)",
+    "tau\nkappa",
+    "predicted\n(95%)",
+    "decoding\n(95%)",
+    "4-grams",
+)
+"""Of the columns after the arm's name; narrow enough for 80 characters."""
+LEGEND = (
+    "speedup counts the prefill; decoding does not, and predicted is decoding by the cost table\n"
+    "tau: tokens per step; kappa: a step in plain steps; 4-grams: share that is distinct"
+)
+
+
+def print_comparison(report: BenchReport) -> None:
+    """One table per cell, verdicts, where it was measured."""
+    console = Console(highlight=False)
+    for cell in report.cells:
+        if cell.rows:
+            print_cell(console, cell)
+        else:
+            console.print(f"{escape(cell.title)}: too few blocks for a table", "")
+    console.print(f"[dim]{LEGEND}[/]")
+    console.print(f"[dim]{escape(origin(report.provenance))}[/]")
+
+
+def print_cell(console: Console, cell: CellReport) -> None:
+    """Table, verdicts, the best of several."""
+    table = Table(
+        title=cell.title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column("arm", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in cell.rows:
+        table.add_row(row.arm.name, *figures(cell, row))
+    console.print(table, "")
+    for row in cell.rows:
+        console.print(Text.assemble((f"{row.arm.name}: ", "bold"), verdict(row)))
+    if cell.best is not None:
+        console.print(Text.assemble(("best: ", "bold"), best_sentence(cell.best)))
+    console.print()
+
+
+def figures(cell: CellReport, row: ArmSummary) -> tuple[str, ...]:
+    """The cells of one line of the table."""
+    prediction = cell.predictions.get(row.arm.name)
+    return (
+        with_ends(row.tokens_per_s, ".0f"),
+        with_ends(row.speedup, ".2f"),
+        f"{row.acceptance_length:.2f}\n{row.cycle_cost:.2f}",
+        with_ends(prediction.decode_speedup, ".2f") if prediction else "",
+        with_ends(row.decode_speedup, ".2f"),
+        f"{row.distinct_4gram_share:.2f}",
+    )
+
+
+def best_sentence(best: BestOfSeveral) -> str:
+    """The winner and how it did on blocks that did not choose it."""
+    return (
+        f"{best.summary.arm.name} of {best.num_candidates}, chosen on {best.num_chosen_on} blocks; "
+        f"on the other {best.summary.num_blocks}: {outcome(best.summary)}"
+    )

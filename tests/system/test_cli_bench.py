@@ -1,0 +1,125 @@
+"""`forerun bench` on a tiny random pair."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.bench import arms
+from forerun.bench.comparison import Comparison
+from forerun.cli.main import main
+
+SMALL = ("--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1")
+
+
+@pytest.fixture
+def bench(tiny_pair, tmp_path):
+    """Runs the command on four prompts; two of them tagged."""
+    prompts = tmp_path / "prompts.jsonl"
+    records = [
+        {"prompt": f"def f{i}({'x' * i}):", "tag": "even" if i % 2 == 0 else "odd"}
+        for i in range(4)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, records)))
+
+    def run(*arguments, ks="1,3"):
+        pair = ("--target", str(tiny_pair.target), "--arms", f"d={tiny_pair.draft}@{ks}")
+        return main(["bench", *pair, "--prompts", str(prompts), *SMALL, *arguments])
+
+    return run
+
+
+def test_tables_files_and_predictions(bench, tmp_path, capsys):
+    out, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    files = ("--json", str(out), "--plot", str(picture))
+    assert bench("--temperatures", "0", "1", "--batch", "1", "2", *files, ks="2") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "greedy (T=0), batch 1, 2 blocks" in text
+    assert "sampled (T=1), batch 2, 2 blocks" in text
+    content = json.loads(out.read_text())
+    cells = {(cell["temperature"], cell["batch"]): cell for cell in content["cells"]}
+    assert cells.keys() == {(0, 1), (1, 1), (0, 2), (1, 2)}
+    for cell in cells.values():
+        plain, draft = cell["rows"]
+        assert plain["name"] == "plain"
+        assert plain["predicted"] is None
+        assert draft["name"] == "d K=2"
+        assert draft["predicted"]["decode_speedup"]["estimate"] > 0
+        assert len(cell["blocks"]) == 2
+    # The draft is the target with noise: if it drafts at all, some of it is accepted.
+    assert cells[0, 1]["rows"][1]["num_accepted"] > 0
+    assert len(content["provenance"]["models"]) == 2
+    assert "<svg" in picture.read_text()
+
+
+def test_json_on_standard_output_is_nothing_but_json(bench, capsys):
+    assert bench("--temperatures", "0", "--no-prediction", "--json", "-") == 0
+    content = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in content["cells"][0]["rows"]] == ["plain", "d K=1", "d K=3"]
+
+
+def test_a_profile_predicts_only_for_its_own_pair(bench, tiny_pair, tmp_path, capsys):
+    profile = tmp_path / "profile.json"
+    pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
+    quick = ("--rows", "1,4,5", "--batches", "1", "--contexts", "16", "--budget-s", "0.01")
+    assert main(["profile", *pair, *quick, "--threads", "1", "--out", str(profile)]) == 0
+    chosen = ("--temperatures", "0", "--profile", str(profile))
+    capsys.readouterr()
+    assert bench(*chosen, "--json", "-", ks="3") == 0
+    row = json.loads(capsys.readouterr().out)["cells"][0]["rows"][1]
+    assert row["predicted"] is not None
+    assert bench(*chosen, "--arms", f"other={tiny_pair.small}@2") == 2
+    assert "which no arm uses" in " ".join(capsys.readouterr().err.split())
+
+
+def test_ctrl_c_shows_and_writes_what_was_measured(bench, tmp_path, capsys, monkeypatch):
+    progress = Comparison.progress.fget
+
+    def interrupted(self):
+        if sum(map(len, self.blocks.values())) == 3:
+            raise KeyboardInterrupt
+        return progress(self)
+
+    monkeypatch.setattr(Comparison, "progress", property(interrupted))
+    out = tmp_path / "bench.json"
+    assert bench("--no-prediction", "--json", str(out)) == 130
+    captured = capsys.readouterr()
+    assert "d K=3" in captured.out
+    assert "too few blocks for a table" in captured.out
+    assert captured.err.rstrip().endswith("forerun: interrupted")
+    cells = json.loads(out.read_text())["cells"]
+    assert [len(cell["blocks"]) for cell in cells] == [2, 1]
+
+
+def test_tags_choose_prompts(bench, capsys):
+    only = ("--tag", "odd", "--temperatures", "1", "--no-prediction", "--json", "-")
+    assert bench(*only, "--blocks", "4", ks="1") == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["config"]["num_prompts"] == 2
+    assert len(content["cells"][0]["blocks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batch", "5"), "do not fill a batch of 5"),
+        (("--tag", "none"), "no prompts tagged"),
+        (("--plot", "picture.txt"), "must end in"),
+        (("--json", "no/such/folder/x.json"), "cannot be written"),
+        (("--arms", "draft"), "is not [NAME=]DRAFT@K"),
+        (("--profile", "p.json", "--no-prediction"), "exclude each other"),
+        (("--blocks", "1"), "num_blocks is 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_loads(
+    bench, capsys, monkeypatch, arguments, message
+):
+    monkeypatch.setattr(arms, "draft_arms", None)
+    assert bench(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_target_of_ones_own_needs_arms(tiny_pair, capsys):
+    assert main(["bench", "--target", str(tiny_pair.target)]) == 2
+    assert "name the --arms" in capsys.readouterr().err
