@@ -7,12 +7,15 @@ import logging
 import pytest
 import torch
 from tests.recorders import Again, Starved, Traced, torch_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.models.base import RowBatch, Span
 from forerun.models.context import Context, pack
 from forerun.models.runner.graphs.backend import working_or_torch
 from forerun.models.runner.graphs.elementwise import TorchElementwise
+from forerun.models.runner.graphs.inputs import Inputs
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.graphs.recorder import Recorder
 from forerun.models.runner.graphs.rectangle import (
@@ -29,7 +32,7 @@ VOCAB_SIZE = 40
 LIMITS = RectangleLimits(num_sequences=12, num_keys=5000)
 
 
-def model(recorder: Recorder | None) -> TorchModel:
+def model(recorder: Recorder | None, device: str = "cpu") -> TorchModel:
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=16,
@@ -44,7 +47,7 @@ def model(recorder: Recorder | None) -> TorchModel:
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
         parameter.normal_(0, 0.3, generator=generator)
-    return torch_model(network, recorder, num_slots=8)
+    return torch_model(network, recorder, num_slots=8, device=device)
 
 
 def batch_of(contexts: list[Context], tree: TokenTree = NO_TREE) -> RowBatch:
@@ -238,3 +241,39 @@ def test_kernels_that_do_not_work_are_replaced_and_said(caplog):
     working = torch_attention, TorchElementwise()
     assert working_or_torch(lambda: working, cpu) == working
     assert len(caplog.messages) == 1
+
+
+class Crossings(TorchDispatchMode):
+    """Notes every operation that touches memory of another device than `device`."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        if {tensor.device.type for tensor in tensors} - {self.device}:
+            self.found.append(str(func))
+        return result
+
+
+def test_crossings_are_found():
+    with Crossings("meta") as crossings:
+        torch.ones(3, device="meta") * torch.tensor(2.0)
+    assert crossings.found
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_nothing_in_a_recording_leaves_the_device(num_rows):
+    """A graph can hold no copy from the host, and no wait for it. The device here has no memory."""
+    ours = model(Again(), device="meta")
+    assert ours.programs is not None
+    bucket = Bucket(num_sequences=2, num_rows=num_rows, num_wanted=2, num_keys=192)
+    inputs = Inputs(bucket, ours.device)
+    with Crossings("meta") as crossings:
+        logits = ours.programs.passes.logits(inputs.rows, inputs.tokens, inputs.wanted)
+        chain = ours.programs.passes.greedy_chain(inputs, 3, VOCAB_SIZE)
+    assert not crossings.found
+    assert (logits.shape, chain.shape) == ((2, VOCAB_SIZE), (2, 3))

@@ -31,7 +31,7 @@ class TorchAttention:
         rows: the rectangle.
         rotation: of every row.
         places: where each row's heads lie in a layer of the store, counted in heads.
-        written: keys that hold anything, per sequence.
+        unwritten: keys past each sequence's own.
         bias: 0 where a row, heads of a group folded in, sees a key, -inf where not.
     """
 
@@ -40,7 +40,7 @@ class TorchAttention:
     rows: Rows
     rotation: Rotation
     places: Int64[Tensor, " written_heads"]
-    written: Bool[Tensor, "sequences 1 keys 1"]
+    unwritten: Bool[Tensor, "sequences 1 keys 1"]
     bias: Float[Tensor, "sequences 1 folded keys"]
 
     def __call__(
@@ -62,7 +62,7 @@ class TorchAttention:
     ) -> Float[Tensor, "sequences kv_heads keys head_dim"]:
         """Copies of the sequences' keys or values; what others left behind may be NaN, so 0."""
         cut = stored.narrow(2, 0, self.rows.bucket.num_keys)
-        return cut.index_select(0, self.rows.slot).where(self.written, 0)
+        return cut.index_select(0, self.rows.slot).masked_fill_(self.unwritten, 0)
 
 
 def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TorchAttention:
@@ -70,15 +70,15 @@ def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> T
     sizes = decoder.architecture
     keys = torch.arange(rows.bucket.num_keys, device=rows.slot.device)
     seen = visible_keys(rows, keys).repeat(1, sizes.num_heads // sizes.num_kv_heads, 1)
-    hidden = torch.zeros((), dtype=store.geometry.dtype, device=keys.device)
+    bias = torch.zeros_like(seen, dtype=store.geometry.dtype).masked_fill_(~seen, float("-inf"))
     return TorchAttention(
         decoder=decoder,
         store=store,
         rows=rows,
         rotation=rotation_at(decoder, rows.positions.flatten()),
         places=written_places(store, rows),
-        written=(keys < rows.end[:, None])[:, None, :, None],
-        bias=hidden.where(seen[:, None], float("-inf")),
+        unwritten=(keys >= rows.end[:, None])[:, None, :, None],
+        bias=bias[:, None],
     )
 
 
