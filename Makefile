@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact zoo clean
+.PHONY: help install demo test check format docs exact profile zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -43,6 +43,10 @@ docs: $(STAMP)  ## bring the module list of docs/architecture.md up to date
 
 exact: $(STAMP)  ## enumerate every verifier's output law
 	$(BIN)/forerun exact $(ARGS)
+
+profile: $(STAMP)  ## measure the shipped pair and redraw docs/performance.md (nothing else running)
+	$(BIN)/forerun profile --budget-s 45 --out benchmarks/profiles/shipped-pair.json $(ARGS)
+	$(BIN)/python recipes/docs/performance.py
 
 zoo: $(STAMP)  ## retrain the shipped pair (hours; resumable): make zoo ARGS="--corpora DIR --out DIR"
 	$(BIN)/python recipes/zoo/build.py $(ARGS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from tyro.conf import UseAppendAction
 
 from forerun.engine.config import EngineConfig
+from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
 
@@ -47,6 +48,8 @@ class ModelFlags:
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
+    runner: Runner = EngineConfig().runner
+    """What carries the passes: native (CPU kernels), graphs (torch), eager (transformers); auto."""
 
     @property
     def draft_name(self) -> str | None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags
+from forerun.cli.paths import PICTURES, check_writable
+from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.probe.config import THOROUGH, ProbeConfig
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from forerun.probe.profile import Profile
 
 __all__ = ["COMMAND", "ProfileOptions"]
-
-PICTURES = (".pdf", ".png", ".svg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ProfileOptions:
     budget_s: float | None = None
     """Measure for at most so many seconds, as far as the least number of rounds allows."""
     threads: int | None = None
-    """Threads torch uses; by default its own choice. A profile holds for one number of them."""
+    """Threads that carry the passes; by default as many as torch takes. A profile holds for one."""
     rows: str | None = None
     """Rows per sequence of the measured passes, such as 1,2,4,8."""
     batches: str | None = None
@@ -90,10 +90,15 @@ def measured(
     from forerun.probe.measurement import measure_pair
     from forerun.probe.pair import facts_of, load_pair
 
-    use_threads(num_threads)
+    engine = EngineConfig(runner=models.runner, num_threads=use_threads(num_threads))
     with Console(stderr=True).status("loading models"):
         pair, config = load_pair(
-            models.target, draft, dtype=models.dtype, device=models.device, config=config
+            models.target,
+            draft,
+            dtype=models.dtype,
+            device=models.device,
+            engine=engine,
+            config=config,
         )
         facts = (
             facts_of(models.target, pair.target, models.dtype),
@@ -137,34 +142,18 @@ def show(profile: Profile, options: ProfileOptions) -> None:
     if options.out is not None:
         write_profile(profile, options.out)
     if options.plot is not None:
-        plot(profile, [options.plot])
+        plot([profile], [options.plot])
 
 
-def use_threads(num_threads: int | None) -> None:
-    """Let torch use so many threads in this whole process."""
-    if num_threads is None:
-        return
-    if num_threads < 1:
-        raise InvalidRequest(f"--threads is {num_threads}; it must be at least 1")
+def use_threads(num_threads: int | None) -> int:
+    """Let torch use so many threads in this whole process; returns how many it uses."""
     import torch
 
-    torch.set_num_threads(num_threads)
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Find out before anything slow happens; an existing file keeps its content.
-
-    Raises:
-        InvalidRequest: the file cannot be written.
-    """
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise InvalidRequest(f"{flag} {path} cannot be written: {error.strerror}") from error
+    if num_threads is not None:
+        if num_threads < 1:
+            raise InvalidRequest(f"--threads is {num_threads}; it must be at least 1")
+        torch.set_num_threads(num_threads)
+    return torch.get_num_threads()
 
 
 def numbers(name: str, text: str) -> Sequence[int]:

@@ -21,7 +21,7 @@ __all__ = ["Session", "load_engine"]
 def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
     """The engine the flags describe, with room for as many samples as one request has."""
     max_batch = min(num_samples, EngineConfig().max_batch)
-    config = EngineConfig(num_speculative_tokens=pair.k, max_batch=max_batch)
+    config = EngineConfig(num_speculative_tokens=pair.k, max_batch=max_batch, runner=pair.runner)
     return Engine.load(
         pair.target, pair.draft_name, dtype=pair.dtype, device=pair.device, config=config
     )

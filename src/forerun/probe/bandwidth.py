@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +34,8 @@ class Bandwidth:
         return num_bytes / self.bytes_per_s
 
 
-def read_bandwidth(num_bytes: int, stopwatch: Stopwatch) -> Bandwidth:
-    """Read a buffer again and again, with the threads in use, and keep the best time.
+def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Bandwidth:
+    """Read a buffer again and again, with as many threads as the passes, and keep the best time.
 
     Two reductions of 64-bit integers compete, because which of them keeps up with the memory
     depends on the device.
@@ -42,12 +44,24 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch) -> Bandwidth:
         num_bytes: what a pass reads, so usually the size of the weights; cut to half of what is
             available.
         stopwatch: of the device.
+        num_threads: threads that carry the passes; torch's number is as it was afterwards.
     """
     device = stopwatch.device
     num_bytes = min(num_bytes, available_bytes(device) // 2)
     buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
-    times_s = [
-        stopwatch.seconds(read) for _ in range(NUM_PASSES) for read in (buffer.sum, buffer.amax)
-    ]
+    reads = (buffer.sum, buffer.amax)
+    with torch_threads(num_threads):
+        times_s = [stopwatch.seconds(read) for _ in range(NUM_PASSES) for read in reads]
     buffer_bytes = buffer.numel() * buffer.itemsize
     return Bandwidth(buffer_bytes=buffer_bytes, bytes_per_s=buffer_bytes / min(times_s))
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """So many threads for torch, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -22,7 +22,7 @@ class ProbeConfig:
             what a drafted token adds from what a cycle takes anyway.
         max_pass_rows: passes of more rows, over all sequences, are left out.
         target_error: done when half of every 95% interval is below this share of its estimate,
-            which takes at least six rounds.
+            which takes at least six samples of each.
         min_rounds: rounds measured whatever the time.
         budget_s: no new round is begun after so many seconds of measuring.
     """

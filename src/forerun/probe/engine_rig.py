@@ -53,6 +53,11 @@ class EngineRig:
         """What can be measured with it."""
         return self._cells
 
+    @property
+    def every(self) -> int:
+        """Its own passes make a visit long, and its figures are small and steady."""
+        return 3
+
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Nothing is shared between visits."""

@@ -9,7 +9,7 @@ from forerun.probe.cells import chain_cells, overhead_cells, pass_cells
 from forerun.probe.config import ProbeConfig
 from forerun.probe.engine_rig import EngineRig
 from forerun.probe.fit import cost_table
-from forerun.probe.pair import PROMPT_TOKENS, Facts, Pair, setup_of
+from forerun.probe.pair import PROMPT_TOKENS, Facts, Pair, num_threads_of, setup_of
 from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.profile import Measured, Profile, ReadLimit
 from forerun.probe.rounds import Rig, estimates, measure
@@ -42,10 +42,11 @@ def measure_pair(
     """
     target, draft = facts
     stopwatch = Stopwatch(clock, pair.target.device)
-    before = read_bandwidth(target.pass_bytes, stopwatch)
+    num_threads = num_threads_of(pair.engine)
+    before = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
     rounds = measure(rigs(pair, config, stopwatch), config, clock, tell)
     # The machine's best: it may have been busy the first time.
-    after = read_bandwidth(target.pass_bytes, stopwatch)
+    after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
     found = estimates(rounds.samples)
     return Profile(
         target=target.name,

@@ -19,7 +19,7 @@ from forerun.probe.config import ProbeConfig
 from forerun.probe.profile import Setup
 from forerun.provenance import content_hash, cpu_model, num_cores
 
-__all__ = ["Facts", "Pair", "facts_of", "load_pair", "setup_of"]
+__all__ = ["Facts", "Pair", "facts_of", "load_pair", "num_threads_of", "setup_of"]
 
 logger = logging.getLogger("forerun.probe")
 
@@ -66,9 +66,17 @@ class Pair:
 
 
 def load_pair(
-    target: str, draft: str, *, dtype: str, device: str, config: ProbeConfig
+    target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProbeConfig
 ) -> tuple[Pair, ProbeConfig]:
     """Load both, with room for what is to be measured.
+
+    Args:
+        target: folder, hub name or "zoo:" name.
+        draft: the same.
+        dtype: as `Engine.load` takes it.
+        device: the same.
+        engine: runner and threads; sizes are chosen here.
+        config: what is to be measured.
 
     Returns:
         The pair, and the settings less the contexts it cannot hold and the batches whose KV does
@@ -83,10 +91,10 @@ def load_pair(
     config = replace(config, contexts=held_contexts((target, draft), config))
     batches = config.batches
     while True:
-        engine = engine_config(config)
+        room = with_room(engine, config)
         try:
-            model, tokenizer = load_pair_member(target, dtype=dtype, device=device, config=engine)
-            small = load_pair_member(draft, dtype=dtype, device=device, config=engine)
+            model, tokenizer = load_pair_member(target, dtype=dtype, device=device, config=room)
+            small = load_pair_member(draft, dtype=dtype, device=device, config=room)
             break
         except NotEnoughMemory:
             if len(config.batches) == 1:
@@ -95,7 +103,7 @@ def load_pair(
     if config.batches != batches:
         logger.warning("only batches up to %d fit into memory", config.batches[-1])
     check_pair(model, tokenizer, small)
-    return Pair(target=model, draft=small[0], tokenizer=tokenizer, engine=engine), config
+    return Pair(target=model, draft=small[0], tokenizer=tokenizer, engine=room), config
 
 
 def held_contexts(names: Sequence[str], config: ProbeConfig) -> tuple[int, ...]:
@@ -111,10 +119,11 @@ def held_contexts(names: Sequence[str], config: ProbeConfig) -> tuple[int, ...]:
     return held
 
 
-def engine_config(config: ProbeConfig) -> EngineConfig:
+def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
     """Room for the largest batch, the longest context and the most rows behind it."""
     steps = PROMPT_TOKENS + ENGINE_STEPS * (config.drafted[-1] + 1)
-    return EngineConfig(
+    return replace(
+        engine,
         num_speculative_tokens=config.rows[-1] - 1,
         max_batch=config.batches[-1],
         max_context=max(config.contexts[-1] + config.rows[-1], steps),
@@ -145,7 +154,7 @@ def setup_of(pair: Pair, target: Facts, draft: Facts) -> Setup:
     return Setup(
         cpu=cpu_model(),
         num_cores=num_cores(),
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads_of(pair.engine),
         device=device_name(pair.target.device),
         dtype=target.dtype,
         target_runner=type(pair.target).__name__,
@@ -153,6 +162,11 @@ def setup_of(pair: Pair, target: Facts, draft: Facts) -> Setup:
         target_hash=target.content_hash,
         draft_hash=draft.content_hash,
     )
+
+
+def num_threads_of(engine: EngineConfig) -> int:
+    """Threads that carry the passes; torch has one where the runner has threads of its own."""
+    return engine.num_threads or torch.get_num_threads()
 
 
 def device_name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""One picture of a profile: what a target pass over n rows costs, in plain steps."""
+"""A picture of profiles: what a target pass over n rows costs, in plain steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ COLOURS = ("#1a7f64", "#cf5b2e", "#4361a8", "#9a6bb0", "#b08900")
 """By batch; told apart in greyscale and by colour-blind readers."""
 STYLES = ("-", "--", ":", "-.")
 """By context."""
+WIDTH, HEIGHT = 6.4, 4.0
+"""Of a panel, in inches."""
 
 
-def plot(profile: Profile, paths: Sequence[Path]) -> None:
+def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
     """Draw v(n) with error bars beside its two limits, and write the picture to every path.
 
     Args:
-        profile: what was measured.
+        profiles: what was measured, one panel each.
         paths: for example a .png and a .svg; the suffix names the format.
     """
     from matplotlib import rc_context
@@ -35,13 +37,14 @@ def plot(profile: Profile, paths: Sequence[Path]) -> None:
 
     # Ids from a fixed salt, no date: the same profile gives the same file.
     with rc_context({"svg.hashsalt": "forerun"}):
-        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        figure = Figure(figsize=(WIDTH * len(profiles), HEIGHT), layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        axes.set_title(title(profile), fontsize=10)
-        draw_costs(axes, profile)
-        draw_limits(axes, profile)
-        finish(axes, profile)
+        panels = figure.subplots(1, len(profiles), squeeze=False)[0]
+        for axes, profile in zip(panels, profiles, strict=True):
+            axes.set_title(title(profile), fontsize=9)
+            draw_costs(axes, profile)
+            draw_limits(axes, profile)
+            finish(axes, profile)
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(path, dpi=160, metadata=metadata)
@@ -117,4 +120,4 @@ def title(profile: Profile) -> str:
     setup = profile.setup
     threads = f"{setup.num_threads} thread{'s' * (setup.num_threads > 1)}"
     machine = f"{setup.cpu}, {threads}" if setup.device == "cpu" else setup.device
-    return f"{profile.target}, {setup.dtype}, {setup.target_runner} on {machine}"
+    return f"{Path(profile.target).name}, {setup.dtype}, {setup.target_runner}\n{machine}"

@@ -26,13 +26,13 @@ __all__ = ["Rig", "Rounds", "Samples", "corrected", "estimates", "measure", "wid
 
 logger = logging.getLogger("forerun.probe")
 
-LEAST_ROUNDS = 6
-"""Below six values not even their whole range holds the median with 95%."""
+LEAST_SAMPLES = 6
+"""Of fewer values not even the whole range holds the median with 95%."""
 
 T = TypeVar("T")
 
 Samples = Mapping[Cell, Sequence[Sequence[float]]]
-"""Seconds per cell and round; a visit may yield several."""
+"""Seconds per cell and round; a visit may yield several, and not every round visits every cell."""
 
 
 @runtime_checkable
@@ -42,6 +42,10 @@ class Rig(Protocol):
     @property
     def cells(self) -> Sequence[Cell]:
         """What can be measured with it."""
+
+    @property
+    def every(self) -> int:
+        """Visited in one round of so many: more than 1 where a visit is long and yields much."""
 
     def ready(self) -> AbstractContextManager[None]:
         """Set up; torn down on leaving."""
@@ -85,7 +89,7 @@ def measure(
     asked = [cell for rig in rigs for cell in rig.cells]
     # First times are slow; they also show what does not fit.
     samples: dict[Cell, list[Sequence[float]]] = {
-        cell: [] for cell in one_round(rigs, asked, shift=0)
+        cell: [] for cell in one_round(rigs, asked, num_rounds=0)
     }
     started_s, longest_s = clock(), 0.0
     num_rounds, error = 0, math.inf
@@ -93,7 +97,7 @@ def measure(
         error > config.target_error and clock() - started_s + longest_s <= config.budget_s
     ):
         round_started_s = clock()
-        found = one_round(rigs, samples, shift=num_rounds)
+        found = one_round(rigs, samples, num_rounds)
         longest_s = max(longest_s, clock() - round_started_s)
         num_rounds += 1
         samples = {cell: [*samples[cell], seconds] for cell, seconds in found.items()}
@@ -116,14 +120,18 @@ def say_left_out(left_out: Sequence[Cell], num_asked: int) -> None:
 
 
 def one_round(
-    rigs: Sequence[Rig], cells: Collection[Cell], shift: int
+    rigs: Sequence[Rig], cells: Collection[Cell], num_rounds: int
 ) -> dict[Cell, Sequence[float]]:
-    """One visit to every cell, less what does not fit into memory."""
+    """The round after `num_rounds`: a visit to every cell whose turn it is.
+
+    Returns:
+        What was found, nothing for the others; without cells that do not fit into memory.
+    """
     left = set(cells)
-    found: dict[Cell, Sequence[float]] = {}
-    for rig in rotated(rigs, shift):
+    found: dict[Cell, Sequence[float]] = {cell: () for cell in cells}
+    for rig in rotated([rig for rig in rigs if num_rounds % rig.every == 0], num_rounds):
         with rig.ready():
-            for cell in rotated(rig.cells, shift):
+            for cell in rotated(rig.cells, num_rounds):
                 if cell not in left:
                     continue
                 try:
@@ -165,16 +173,13 @@ def corrected(samples: Samples) -> dict[Cell, list[float]]:
 
     Source: Tukey 1977.
     """
-    middles = {
-        cell: median(s for visit in visits for s in visit) for cell, visits in samples.items()
-    }
-    num_rounds = min(map(len, samples.values()))
+    middles = {cell: median(s for v in visits for s in v) for cell, visits in samples.items()}
     weather = []
-    for i in range(num_rounds):
-        relative = [median(samples[cell][i]) / middle for cell, middle in middles.items() if middle]
+    for i in range(max(map(len, samples.values()))):
+        relative = [median(samples[c][i]) / s for c, s in middles.items() if s and samples[c][i]]
         weather.append(median(relative) if relative else 1.0)
     return {
-        cell: [s / weather[i] for i in range(num_rounds) for s in visits[i]]
+        cell: [s / weather[i] for i, visit in enumerate(visits) for s in visit]
         for cell, visits in samples.items()
     }
 
@@ -189,9 +194,9 @@ def widest(samples: Samples) -> float:
 
     Of overheads and drafts smaller than a plain target pass it is a share of that pass: to a tenth
     of a step, a fifth more or less is two hundredths of what anybody waits for. Infinite while
-    there are too few rounds for an interval of 95%.
+    there are too few samples for an interval of 95%.
     """
-    if min(map(len, samples.values())) < LEAST_ROUNDS:
+    if min(sum(map(len, visits)) for visits in samples.values()) < LEAST_SAMPLES:
         return math.inf
     found = estimates(samples)
     plain_s = {

@@ -7,7 +7,6 @@ import pytest
 
 from forerun.errors import InvalidProfile
 from forerun.probe.cells import Cell, Quantity
-from forerun.probe.plot import plot
 from forerun.probe.profile import FORMAT, Measured, Profile, ReadLimit, Setup
 from forerun.probe.profile_file import check_setup, load_profile, write_profile
 from forerun.theory.cost import CostTable
@@ -149,11 +148,3 @@ def test_a_missing_file_is_named(tmp_path):
 def test_the_limit_counts_weights_once_and_keys_and_values_of_every_sequence():
     assert PROFILE.limit.pass_s(1, 0) == pytest.approx(0.004)
     assert PROFILE.limit.pass_s(2, 1000) == pytest.approx(0.0042)
-
-
-def test_pictures_are_written_and_the_same_profile_gives_the_same_picture(tmp_path):
-    paths = [tmp_path / "v.png", tmp_path / "v.svg", tmp_path / "again.svg"]
-    plot(PROFILE, paths)
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in paths[1].read_text()
-    assert paths[1].read_text() == paths[2].read_text()

@@ -18,8 +18,9 @@ def cell(size, batch=1, context=8, quantity=Quantity.TARGET_PASS) -> Cell:
 class LoggingRig:
     """Writes down what is done to it."""
 
-    def __init__(self, name, cells, log) -> None:
+    def __init__(self, name, cells, log, every=1) -> None:
         self.name = name
+        self.every = every
         self._cells = cells
         self.log = log
 
@@ -54,6 +55,16 @@ def test_rounds_visit_every_cell_in_an_order_that_rotates():
     assert log == [*a, *b, *a, *b, *second]  # the first is the warm-up
 
 
+def test_a_rig_may_sit_rounds_out():
+    log: list = []
+    rigs = [LoggingRig("a", [cell(1)], log), LoggingRig("b", [cell(2)], log, every=3)]
+    config = replace(SMALL, min_rounds=5, budget_s=1e-15)
+    found = measure(rigs, config, Clock(), lambda rounds, error: None)
+    assert [len(visit) for visit in found.samples[cell(1)]] == [1, 1, 1, 1, 1]
+    assert [len(visit) for visit in found.samples[cell(2)]] == [1, 0, 0, 1, 0]
+    assert not found.stable
+
+
 def test_weather_is_what_a_round_did_to_most_cells():
     # The second round was twice as slow throughout; the third only for one cell.
     samples = {
@@ -64,6 +75,12 @@ def test_weather_is_what_a_round_did_to_most_cells():
     found = corrected(samples)
     assert found[cell(1)] == pytest.approx([1.0, 1.0, 1.0])
     assert found[cell(4)][2] == pytest.approx(9.0)
+
+
+def test_a_round_that_left_a_cell_out_says_nothing_about_it():
+    samples = {cell(1): [[1.0], [2.0]], cell(2): [[3.0], []]}
+    # Relative to their medians of 1.5 and 3 the cells took 2/3 and 1 in the first round: 5/6.
+    assert corrected(samples)[cell(2)] == pytest.approx([3.0 / (5 / 6)])
 
 
 def test_estimates_are_medians_of_all_visits():
@@ -82,8 +99,8 @@ def test_cells_of_no_time_at_all_do_not_disturb():
     assert widest(samples) == 0.0
 
 
-def test_too_few_rounds_say_nothing_about_the_error():
-    assert widest({cell(1): [[1.0, 1.0]] * 5}) == math.inf
+def test_too_few_samples_say_nothing_about_the_error():
+    assert widest({cell(1): [[1.0]] * 5}) == math.inf
 
 
 def test_larger_passes_go_with_the_one_that_failed():
