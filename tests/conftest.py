@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -11,9 +12,12 @@ import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "forerun"
 
-PACKAGE = Path(__file__).parents[1] / "src" / "forerun"
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Compiled kernels outlive a run: their names say what they were made of.
+os.environ.setdefault("FORERUN_CACHE", str(ROOT / "build" / "cache"))
 
 # Every annotated function of the package checks its arguments, shapes included, while tests run.
 # Configurations are left out: they judge wrong types themselves, and the tests must get that far.
@@ -28,6 +32,16 @@ install_import_hook(
     ],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+
+def pytest_configure() -> None:
+    """Compile the kernels before there are workers, which would all do it at once."""
+    from forerun.errors import RunnerUnavailable
+    from forerun.models.runner.compiler import compiled_kernels
+
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with contextlib.suppress(RunnerUnavailable):  # the tests that need them will say so
+            compiled_kernels()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, object]]] = {
         {"num_key_value_heads": 2, "sliding_window": None},
     ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 1}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_key_value_heads": 2, "head_dim": 8}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_key_value_heads": 2, "head_dim": 16}),
 }
 
 
@@ -79,7 +79,7 @@ def network(
     *,
     seed: int = 0,
     jitter: float = 0.0,
-    hidden_size: int = 16,
+    hidden_size: int = 32,
     num_layers: int = 2,
     max_context: int = MAX_CONTEXT,
 ) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.natives import native_model
 from tests.recorders import Again, Traced, torch_model
 from torch import Tensor
 from transformers import (
@@ -29,7 +30,7 @@ from forerun.models.tabular import TabularModel
 VOCAB_SIZE = 61
 SIZES = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -90,6 +91,8 @@ RUNNERS: dict[str, Callable[[PreTrainedModel], LanguageModel]] = {
     "torch": lambda network: torch_model(network, None, max_context=300),
     "rectangles": lambda network: torch_model(network, Again(), max_context=300),
     "traced": lambda network: torch_model(network, Traced(), max_context=300),
+    "native": lambda network: native_model(network, max_context=300),
+    "native-2": lambda network: native_model(network, num_threads=2, max_context=300),
 }
 
 
@@ -98,7 +101,7 @@ def network_case(name: str, runner: str) -> Case:
     # Biases start at 0 and norms at 1, which would hide their being forgotten.
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
-        parameter.add_(torch.empty_like(parameter).normal_(0, 0.2, generator=generator))
+        parameter.add_(torch.empty_like(parameter).normal_(0, 0.12, generator=generator))
     model = RUNNERS[runner](network)
 
     def expected(ids: Sequence[int]) -> Tensor:

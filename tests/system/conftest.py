@@ -15,7 +15,7 @@ class TinyPair:
     Attributes:
         target: random weights.
         draft: the same with noise, so that it mostly agrees.
-        small: smaller, of other random weights.
+        small: of one layer, and other random weights.
         stranger: of another vocabulary.
     """
 
@@ -37,14 +37,14 @@ def byte_tokenizer(extra: tuple[str, ...] = ()):
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
 
 
-def save_model(folder: Path, *, hidden_size: int, num_layers: int, seed: int, noise: float = 0.0):
+def save_model(folder: Path, *, num_layers: int, seed: int, noise: float = 0.0):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=257,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+        hidden_size=32,
+        intermediate_size=64,
         num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -69,10 +69,10 @@ def tiny_pair(tmp_path_factory) -> TinyPair:
     root = tmp_path_factory.mktemp("tiny")
     names = ("target", "draft", "small", "stranger")
     pair = TinyPair(**{name: root / name for name in names})
-    save_model(pair.target, hidden_size=32, num_layers=2, seed=0)
-    save_model(pair.draft, hidden_size=32, num_layers=2, seed=0, noise=0.01)
+    save_model(pair.target, num_layers=2, seed=0)
+    save_model(pair.draft, num_layers=2, seed=0, noise=0.01)
     for folder in (pair.small, pair.stranger):
-        save_model(folder, hidden_size=16, num_layers=1, seed=1)
+        save_model(folder, num_layers=1, seed=1)
     for folder in (pair.target, pair.draft, pair.small):
         byte_tokenizer().save_pretrained(folder)
     byte_tokenizer(("zz",)).save_pretrained(pair.stranger)

@@ -43,7 +43,7 @@ REQUESTS = [
     )
     for prompt, changes in zip(tiny.PROMPTS * 2, PARAMS.values(), strict=True)
 ]
-DRAFTS = {"stranger": {"seed": 50, "hidden_size": 8, "num_layers": 1}, "cousin": {"jitter": 0.02}}
+DRAFTS = {"stranger": {"seed": 50, "num_layers": 1}, "cousin": {"jitter": 0.02}}
 
 Texts = list[tuple[str, tuple[int, ...], str]]
 

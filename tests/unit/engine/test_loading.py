@@ -40,7 +40,7 @@ def target(folder: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def draft(folder: Callable[..., Path]) -> Path:
-    return folder("draft", seed=9, hidden_size=8, num_layers=1)
+    return folder("draft", seed=9, num_layers=1)
 
 
 def load(target: Path, draft: Path | None = None, config: EngineConfig = CONFIG) -> Engine:

@@ -16,11 +16,11 @@ from forerun.models import tokenizers
 
 CONFIG = LlamaConfig(
     vocab_size=320,
-    hidden_size=16,
+    hidden_size=32,
     intermediate_size=24,
     num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     max_position_embeddings=128,
 )
 CORPUS = ["def add(left, right):\n    return left + right\n", "héllo wörld 😀 … naïve\n"] * 3

@@ -37,7 +37,7 @@ def test_context_is_by_default_all_the_model_allows(folder):
     [("auto", torch.float32), ("bf16", torch.bfloat16), ("float16", torch.float16)],
 )
 def test_dtype(folder, dtype, expected):
-    model = load_model(folder, dtype=dtype, device="cpu")
+    model = load_model(folder, dtype=dtype, device="cpu", runner="eager")
     assert model.dtype == expected
     assert {parameter.dtype for parameter in model.decoder.parameters()} == {expected}
     assert logits_of(model, [1, 2]).dtype == expected
@@ -100,7 +100,7 @@ def test_configuration_transformers_refuses(folder, configure):
 
 def test_too_little_memory_is_said_before_allocating(folder, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: 10_000)
-    monkeypatch.setattr(load, "read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(load, "run_by", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(NotEnoughMemory, match=r"9\.8 KiB are available"):
         load_model(folder, device="cpu")
 
