@@ -21,8 +21,9 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
-from forerun.sampling.noise import exponential, position_key, race, request_key
+from forerun.sampling.noise import position_key, request_key
 from forerun.sampling.processors import pack_params, target_probs
+from forerun.sampling.race import race
 
 VOCAB_SIZE = 6
 NUM_SLOTS = 3
@@ -60,8 +61,8 @@ def naive(prompt: tuple[int, ...], params: SamplingParams, index: int) -> tuple[
     while len(ids) < len(prompt) + params.max_tokens:
         logits = target.log_probs[target.state_of(ids)][None].float()
         probs = target_probs(logits, pack_params([params]), [history.at()])
-        clocks = exponential(torch.tensor([position_key(key, len(ids))]), VOCAB_SIZE)
-        token = int(probs.argmax() if params.greedy else race(probs, clocks))
+        keys = torch.tensor([position_key(key, len(ids))])
+        token = int(probs.argmax() if params.greedy else race(probs, keys))
         ids.append(token)
         history.append(token)
         if token in ends:

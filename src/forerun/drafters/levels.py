@@ -48,31 +48,34 @@ def draft_levels(
     num_levels, device = branches[0].budget, model.device
     chooser = Chooser(branches, num_levels, device)
     params = pack_params([branch.params for branch in branches], device)
-    tokens = torch.zeros(num_levels, len(branches), dtype=torch.int64, device=device)
     laws = None
     if any(branch.choice is not Choice.DETERMINISTIC for branch in branches):
         laws = torch.empty(num_levels, len(branches), vocab_size, device=device)
     positions = batch.positions.index_select(0, batch.logit_rows)
-    last_rows = torch.arange(len(branches), device=device)
-    going = len(branches)
+    drafted: list[Tensor] = []
     for level in range(num_levels):
         if level > 0:
-            going = sum(branch.budget > level for branch in branches)
-            batch = RowBatch(
-                tokens=tokens[level - 1, :going],
-                positions=positions[:going] + level,
-                spans=tuple(branch.next_span() for branch in branches[:going]),
-                logit_rows=last_rows[:going],
-            )
-        logits = fit_vocabulary(model.forward(batch).logits, vocab_size)
+            branches = [branch for branch in branches if branch.budget > level]
+            positions = positions[: len(branches)] + 1
+            batch = next_pass(branches, drafted[-1][: len(branches)], positions)
         law = target_probs(
-            logits,
-            params if going == len(branches) else params.rows(slice(going)),
-            row_histories(branches[:going], tokens[:level]),
-            out=None if laws is None else laws[level, :going],
+            fit_vocabulary(model.forward(batch).logits, vocab_size),
+            params.rows(slice(len(branches))),
+            row_histories(branches, drafted),
+            out=None if laws is None else laws[level, : len(branches)],
         )
-        tokens[level, :going] = chooser.choose(law, level)
-    return Levels(tokens=tokens, laws=laws)
+        drafted.append(chooser.choose(law, level))
+    return Levels(tokens=torch.nn.utils.rnn.pad_sequence(drafted, batch_first=True), laws=laws)
+
+
+def next_pass(branches: Sequence[Branch], tokens: Tensor, positions: Tensor) -> RowBatch:
+    """Feeds the token each branch has just drafted."""
+    return RowBatch(
+        tokens=tokens,
+        positions=positions,
+        spans=tuple(branch.next_span() for branch in branches),
+        logit_rows=torch.arange(len(branches), device=tokens.device),
+    )
 
 
 class Chooser:
@@ -127,14 +130,16 @@ class Chooser:
         return target_tokens(law, self.positions[level, rows])
 
 
-def row_histories(branches: Sequence[Branch], drafted: Tensor) -> list[RowHistory | None]:
+def row_histories(branches: Sequence[Branch], drafted: Sequence[Tensor]) -> list[RowHistory | None]:
     """What penalties count up to the next node; reading the drafted ids waits for the device."""
     if all(branch.request.history is None for branch in branches):
         return []
-    chains: list[list[int]] = drafted.t().tolist()
+    levels: list[list[int]] = [tokens.tolist() for tokens in drafted]
     return [
-        history.at(chain) if (history := branch.request.history) is not None else None
-        for branch, chain in zip(branches, chains, strict=False)
+        history.at([tokens[row] for tokens in levels])
+        if (history := branch.request.history) is not None
+        else None
+        for row, branch in enumerate(branches)
     ]
 
 

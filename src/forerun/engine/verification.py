@@ -30,8 +30,8 @@ from forerun.sampling.logprobs import raw_logprobs
 from forerun.sampling.noise import chain_keys
 from forerun.sampling.processors import failed_rows, pack_params, target_probs
 from forerun.sampling.proposal import Verdict
+from forerun.sampling.race import coupled_match_probs
 from forerun.sampling.walk import (
-    coupled_match_probs,
     edge_probs,
     expected_accepted,
     target_keys,

@@ -44,6 +44,9 @@ PerNode = Float64[Tensor, "batch nodes"]
 Counts = Int64[Tensor, " batch"]
 Ratios = Float64[Tensor, "batch rows"]
 
+RESIDUAL_ELEMENTS = 1 << 20
+"""Of the residual rows added up at once: their sum in fp64 takes three times their memory."""
+
 SMALLEST = 1e-300
 """Stands in for a draft probability of 0, which no drawn token has: ratios stay finite."""
 
@@ -264,7 +267,7 @@ def _residual_mass(target: Tensor, draft: Tensor, ratios: Tensor) -> PerNode:
     num_chains, num_nodes, vocab_size = draft.shape
     for chains in row_chunks(num_chains, num_nodes * vocab_size):
         width = (chains.stop - chains.start) * vocab_size
-        for nodes in row_chunks(num_nodes, width):
+        for nodes in row_chunks(num_nodes, width, RESIDUAL_ELEMENTS):
             part = (chains, nodes)
             residual = _residual(target[part], draft[part], ratios[part])
             mass[part] = residual.sum(-1, dtype=torch.float64)

@@ -27,7 +27,6 @@ __all__ = [
     "draw",
     "exponential",
     "position_key",
-    "race",
     "request_key",
     "step_key",
     "uniform",
@@ -92,18 +91,18 @@ def uniform(keys: Int64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
     return _logical_shift(keys, 11).to(torch.float64).mul_(2.0**-53)
 
 
-def exponential(keys: Int64[Tensor, " rows"], vocab_size: int) -> Float32[Tensor, "rows vocab"]:
-    """Standard exponential clocks, one per token: -log1p(-u) of a uniform on the open interval.
+def exponential(keys: Int64[Tensor, " rows"], num_clocks: int) -> Float32[Tensor, "rows clocks"]:
+    """Standard exponential clocks: -log1p(-u) of a uniform on the open interval.
 
     The uniform is an odd multiple of 2^-53: neither 0 nor 1, so no clock is 0 or infinite, and
     small clocks, the ones that win races, keep full relative precision.
     """
-    clocks = torch.empty(len(keys), vocab_size, dtype=torch.float32, device=keys.device)
-    steps = torch.arange(1, vocab_size + 1, device=keys.device).mul_(_signed(INCREMENT))
-    for rows in row_chunks(len(keys), vocab_size):
+    clocks = torch.empty(len(keys), num_clocks, dtype=torch.float32, device=keys.device)
+    steps = torch.arange(1, num_clocks + 1, device=keys.device).mul_(_signed(INCREMENT))
+    for rows in row_chunks(len(keys), num_clocks):
         bits = _logical_shift(_mix(keys[rows, None] + steps), 12)
-        uniforms = bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
-        clocks[rows] = uniforms.neg_().log1p_().neg_()
+        uniforms = bits.to(torch.float64).add_(0.5).mul_(-(2.0**-52))
+        clocks[rows] = uniforms.log1p_().neg_()
     return clocks
 
 
@@ -134,18 +133,6 @@ def scans_in_order(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def race(
-    probs: Float[Tensor, "rows vocab"], clocks: Float[Tensor, "rows vocab"]
-) -> Int64[Tensor, " rows"]:
-    """The token whose clock, slowed by its probability, rings first: a draw from `probs`.
-
-    Clocks of rate `probs` ring first with just these probabilities (the Gumbel-max trick in the
-    exponential domain). A token of probability 0 never rings; a one-hot row needs no noise to be
-    right.
-    """
-    return (clocks / probs).argmin(-1)
-
-
 def _absorb(key: int, word: int) -> int:
     """A new key from a key and one more word."""
     return finalise(key + (word + 1) * INCREMENT)
@@ -158,11 +145,11 @@ def _signed(bits: int) -> int:
 
 def _logical_shift(bits: Int64[Tensor, "*shape"], count: int) -> Int64[Tensor, "*shape"]:
     """Shift right, filling with zeros; torch's shift copies the sign."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """`finalise` on tensors; int64 products wrap."""
+    """`finalise` on tensors, in place; int64 products wrap."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        bits = (bits ^ _logical_shift(bits, shift)).mul_(_signed(factor))
-    return bits ^ _logical_shift(bits, SHIFTS[-1])
+        bits.bitwise_xor_(_logical_shift(bits, shift)).mul_(_signed(factor))
+    return bits.bitwise_xor_(_logical_shift(bits, SHIFTS[-1]))

@@ -21,11 +21,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.sampling.noise import exponential, position_key, race
+from forerun.sampling.noise import position_key
+from forerun.sampling.race import race
 from forerun.theory.tree import TokenTree
 
 __all__ = [
-    "coupled_match_probs",
     "edge_probs",
     "expected_accepted",
     "target_keys",
@@ -55,7 +55,7 @@ def target_tokens(
         probs: laws, from `target_probs`.
         keys: position keys of the rows, see `target_keys`; siblings share theirs.
     """
-    return race(probs, exponential(keys, probs.shape[-1]))
+    return race(probs, keys)
 
 
 def walk(
@@ -104,20 +104,3 @@ def expected_accepted(tree: TokenTree, edge_probs: Sequence[float]) -> float:
     for parent, prob in zip(tree.parents, edge_probs, strict=True):
         mass.append(prob * mass[parent] if parent >= 0 else prob)
     return sum(mass)
-
-
-def coupled_match_probs(
-    target_rows: Float[Tensor, "nodes vocab"],
-    draft_rows: Float[Tensor, "nodes vocab"],
-    tokens: Int64[Tensor, " nodes"],
-) -> Float[Tensor, " nodes"]:
-    """Probability that the target draws the drafted token, given that the draft did.
-
-    Both races choose x with probability 1 / sum_y max(target_y / target_x, draft_y / draft_x), for
-    x must ring before every y in the two of them; dividing by draft_x conditions on the draft.
-    """
-    target = target_rows.gather(-1, tokens[:, None])
-    draft = draft_rows.gather(-1, tokens[:, None])
-    # both sides times target_x: a token impossible under the target then matches with probability 0
-    needed = torch.maximum(draft * target_rows, target * draft_rows).sum(-1)
-    return target[:, 0] / needed.clamp(min=torch.finfo(needed.dtype).tiny)

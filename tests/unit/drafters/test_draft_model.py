@@ -12,8 +12,9 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
-from forerun.sampling.noise import Purpose, draw, exponential, position_key, race, step_key, uniform
+from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
 from forerun.sampling.proposal import Choice, Proposal, TokenSource, Verdict
+from forerun.sampling.race import race
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams()
@@ -106,8 +107,8 @@ def test_coupled_chains_race_on_the_targets_clocks(model, drafter):
     assert proposal.choice is Choice.COUPLED
     ids = [1, 2]
     for token in proposal.tokens.tolist():
-        clocks = exponential(torch.tensor([position_key(NOISE_KEY, len(ids))]), 8)
-        assert token == int(race(model.law(ids).float()[None], clocks))
+        key = torch.tensor([position_key(NOISE_KEY, len(ids))])
+        assert token == int(race(model.law(ids).float()[None], key))
         ids.append(token)
 
 

@@ -13,7 +13,6 @@ from forerun.sampling.noise import (
     draw,
     exponential,
     position_key,
-    race,
     request_key,
     step_key,
     uniform,
@@ -175,23 +174,3 @@ def test_draw_follows_the_weights() -> None:
     assert counts[1] == 0
     possible = weights > 0
     assert abs(chi_square(counts[possible], weights[possible] / 10)) < 4
-
-
-def test_race_draws_from_the_probabilities() -> None:
-    probs = torch.tensor([0.3, 0.0, 0.1, 0.4, 0.2])
-    keys = torch.tensor([position_key(7, n) for n in range(8_000)])
-    tokens = race(probs.expand(8_000, 5), exponential(keys, 5))
-    counts = torch.bincount(tokens, minlength=5).double()
-    assert counts[1] == 0
-    possible = probs > 0
-    assert abs(chi_square(counts[possible], probs[possible])) < 4
-
-
-def test_a_one_hot_row_wins_whatever_the_clocks() -> None:
-    probs = torch.eye(6)
-    assert race(probs, exponential(torch.arange(6), 6)).tolist() == list(range(6))
-
-
-def test_tiny_probabilities_cannot_overflow_a_race() -> None:
-    probs = torch.tensor([[1e-45, 1.0, 0.0]])
-    assert race(probs, torch.full((1, 3), 30.0)).item() == 1

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.sampling.noise import exponential, position_key, race
+from forerun.sampling.noise import position_key
+from forerun.sampling.race import race
 from forerun.sampling.walk import (
-    coupled_match_probs,
     edge_probs,
     expected_accepted,
     target_keys,
@@ -49,7 +49,7 @@ def test_target_tokens_race_on_the_clocks_of_their_position() -> None:
     probs = torch.empty(6, 40).exponential_(generator=torch.Generator().manual_seed(0))
     probs /= probs.sum(-1, keepdim=True)
     keys = torch.tensor(target_keys(5, 100, TREE))
-    expected = race(probs, exponential(keys, 40))
+    expected = race(probs, keys)
     assert torch.equal(target_tokens(probs, keys), expected)
     alone = [target_tokens(probs[i : i + 1], keys[i : i + 1]) for i in range(6)]
     assert torch.equal(torch.cat(alone), expected)
@@ -68,22 +68,3 @@ def test_expected_accepted_sums_path_probabilities() -> None:
     assert edges.tolist() == pytest.approx([0.5, 0.3, 0.6])
     assert expected_accepted(tree, edges.tolist()) == pytest.approx(0.5 + 0.3 + 0.5 * 0.6)
     assert expected_accepted(TokenTree(()), []) == 0
-
-
-def test_coupled_races_match_as_often_as_predicted() -> None:
-    target = torch.tensor([0.5, 0.3, 0.2, 0.0])
-    draft = torch.tensor([0.2, 0.2, 0.3, 0.3])
-    num = 10_000
-    clocks = exponential(torch.tensor([position_key(1, i) for i in range(num)]), 4)
-    drafted = race(draft.expand(num, 4), clocks)
-    matched = race(target.expand(num, 4), clocks) == drafted
-    predicted = coupled_match_probs(target.expand(4, 4), draft.expand(4, 4), torch.arange(4))
-    for token in range(4):
-        share = matched[drafted == token].double().mean().item()
-        assert share == pytest.approx(predicted[token].item(), abs=0.03)
-    assert predicted[3] == 0
-
-
-def test_a_draft_equal_to_the_target_always_matches() -> None:
-    probs = torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
-    assert coupled_match_probs(probs, probs, torch.tensor([1, 0])).tolist() == pytest.approx([1, 1])
