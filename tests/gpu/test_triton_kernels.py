@@ -90,7 +90,12 @@ def with_triton(model: TorchModel) -> TorchModel:
         attend_rows=triton_attention,
         elementwise=TritonElementwise(),
     )
-    model.programs = Programs(passes=passes, recorder=Again(), limits=model.programs.limits)
+    model.programs = Programs(
+        passes=passes,
+        recorder=Again(),
+        limits=model.programs.limits,
+        unrecorded=model.programs.unrecorded,
+    )
     return model
 
 

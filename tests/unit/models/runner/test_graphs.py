@@ -17,6 +17,7 @@ from forerun.models.runner.graphs.backend import working_or_torch
 from forerun.models.runner.graphs.elementwise import TorchElementwise
 from forerun.models.runner.graphs.inputs import Inputs
 from forerun.models.runner.graphs.model import TorchModel
+from forerun.models.runner.graphs.programs import disagreement
 from forerun.models.runner.graphs.recorder import Recorder
 from forerun.models.runner.graphs.rectangle import (
     Bucket,
@@ -151,7 +152,8 @@ def test_without_memory_passes_run_unrecorded(num_recordings, caplog):
     assert torch.equal(*(chain for _, chain in results))
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "not enough memory to record passes of" in warnings[0].message
+    assert warnings[0].message.startswith("passes of ")
+    assert "no memory to record them" in warnings[0].message
     # Every shape is asked for once: 1 x 3, 2 x 3, the chain, and its later levels of one row.
     assert recorder.num_asked == 3 + 1
 
@@ -277,3 +279,49 @@ def test_nothing_in_a_recording_leaves_the_device(num_rows):
         chain = ours.programs.passes.greedy_chain(inputs, 3, VOCAB_SIZE)
     assert not crossings.found
     assert (logits.shape, chain.shape) == ((2, VOCAB_SIZE), (2, 3))
+
+
+class Wrong:
+    """Records something near the truth, or far from it."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def record(self, run):
+        return lambda: run() * self.factor
+
+
+@pytest.mark.parametrize(("factor", "is_trusted"), [(1 + 1e-5, True), (1.01, False)])
+def test_a_recording_that_computes_something_else_is_not_used(factor, is_trusted, caplog):
+    ours, unrecorded = model(Wrong(factor)), model(None)
+    for length in (1, 2, 1):
+        batches = [batch_of([Context(m.store, [3] * length)]) for m in (ours, unrecorded)]
+        logits, expected = ours.forward(batches[0]).logits, unrecorded.forward(batches[1]).logits
+        assert torch.equal(logits, expected) is not is_trusted
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == (not is_trusted)
+    assert is_trusted or "recorded they differ by 0.01 of their logits" in warnings[0]
+
+
+def test_a_shape_first_met_without_logits_is_judged_when_they_come():
+    ours = model(Wrong(2.0))
+    context = Context(ours.store, [1, 2, 3])
+    batch = batch_of([context])
+    nothing = RowBatch(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        spans=batch.spans,
+        logit_rows=batch.logit_rows[:0],
+    )
+    assert ours.forward(nothing).logits.shape == (0, VOCAB_SIZE)
+    other = model(None)
+    expected = other.forward(batch_of([Context(other.store, [1, 2, 3])])).logits
+    assert torch.equal(ours.forward(batch).logits, expected)
+
+
+def test_disagreement_is_of_the_worst_row_and_knows_nan():
+    expected = torch.tensor([[3.0, 4.0], [torch.nan, 0.0], [6.0, 8.0]])
+    actual = torch.tensor([[3.0, 4.0], [torch.nan, 0.0], [6.0, 9.0]])
+    assert disagreement(actual, expected) == pytest.approx(0.1)
+    assert disagreement(expected[1:2], expected[1:2]) == 0
+    assert disagreement(expected[1:2], expected[:1]) == torch.inf

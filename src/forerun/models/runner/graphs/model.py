@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -12,11 +14,9 @@ from forerun.models.decoder import Decoder, ReadTensor
 from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
 from forerun.models.runner.graphs.backend import kernels_for
-from forerun.models.runner.graphs.elementwise import TorchElementwise
-from forerun.models.runner.graphs.layers import Pass, logits_of
 from forerun.models.runner.graphs.passes import RectanglePass
 from forerun.models.runner.graphs.programs import Programs
-from forerun.models.runner.graphs.ragged import ragged_attention
+from forerun.models.runner.graphs.ragged import ragged_logits
 from forerun.models.runner.graphs.recorder import CudaRecorder, Recorder
 from forerun.models.runner.graphs.rectangle import RectangleLimits
 from forerun.models.runner.graphs.weights import Weights, read_weights
@@ -26,6 +26,9 @@ __all__ = ["TorchModel", "build_torch_model"]
 
 class TorchModel:
     """A LanguageModel over a decoder's weights; see `build_torch_model`.
+
+    Which bits a row's logits have depends on how many rows share its pass, since matrix products
+    choose their kernels by that: rounding differs, in fp32 too little to turn a choice but at ties.
 
     Args:
         weights: of the model.
@@ -88,13 +91,7 @@ class TorchModel:
             logits = self.programs.logits(batch)
             if logits is not None:
                 return Scores(logits=logits)
-        rows = Pass(
-            tokens=batch.tokens,
-            wanted=batch.logit_rows,
-            attend=ragged_attention(self.weights.decoder, self._store, batch),
-            elementwise=TorchElementwise(),
-        )
-        return Scores(logits=logits_of(self.weights, rows))
+        return Scores(logits=ragged_logits(self.weights, self._store, batch))
 
     @torch.inference_mode()
     def greedy_chain(
@@ -156,4 +153,9 @@ def programs_over(weights: Weights, store: ContiguousKVStore, recorder: Recorder
     limits = RectangleLimits(
         num_sequences=geometry.num_slots, num_keys=geometry.capacity + geometry.max_staged_rows
     )
-    return Programs(passes=passes, recorder=recorder, limits=limits)
+    return Programs(
+        passes=passes,
+        recorder=recorder,
+        limits=limits,
+        unrecorded=partial(ragged_logits, weights, store),
+    )

@@ -58,22 +58,32 @@ class Program:
 class Programs:
     """Recordings of one model.
 
-    A shape for which there is no memory is not tried again: its passes run unrecorded.
+    A shape for which there is no memory is not tried again: its passes run unrecorded. So do those
+    of a shape whose first logits are not those of the same pass unrecorded: kernels meet devices
+    and versions that no test has seen, and text must not depend on that.
 
     Args:
         passes: what to record.
         recorder: how.
         limits: of the shapes that are recorded.
+        unrecorded: the logits of a pass, by other kernels.
     """
 
     def __init__(
-        self, *, passes: RectanglePass, recorder: Recorder, limits: RectangleLimits
+        self,
+        *,
+        passes: RectanglePass,
+        recorder: Recorder,
+        limits: RectangleLimits,
+        unrecorded: Callable[[RowBatch], Tensor],
     ) -> None:
         self.passes = passes
         self.recorder = recorder
         self.limits = limits
+        self.unrecorded = unrecorded
         self._programs: dict[Bucket | Chain, Program] = {}
         self._refused: set[Bucket | Chain] = set()
+        self._trusted: set[Bucket] = set()
 
     @property
     def num_recorded(self) -> int:
@@ -85,7 +95,17 @@ class Programs:
         num_wanted = len(batch.logit_rows)
         bucket = bucket_of(batch.spans, num_wanted, self.limits)
         program = None if bucket is None else self._program(bucket, batch)
-        return None if program is None else program.run(batch)[:num_wanted].clone()
+        if bucket is None or program is None:
+            return None
+        logits = program.run(batch)[:num_wanted].clone()
+        if num_wanted and bucket not in self._trusted:
+            expected = self.unrecorded(batch)
+            distance = disagreement(logits, expected)
+            if distance > tolerance_of(logits.dtype):
+                self._refuse(bucket, f"recorded they differ by {distance:.1g} of their logits")
+                return expected
+            self._trusted.add(bucket)
+        return logits
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
@@ -105,7 +125,7 @@ class Programs:
             try:
                 self._programs[shape] = self._record(shape, batch)
             except torch.OutOfMemoryError:
-                self._refuse(shape)
+                self._refuse(shape, "no memory to record them; lower max_batch or max_context")
         return self._programs.get(shape)
 
     def _record(self, shape: Bucket | Chain, batch: RowBatch) -> Program:
@@ -123,15 +143,25 @@ class Programs:
             return lambda: self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
         return lambda: self.passes.logits(inputs.rows, inputs.tokens, inputs.wanted)
 
-    def _refuse(self, shape: Bucket | Chain) -> None:
+    def _refuse(self, shape: Bucket | Chain, reason: str) -> None:
         level = logging.INFO if self._refused else logging.WARNING
-        logger.log(
-            level,
-            "not enough memory to record %s: such passes run slower, unrecorded; lower max_batch "
-            "or max_context",
-            described(shape),
-        )
+        logger.log(level, "%s run slower, unrecorded: %s", described(shape), reason)
         self._refused.add(shape)
+        self._programs.pop(shape, None)
+
+
+def disagreement(
+    actual: Float[Tensor, "rows vocab"], expected: Float[Tensor, "rows vocab"]
+) -> float:
+    """Largest distance of two rows, relative to the expected one; rows of NaN expect nothing."""
+    distances = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    lawful = expected.isfinite().all(dim=-1)
+    return float(distances.nan_to_num(torch.inf).where(lawful, 0.0).max().item())
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """More than rounding in another order adds up to, far less than a wrong mask does."""
+    return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 
 def described(shape: Bucket | Chain) -> str:

@@ -11,9 +11,16 @@ from forerun.models.attention import AttentionPass, attend_pass, plan_pass
 from forerun.models.base import RowBatch
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.runner.graphs.elementwise import Rotation, heads_of, rotation_at
+from forerun.models.runner.graphs.elementwise import (
+    Rotation,
+    TorchElementwise,
+    heads_of,
+    rotation_at,
+)
+from forerun.models.runner.graphs.layers import Pass, logits_of
+from forerun.models.runner.graphs.weights import Weights
 
-__all__ = ["RaggedAttention", "ragged_attention"]
+__all__ = ["RaggedAttention", "ragged_attention", "ragged_logits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,3 +63,21 @@ def ragged_attention(
         rotation=rotation_at(decoder, batch.positions),
         plan=plan_pass(batch.spans, store, groups),
     )
+
+
+def ragged_logits(
+    weights: Weights, store: ContiguousKVStore, batch: RowBatch
+) -> Float[Tensor, "wanted vocab"]:
+    """Stage the rows of a pass and carry it out, nothing recorded.
+
+    Raises:
+        NotEnoughMemory: rows do not fit into their slot.
+        ValueError: rows overwrite committed ones or leave a gap.
+    """
+    rows = Pass(
+        tokens=batch.tokens,
+        wanted=batch.logit_rows,
+        attend=ragged_attention(weights.decoder, store, batch),
+        elementwise=TorchElementwise(),
+    )
+    return logits_of(weights, rows)
