@@ -26,9 +26,12 @@ from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence
+from forerun.engine.stopping import TokenStops
 from forerun.models.huggingface import HuggingFaceModel, adapt
 from forerun.models.tabular import TabularModel
-from forerun.models.tokenizers import Tokenizer
+from forerun.models.tokenizers import Detokenizer, Tokenizer
+from forerun.sampling.config import SamplingParams
 
 EOS = 0
 VOCAB_SIZE = 300
@@ -138,6 +141,23 @@ def engine_over(
         drafter=drafter,
         config=settings(k, **changes),
         eos_token_ids=frozenset({EOS}),
+    )
+
+
+def sequence(name: str = "r", num_prompt: int = 3) -> Sequence:
+    """A sequence that waits."""
+    params = SamplingParams()
+    return Sequence(
+        request_id=name,
+        index=0,
+        params=params,
+        ids=list(range(num_prompt)),
+        num_prompt=num_prompt,
+        noise_key=0,
+        stops=TokenStops(params, frozenset(), 10),
+        detokenizer=Detokenizer(tokenizer()),
+        history=None,
+        arrived_at_s=0.0,
     )
 
 

@@ -179,7 +179,9 @@ def state_of(sequence: Sequence) -> RequestState:
 def interleave(turns: Seq[Turn], pending: Tensor) -> Tensor:
     """Tokens of a pass: the draft nodes of every turn behind its pending tokens."""
     pieces: list[Tensor] = []
-    for turn, chain in zip(turns, torch.split(pending, [t.num_chain for t in turns]), strict=True):
+    for turn, chain in zip(
+        turns, torch.split_with_sizes(pending, [t.num_chain for t in turns]), strict=True
+    ):
         pieces.append(chain)
         if turn.proposal is not None:
             pieces.append(turn.proposal.tokens.to(pending.device))

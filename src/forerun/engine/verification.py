@@ -255,8 +255,9 @@ def chain_columns(batch: Batch, probs: Tensor, rule: ChainRule) -> tuple[Tensor,
     """
     turns, device = batch.turns, probs.device
     lengths = [turn.num_drafted for turn in turns]
-    target = side_by_side(torch.split(probs, [length + 1 for length in lengths]))
-    fed = side_by_side(torch.split(batch.tokens, [length + 1 for length in lengths]))
+    rows = [length + 1 for length in lengths]
+    target = side_by_side(torch.split_with_sizes(probs, rows))
+    fed = side_by_side(torch.split_with_sizes(batch.tokens, rows))
     draft = side_by_side([draft_rows(turn, probs) for turn in turns])
     num_lawful = (~failed_rows(target)).cumprod(-1).sum(-1)
     depth = max(lengths)

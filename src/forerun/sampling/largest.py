@@ -25,7 +25,7 @@ def largest(
     width = math.gcd(vocab_size, BLOCK)
     blocks = scores.reshape(-1, width)
     maxima = blocks.amax(-1).view(num_rows, vocab_size // width)
-    block = maxima.argmax(-1)
+    best, block = maxima.max(-1)
     first = torch.arange(0, len(blocks), maxima.shape[1], device=scores.device)
-    token = blocks.index_select(0, block + first).argmax(-1).add_(block, alpha=width)
-    return maxima.gather(-1, block[:, None])[:, 0], token
+    token = blocks.index_select(0, first.add_(block)).argmax(-1).add_(block, alpha=width)
+    return best, token

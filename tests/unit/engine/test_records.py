@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 from tests import tiny
 
 from forerun.control.base import Capacity, Plan, RequestState
+from forerun.engine import step, timing
 from forerun.engine.engine import Engine
+from forerun.models.base import RowBatch, Scores
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import TokenSource
@@ -90,6 +94,46 @@ def test_cycles_are_numbered_timed_and_shared(target):
         assert len(shared) == 1
         assert min(cycle[0].draft_s, cycle[0].verify_s, cycle[0].other_s) >= 0
         assert cycle[0].batch_rows >= sum(r.num_drafted + 1 for r in cycle)
+
+
+class Slow:
+    """A language model whose every pass takes a while."""
+
+    def __init__(self, model: TabularModel, clock: list[float], seconds: float) -> None:
+        self.model, self.clock, self.seconds = model, clock, seconds
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.model, name)
+
+    def forward(self, batch: RowBatch) -> Scores:
+        self.clock[0] += self.seconds
+        return self.model.forward(batch)
+
+    def greedy_chain(self, batch: RowBatch, num_tokens: int, vocab_size: int) -> torch.Tensor:
+        self.clock[0] += self.seconds
+        return self.model.greedy_chain(batch, num_tokens, vocab_size)
+
+
+@pytest.mark.parametrize("params", [PARAMS, replace(PARAMS, temperature=0.0)])
+def test_the_target_pass_drafting_and_the_rest_are_told_apart(
+    target, params, monkeypatch, unchecked
+):
+    """Verification is none of the pass: what it takes is to be seen."""
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: clock[0])
+    verify = step.verify
+
+    def slow_verify(*args):
+        clock[0] += 100.0
+        return verify(*args)
+
+    monkeypatch.setattr(step, "verify", slow_verify)
+    draft = Slow(tiny.cousin(target, 5), clock, 1.0)
+    records = recorded(tiny.engine_over(Slow(target, clock, 10.0), tiny.drafting(draft, 8)), params)
+    passes = 1 if params.greedy else 3
+    assert {r.draft_s for r in records if r.num_drafted == 3} == {passes}
+    assert {r.verify_s for r in records} == {10.0}
+    assert {r.other_s for r in records} == {100.0}
 
 
 def test_prefill_rows_are_counted(target):

@@ -10,32 +10,12 @@ from tests import tiny
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Sequence
-from forerun.engine.stopping import Stop, TokenStops
+from forerun.engine.stopping import Stop
 from forerun.engine.turn import Turn
 from forerun.models.context import Context
 from forerun.models.tabular import TokenStore
-from forerun.models.tokenizers import Detokenizer
-from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.tree import TokenTree
-
-PARAMS = SamplingParams()
-
-
-def sequence(name: str = "r", num_prompt: int = 3) -> Sequence:
-    return Sequence(
-        request_id=name,
-        index=0,
-        params=PARAMS,
-        ids=list(range(num_prompt)),
-        num_prompt=num_prompt,
-        noise_key=0,
-        stops=TokenStops(PARAMS, frozenset(), 10),
-        detokenizer=Detokenizer(tiny.tokenizer()),
-        history=None,
-        arrived_at_s=0.0,
-    )
 
 
 def running(config: EngineConfig, num_pending: list[int]) -> Scheduler:
@@ -43,7 +23,7 @@ def running(config: EngineConfig, num_pending: list[int]) -> Scheduler:
     store = TokenStore(len(num_pending), 100, 64)
     scheduler = Scheduler(config)
     for pending in num_pending:
-        scheduler.add(sequence(num_prompt=pending))
+        scheduler.add(tiny.sequence(num_prompt=pending))
     for admitted in scheduler.admit(len(num_pending)):
         admitted.context = Context(store, admitted.ids)
     return scheduler
@@ -77,7 +57,7 @@ def rows(scheduler: Scheduler, drafted: list[int]) -> list[tuple[int, bool]]:
 
 def test_first_come_first_served_within_batch_and_slots():
     scheduler = Scheduler(config(max_batch=3))
-    sequences = [sequence(name) for name in "abcde"]
+    sequences = [tiny.sequence(name) for name in "abcde"]
     for each in sequences:
         scheduler.add(each)
     assert not scheduler.running
@@ -90,7 +70,7 @@ def test_first_come_first_served_within_batch_and_slots():
 
 def test_finished_ones_make_room():
     scheduler = Scheduler(config(max_batch=1))
-    first, second = sequence("a"), sequence("b")
+    first, second = tiny.sequence("a"), tiny.sequence("b")
     scheduler.add(first)
     scheduler.add(second)
     scheduler.admit(4)
@@ -102,7 +82,7 @@ def test_finished_ones_make_room():
 @pytest.mark.parametrize("which", [0, 1])
 def test_removed_from_queue_or_batch(which):
     scheduler = Scheduler(config(max_batch=1))
-    pair = [sequence("a"), sequence("b")]
+    pair = [tiny.sequence("a"), tiny.sequence("b")]
     for each in pair:
         scheduler.add(each)
     scheduler.admit(4)
