@@ -88,5 +88,5 @@ def torch_model(
         return parameters[name].to(place)
 
     return build_torch_model(
-        read_decoder(architecture, config), read, geometry, place, recorder=recorder
+        read_decoder(architecture, config.to_dict()), read, geometry, place, recorder=recorder
     )

@@ -104,7 +104,7 @@ def random_model(shape: Shape, room: Room, dtype: torch.dtype, device: torch.dev
     """The torch runner over fresh weights; no file and no second copy is made."""
     config = shape.config()
     architecture = read_architecture("LlamaForCausalLM", config.to_dict())
-    decoder = read_decoder(architecture, config)
+    decoder = read_decoder(architecture, config.to_dict())
     shapes = parameter_shapes(decoder)
     generator = torch.Generator(device).manual_seed(0)
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.models.architecture import Architecture
 
@@ -115,33 +114,38 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def read_decoder(architecture: Architecture, config: Any) -> Decoder:
+def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Decoder:
     """Sizes and constants of a decoder that `unsupported` has no objection to.
 
     Args:
         architecture: its sizes.
-        config: its configuration as transformers' object.
+        settings: its configuration, as for `unsupported`.
     """
-    inv_freq, rope_scale = rotation(architecture, config)
+    inv_freq, rope_scale = rotation(architecture, settings)
     return Decoder(
         architecture=architecture,
-        intermediate_size=config.intermediate_size,
-        norm_eps=config.rms_norm_eps,
+        intermediate_size=settings["intermediate_size"],
+        norm_eps=settings["rms_norm_eps"],
         inv_freq=inv_freq,
         rope_scale=rope_scale,
         qkv_bias=architecture.name == "Qwen2ForCausalLM",
         qk_norm=architecture.name == "Qwen3ForCausalLM",
-        tied=config.tie_word_embeddings,
+        tied=settings["tie_word_embeddings"],
     )
 
 
-def rotation(architecture: Architecture, config: Any) -> tuple[Tensor, float]:
+def rotation(architecture: Architecture, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Radians per position of every pair of a head, and the factor on sine and cosine."""
-    rope = config.rope_parameters
+    rope = settings["rope_parameters"]
     kind = rope.get("rope_type", "default")
     if kind == "default":
         exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
         return rope["rope_theta"] ** -(exponents / architecture.head_dim), 1.0
+    # Imported for the few models that need it: it costs a second of their start.
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = AutoConfig.for_model(**settings)
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inv_freq.float(), float(scale)
 

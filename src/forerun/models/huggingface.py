@@ -144,7 +144,7 @@ def adapt(
     )
 
 
-def read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The transformers model, with every parameter from the checkpoint.
 
     transformers fills what is missing or misshapen with random numbers and reports it; here that
@@ -158,7 +158,6 @@ def read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any
         with quiet_transformers():
             model, info = untyped.from_pretrained(
                 checkpoint.folder,
-                config=config,
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import Architecture, read_architecture
@@ -20,6 +19,7 @@ from forerun.models.kv_store import geometry_of
 from forerun.models.memory import check_fits, estimate
 from forerun.models.runner.choose import ModelFiles, run_by
 from forerun.models.runner.config import Runner
+from forerun.models.settings import read_settings
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import PREFIX, zoo_path
 
@@ -77,7 +77,7 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
         NotEnoughMemory: weights, KV and logits do not fit; nothing has been allocated yet.
     """
     checkpoint = read_checkpoint(model_folder(source))
-    config, architecture = read_config(checkpoint)
+    settings, architecture = read_config(checkpoint)
     chosen_device = choose_device(device)
     geometry = geometry_of(
         architecture,
@@ -90,7 +90,7 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     check_fits(str(source), needed, geometry, chosen_device)
     files = ModelFiles(
         checkpoint=checkpoint,
-        config=config,
+        settings=settings,
         architecture=architecture,
         geometry=geometry,
         device=chosen_device,
@@ -129,6 +129,9 @@ def model_folder(source: str | Path) -> Path:
         return folder
     if not HUB_NAME.fullmatch(name):
         raise InvalidModel(f"there is no model folder {folder}")
+    # Imported when needed: it costs a third of a second of every start.
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:
@@ -137,21 +140,14 @@ def model_folder(source: str | Path) -> Path:
         ) from error
 
 
-def read_config(checkpoint: Checkpoint) -> tuple[Any, Architecture]:
-    """The configuration, as transformers' object and as the sizes we need.
+def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
+    """The configuration with defaults filled in, and the sizes we need of it.
 
     Raises:
         InvalidModel: transformers refuses it, or the model is not supported.
     """
-    try:
-        config = AutoConfig.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise InvalidModel(
-            f"the configuration in {checkpoint.folder} is refused: {error}"
-        ) from error
-    return config, read_architecture(checkpoint.architecture, config.to_dict())
+    settings = read_settings(checkpoint)
+    return settings, read_architecture(checkpoint.architecture, settings)
 
 
 def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:

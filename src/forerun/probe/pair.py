@@ -23,9 +23,7 @@ __all__ = ["Facts", "Pair", "facts_of", "load_pair", "num_threads_of", "setup_of
 
 logger = logging.getLogger("forerun.probe")
 
-PROMPT_TOKENS = 16
-"""Of the engine steps; their own work hardly depends on it."""
-ENGINE_STEPS = 8
+ENGINE_STEPS = 12
 """Room for so many steps in which everything is accepted."""
 
 
@@ -121,7 +119,7 @@ def held_contexts(names: Sequence[str], config: ProbeConfig) -> tuple[int, ...]:
 
 def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
     """Room for the largest batch, the longest context and the most rows behind it."""
-    steps = PROMPT_TOKENS + ENGINE_STEPS * (config.drafted[-1] + 1)
+    steps = config.contexts[0] + ENGINE_STEPS * (config.drafted[-1] + 1)
     return replace(
         engine,
         num_speculative_tokens=config.rows[-1] - 1,
@@ -137,8 +135,8 @@ def facts_of(name: str, model: LanguageModel, dtype: str) -> Facts:
     settings, architecture = read_config(checkpoint)
     chosen = choose_dtype(dtype, checkpoint)
     num_read = model.num_parameters
-    if not settings.tie_word_embeddings:
-        num_read -= model.vocab_size * settings.hidden_size
+    if not settings["tie_word_embeddings"]:
+        num_read -= model.vocab_size * architecture.hidden_size
     num_kv = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
     return Facts(
         name=name,

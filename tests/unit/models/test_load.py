@@ -121,7 +121,9 @@ def test_options_that_cannot_be_honoured(folder, options, message):
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./absent", "a/b/c"])
 def test_paths_that_do_not_exist_are_not_looked_up(source, monkeypatch):
-    monkeypatch.setattr(load, "snapshot_download", lambda *_, **__: pytest.fail("looked up"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("looked up")
+    )
     with pytest.raises(InvalidModel, match="no model folder"):
         model_folder(source)
 
@@ -138,7 +140,7 @@ def test_name_is_fetched_without_pickles(tmp_path, monkeypatch):
         asked.update(name=name, patterns=allow_patterns)
         return str(tmp_path)
 
-    monkeypatch.setattr(load, "snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert model_folder("owner/model-1.5") == tmp_path
     assert asked["name"] == "owner/model-1.5"
     assert not {"*.bin", "*.pt", "*.py"} & set(asked["patterns"])

@@ -31,7 +31,7 @@ class ModelFiles:
 
     Attributes:
         checkpoint: its files.
-        config: its configuration as transformers' object.
+        settings: its configuration, defaults filled in.
         architecture: its sizes.
         geometry: of the KV store it is to have.
         device: where it is to live.
@@ -39,7 +39,7 @@ class ModelFiles:
     """
 
     checkpoint: Checkpoint
-    config: Any
+    settings: Mapping[str, Any]
     architecture: Architecture
     geometry: KVGeometry
     device: torch.device
@@ -92,7 +92,7 @@ def eager(files: ModelFiles) -> LanguageModel:
     """transformers' own modules."""
     from forerun.models.huggingface import adapt, read_weights
 
-    model = read_weights(files.checkpoint, files.config, files.geometry.dtype)
+    model = read_weights(files.checkpoint, files.geometry.dtype)
     return adapt(
         model.to(files.device),
         num_slots=files.geometry.num_slots,
@@ -117,9 +117,9 @@ def decoder_of(files: ModelFiles) -> Decoder:
         RunnerUnavailable: the model has something that form has no place for.
         InvalidModel: the weights do not fit the configuration.
     """
-    if objection := unsupported(files.config.to_dict()):
+    if objection := unsupported(files.settings):
         raise RunnerUnavailable(f"only the eager runner supports {objection}")
-    decoder = read_decoder(files.architecture, files.config)
+    decoder = read_decoder(files.architecture, files.settings)
     check_parameters(files.checkpoint, parameter_shapes(decoder))
     return decoder
 

@@ -21,8 +21,9 @@ from functools import cache
 from pathlib import Path
 
 from forerun.errors import RunnerUnavailable
+from forerun.models.cache import cache_folder, write_whole
 
-__all__ = ["cache_folder", "compiled_kernels"]
+__all__ = ["compiled_kernels"]
 
 logger = logging.getLogger("forerun.runner")
 
@@ -30,14 +31,6 @@ SOURCES = Path(__file__).parent / "kernels"
 MAIN = "kernels.cpp"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
-
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where compiled kernels are kept: FORERUN_CACHE, or the user's cache folder."""
-    if chosen := environment.get("FORERUN_CACHE"):
-        return Path(chosen).expanduser()
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "forerun"
 
 
 def compiled_kernels(folder: Path | None = None) -> ctypes.CDLL:
@@ -84,10 +77,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
 def keep(built: Path, path: Path) -> Path:
     """Move a library into the cache, whole or not at all; returns where to load it from."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
-            unfinished.write(built.read_bytes())
-        Path(unfinished.name).replace(path)
+        write_whole(path, built.read_bytes())
     except OSError as error:
         logger.warning(
             "compiled kernels cannot be kept in %s (%s): they are compiled again next time; "

@@ -1,0 +1,64 @@
+"""A model's configuration as transformers understands it, understood once per model and version.
+
+To read a configuration transformers loads a good part of itself and torch's compiler: a second of
+every start, for a handful of numbers. So what came out is kept on disk, under a name made of the
+file's content and the version that read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from forerun.errors import InvalidModel
+from forerun.models.cache import cache_folder, write_whole
+from forerun.models.checkpoint import Checkpoint, read_object
+
+__all__ = ["read_settings"]
+
+logger = logging.getLogger("forerun.models")
+
+
+def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
+    """The configuration with all defaults filled in, as `config.to_dict()` has it.
+
+    Args:
+        checkpoint: whose.
+        folder: cache to use instead of `cache_folder()`.
+
+    Raises:
+        InvalidModel: transformers refuses it.
+    """
+    content = (checkpoint.folder / "config.json").read_bytes()
+    key = hashlib.sha256(content + b"\0" + transformers.__version__.encode()).hexdigest()[:16]
+    kept = (folder or cache_folder()) / f"settings-{key}.json"
+    try:
+        return read_object(kept)
+    except InvalidModel:  # not there, or damaged: it is written anew
+        settings = understood(checkpoint)
+    try:
+        write_whole(kept, json.dumps(settings).encode())
+    except OSError as error:
+        logger.debug("settings of %s are not kept: %s", checkpoint.folder, error)
+    return settings
+
+
+def understood(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What transformers makes of the configuration, through JSON: keys are text, dtypes names."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise InvalidModel(
+            f"the configuration in {checkpoint.folder} is refused: {error}"
+        ) from error
+    settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return settings
