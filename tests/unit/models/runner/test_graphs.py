@@ -93,9 +93,23 @@ def test_rows_to_come_count_as_keys():
     assert bucket.num_keys == 2048
 
 
-@pytest.mark.parametrize("spans", [[span(65)], [span(1)] * 8 + [span(40)]])
-def test_no_bucket_for_long_or_very_ragged_passes(spans):
-    assert bucket_of(spans, 1, LIMITS) is None
+@pytest.mark.parametrize(
+    ("spans", "fits"),
+    [
+        ([span(64)], True),
+        ([span(65)], False),
+        ([span(1)] * 7 + [span(32)], True),
+        ([span(1)] * 7 + [span(40)], False),
+        ([span(12)] * 6 + [span(40)] * 2, False),
+        ([span(14)] * 6 + [span(40)] * 2, True),
+        ([span(64)] * 12, True),
+        ([span(64)] * 17, False),
+    ],
+    ids=lambda value: "" if isinstance(value, bool) else str([s.num_rows for s in value]),
+)
+def test_no_bucket_for_long_or_very_ragged_passes(spans, fits):
+    limits = RectangleLimits(num_sequences=32, num_keys=5000)
+    assert (bucket_of(spans, 1, limits) is not None) is fits
 
 
 def test_bits_of_a_tree_are_its_ancestors_and_the_chain():

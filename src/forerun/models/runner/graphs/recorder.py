@@ -42,6 +42,8 @@ class CudaRecorder:
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run once to compile and to let libraries set themselves up, then capture.
 
+        What other threads do on the device meanwhile does not matter.
+
         Raises:
             torch.OutOfMemoryError: there is no room for what the recording needs.
         """
@@ -53,7 +55,7 @@ class CudaRecorder:
                 run()
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = run()
 
         def replay() -> Tensor:

@@ -36,14 +36,16 @@ class RectangleLimits:
 
     Attributes:
         num_sequences: sequences at once.
-        num_rows: rows of all sequences, padding included; beyond, matrices are bound by arithmetic
-            and padding costs more than launching does.
         num_keys: width of the KV store.
+        num_rows: rows of all sequences, padding included.
+        num_free_rows: up to so many, padding costs less than launching; beyond, matrices are bound
+            by arithmetic, and at most half of the rows may be padding.
     """
 
     num_sequences: int
     num_keys: int
-    num_rows: int = 256
+    num_rows: int = 1024
+    num_free_rows: int = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,9 @@ def bucket_of(
         return None
     num_sequences = padded_sequences(len(spans), limits.num_sequences)
     num_rows = next(step for step in ROW_STEPS if step >= longest)
-    if num_sequences * num_rows > limits.num_rows:
+    num_padded = num_sequences * num_rows
+    num_free = max(limits.num_free_rows, 2 * sum(span.num_rows for span in spans))
+    if num_padded > min(limits.num_rows, num_free):
         return None
     furthest = max(span.start + span.num_rows for span in spans) + num_later
     return Bucket(

@@ -2,8 +2,8 @@
 
 Each does in one launch, reading its operands once, what torch needs several for. The attention
 kernel reads every key where it lies, once for all rows of a sequence and all query heads of a
-group. The context is cut into chunks of fixed length, so that a row's chunks do not depend on which
-other rows and sequences share its pass.
+group. The context is cut into chunks, whose length does not depend on how many rows and sequences
+share the pass.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ from forerun.models.runner.graphs.triton_kernels import (
 
 __all__ = ["TritonAttention", "TritonElementwise", "triton_attention"]
 
-# Keys attended to by one program, and the bytes of keys it reads at once.
-CHUNK, BLOCK_BYTES = 256, 64 * 128 * 2
-MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 16, 64
+# Keys attended to by one program: fewest, and what keeps programs few in long contexts.
+MIN_CHUNK, MAX_CHUNKS = 256, 64
+# Keys it reads at once, and the bytes of them that leave room for two such blocks on any device.
+MIN_BLOCK_KEYS, MAX_BLOCK_KEYS, BLOCK_BYTES = 16, 64, 64 * 128 * 2
 # Rows of a tile: at least what the matrix units take, at most what leaves registers for values.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 16, 64
 BLOCK_CHUNKS = 16
@@ -145,10 +146,9 @@ class TritonAttention:
         """Every chunk of keys on its own, then all chunks of a row together."""
         sizes, rows, bucket = self.decoder.architecture, self.rows, self.rows.bucket
         groups, num_kv_heads = sizes.num_heads // sizes.num_kv_heads, sizes.num_kv_heads
-        num_folded = groups * bucket.num_rows
-        block_rows = min(MAX_BLOCK_ROWS, max(MIN_BLOCK_ROWS, triton.next_power_of_2(num_folded)))
-        num_tiles = triton.cdiv(num_folded, block_rows)
-        num_chunks = triton.cdiv(bucket.num_keys, CHUNK)
+        block_rows, num_tiles = tiles_of(groups * bucket.num_rows)
+        chunk = chunk_of(bucket.num_keys)
+        num_chunks = triton.cdiv(bucket.num_keys, chunk)
         shape = (bucket.num_sequences, num_kv_heads, num_chunks, num_tiles * block_rows)
         block_d = max(16, triton.next_power_of_2(sizes.head_dim))
         partial = query.new_empty((*shape, block_d), dtype=torch.float32)
@@ -162,7 +162,7 @@ class TritonAttention:
             "NUM_CHUNKS": num_chunks,
             "HEAD_DIM": sizes.head_dim,
             "BLOCK_D": block_d,
-            "CHUNK": CHUNK,
+            "CHUNK": chunk,
         }
         attend_kernel[(bucket.num_sequences * num_tiles, num_kv_heads, num_chunks)](
             query,
@@ -196,6 +196,18 @@ class TritonAttention:
             BLOCK_CHUNKS=BLOCK_CHUNKS,
         )
         return attended
+
+
+def tiles_of(num_folded: int) -> tuple[int, int]:
+    """Rows of a tile, and tiles that hold the rows of a sequence times the heads of a group."""
+    block_rows = min(MAX_BLOCK_ROWS, max(MIN_BLOCK_ROWS, triton.next_power_of_2(num_folded)))
+    return block_rows, triton.cdiv(num_folded, block_rows)
+
+
+def chunk_of(num_keys: int) -> int:
+    """Keys per program, a multiple of what it reads at once."""
+    fewest = max(MIN_CHUNK, triton.cdiv(num_keys, MAX_CHUNKS))
+    return int(triton.cdiv(fewest, MAX_BLOCK_KEYS)) * MAX_BLOCK_KEYS
 
 
 def triton_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TritonAttention:
