@@ -26,6 +26,9 @@ __all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
 
 Logits = Float32[Tensor, "rows vocab"]
 
+FIRST_LOOK = 64
+"""Most likely tokens that top_p looks at before it looks at more; the nucleus is seldom larger."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowParams:
@@ -251,8 +254,34 @@ def _top_k(scores: Logits, top_k: Int64[Tensor, "rows 1"], max_top_k: int) -> Lo
 
 
 def _top_p(scores: Logits, excluded_mass: Float32[Tensor, "rows 1"]) -> Logits:
-    """Drop the least likely tokens whose masses together stay within `excluded_mass`; one stays."""
-    ordered, index = scores.sort(dim=-1, stable=True)
-    dropped = ordered.softmax(-1).cumsum(-1) <= excluded_mass
-    dropped[:, -1] = False
-    return scores.masked_fill(torch.zeros_like(dropped).scatter_(-1, index, dropped), -torch.inf)
+    """Keep the most likely tokens until they have the mass 1 - excluded_mass; at least one.
+
+    A row's result depends neither on the other rows nor on how far they made us look: sums run from
+    the most likely token down. Of equal scores at the edge the higher ids stay.
+    """
+    wanted = torch.where(excluded_mass > 0, 1 - excluded_mass.to(torch.float64), -1.0)
+    top_scores, before = _most_likely(scores, wanted)
+    num_kept = (before < wanted).sum(-1, keepdim=True).clamp_(min=1)
+    edge = top_scores.gather(-1, num_kept - 1)
+    dropped = scores < edge
+    equal = scores == edge
+    num_equal = num_kept - (top_scores > edge).sum(-1, keepdim=True)
+    if not scores.is_cpu or bool((equal.sum(-1, keepdim=True) > num_equal).any()):
+        dropped |= equal & (equal.flip(-1).cumsum(-1).flip(-1) > num_equal)
+    return scores.masked_fill(dropped & (excluded_mass > 0), -torch.inf)
+
+
+def _most_likely(scores: Logits, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest scores of every row, and the mass of those before each of them.
+
+    On the CPU, where reading a result costs nothing, they are as few as have the wanted mass in
+    every row; elsewhere all.
+    """
+    probs, vocab_size = scores.softmax(-1), scores.shape[-1]
+    num_looked = min(FIRST_LOOK, vocab_size) if scores.is_cpu else vocab_size
+    while True:
+        top_scores, tokens = scores.topk(num_looked, dim=-1)
+        sums = probs.gather(-1, tokens).cumsum(-1, dtype=torch.float64)
+        if num_looked == vocab_size or bool((sums[:, -1:] >= wanted).all()):
+            return top_scores, torch.nn.functional.pad(sums[:, :-1], (1, 0))
+        num_looked = min(8 * num_looked, vocab_size)
