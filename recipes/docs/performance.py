@@ -50,7 +50,9 @@ def figures(profile: Profile) -> Iterator[str]:
     yield row("", *heads)
     yield row(*["---"] * (1 + len(heads)))
     yield row("plain step, ms", *(times(line.plain_s, line.plain_error_s) for line in lines))
-    yield row("of it the forward, ms", *(forward(profile, line) for line in lines))
+    yield row("its forward alone, ms", *(forward(profile, line) for line in lines))
+    yield row("forward among other work, ms", *(among_work(profile, line) for line in lines))
+    yield row("outside both models, ms", *(outside(profile, line) for line in lines))
     yield row("reading alone, ms", *(f"{1e3 * at_limit(profile, line):.3f}" for line in lines))
     shares = (at_limit(profile, line) / line.plain_s for line in lines)
     yield row("speed of the plain step, of the read limit's", *(f"{s:.0%}" for s in shares))
@@ -85,6 +87,21 @@ def at_limit(profile: Profile, line: CostLine) -> float:
 def forward(profile: Profile, line: CostLine) -> str:
     """The target pass of a plain step."""
     found = profile.seconds(Quantity.TARGET_PASS, line.batch, line.context, 1)
+    return times(found.estimate, (found.high - found.low) / 2)
+
+
+def among_work(profile: Profile, line: CostLine) -> str:
+    """What that pass takes beyond it within a step; whole steps are run at one context."""
+    if line.context != profile.greedy.contexts[0]:
+        return ""
+    return f"{1e3 * profile.among_work_s(line.batch):+.3f}"
+
+
+def outside(profile: Profile, line: CostLine) -> str:
+    """Engine time of a plain greedy step."""
+    if line.context != profile.greedy.contexts[0]:
+        return ""
+    found = profile.seconds(Quantity.GREEDY_OVERHEAD, line.batch, line.context, 0)
     return times(found.estimate, (found.high - found.low) / 2)
 
 

@@ -41,6 +41,7 @@ def parts(profile: Profile) -> Table:
     table.add_row("  read limit", *(milliseconds(limit) for limit in limits))
     shares = [limit / line.plain_s for limit, line in zip(limits, lines, strict=True)]
     table.add_row("  share of its speed", *(f"{share:.0%}" for share in shares))
+    table.add_row("  among other work", *(slower(profile, line) for line in lines))
     for quantity in (Quantity.DRAFT_PASS, Quantity.DRAFT_CHAIN):
         for size in sizes_of(profile, quantity):
             name = f"draft chain of {size}" if quantity is Quantity.DRAFT_CHAIN else "draft pass"
@@ -91,12 +92,18 @@ def forward(profile: Profile, line: CostLine) -> str:
     return cell(profile, Quantity.TARGET_PASS, line, 1)
 
 
+def slower(profile: Profile, line: CostLine) -> str:
+    """What the forward of a plain step takes beyond the same forward alone."""
+    if line.context != profile.greedy.contexts[0]:
+        return ""
+    return f"{1e3 * profile.among_work_s(line.batch):+.3f}"
+
+
 def outside(profile: Profile, quantity: Quantity, line: CostLine, k: int) -> str:
     """Engine time outside both models; measured at one context, so shown once per batch."""
     if line.context != profile.greedy.contexts[0]:
         return ""
-    (context,) = {m.cell.context for m in profile.measured if m.cell.quantity is quantity}
-    found = profile.seconds(quantity, line.batch, context, k)
+    found = profile.seconds(quantity, line.batch, line.context, k)
     return milliseconds(found.estimate, (found.high - found.low) / 2)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from forerun.probe.config import ProbeConfig
 
 __all__ = [
+    "OVERHEAD_OF",
     "Cell",
     "Quantity",
     "chain_cells",
-    "overhead_cells",
     "pass_cells",
     "sizes",
+    "step_cells",
     "without",
 ]
 
@@ -28,10 +30,23 @@ class Quantity(StrEnum):
     """A forward of the draft; size: rows per sequence."""
     DRAFT_CHAIN = "draft_chain"
     """One greedy chain of the draft; size: its tokens."""
-    GREEDY_OVERHEAD = "greedy_overhead"
-    """An engine step at T=0 outside both models; size: K, 0 for a plain step."""
-    SAMPLED_OVERHEAD = "sampled_overhead"
+    GREEDY_STEP = "greedy_step"
+    """A whole engine step at T=0; size: K, 0 for a plain step."""
+    SAMPLED_STEP = "sampled_step"
     """The same at T=1."""
+    GREEDY_OVERHEAD = "greedy_overhead"
+    """The part of a greedy step outside both models."""
+    SAMPLED_OVERHEAD = "sampled_overhead"
+    """The part of a sampled step outside both models."""
+
+
+OVERHEAD_OF: Mapping[Quantity, Quantity] = MappingProxyType(
+    {
+        Quantity.GREEDY_STEP: Quantity.GREEDY_OVERHEAD,
+        Quantity.SAMPLED_STEP: Quantity.SAMPLED_OVERHEAD,
+    }
+)
+"""What of a step is outside both models; the same steps tell both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +87,14 @@ def chain_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
             yield Cell(quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length)
 
 
-def overhead_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
-    """Engine steps, plain and speculative, of prompts of `context` tokens."""
-    for quantity in (Quantity.GREEDY_OVERHEAD, Quantity.SAMPLED_OVERHEAD):
+def step_cells(config: ProbeConfig) -> Iterator[Cell]:
+    """Engine steps, plain and speculative, and their overhead, at the shortest context."""
+    for quantity in OVERHEAD_OF:
         for batch in config.batches:
             for k in (0, *config.drafted):
-                yield Cell(quantity=quantity, batch=batch, context=context, size=k)
+                step = Cell(quantity=quantity, batch=batch, context=config.contexts[0], size=k)
+                yield step
+                yield replace(step, quantity=OVERHEAD_OF[quantity])
 
 
 def without(cells: Collection[Cell], failed: Cell) -> list[Cell]:

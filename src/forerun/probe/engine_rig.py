@@ -1,8 +1,8 @@
-"""Engine steps with both models on the clock: what is left is the engine's own time."""
+"""Whole engine steps, with both models on the clock: what they do not take is the engine's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,16 +10,17 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.tokenizers import Tokenizer
-from forerun.probe.cells import Cell, Quantity
+from forerun.probe.cells import OVERHEAD_OF, Cell, Quantity
 from forerun.probe.pass_rig import some_tokens
 from forerun.probe.timed_model import TimedModel
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["EngineRig"]
 
-NUM_WARM_STEPS = 2
-"""The first reads the prompt, the second lets the draft read it."""
-NUM_STEPS = 3
+NUM_WARM_STEPS = 5
+"""The first reads the prompt, the second lets the draft read it; the next find cold caches."""
+NUM_STEPS = 6
+SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
 
 class EngineRig:
@@ -55,28 +56,31 @@ class EngineRig:
 
     @property
     def every(self) -> int:
-        """Its own passes make a visit long, and its figures are small and steady."""
-        return 3
+        """A visit is long and yields six steps."""
+        return 5
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Nothing is shared between visits."""
         yield
 
-    def visit(self, cell: Cell) -> Sequence[float]:
-        """Seconds outside both models, per step."""
+    def visit(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
+        """Seconds of whole steps and of what of them is outside both models."""
         engine = self._engine(cell.size)
-        sampled = cell.quantity is Quantity.SAMPLED_OVERHEAD
+        sampled = cell.quantity in SAMPLED
+        step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
         params = SamplingParams(temperature=float(sampled), ignore_eos=True)
         prompt = some_tokens(cell.context, self.target.vocab_size)
         requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
         try:
             for _ in range(NUM_WARM_STEPS):
                 engine.step()
-            return [self._outside_s(engine) for _ in range(NUM_STEPS)]
+            times = [self._timed_step(engine) for _ in range(NUM_STEPS)]
         finally:
             for request_id in requests:
                 engine.abort(request_id)
+        outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
+        return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
 
     def _engine(self, k: int) -> Engine:
         drafter = DraftModel(self.draft, self.target.vocab_size) if k else None
@@ -87,8 +91,8 @@ class EngineRig:
             config=replace(self.config, num_speculative_tokens=k),
         )
 
-    def _outside_s(self, engine: Engine) -> float:
-        """One step, less what both models took of it."""
+    def _timed_step(self, engine: Engine) -> tuple[float, float]:
+        """One step, and the same less what both models took of it."""
         before_s = self.target.inside_s + self.draft.inside_s
         step_s = self.target.stopwatch.seconds(engine.step)
-        return step_s - (self.target.inside_s + self.draft.inside_s - before_s)
+        return step_s, step_s - (self.target.inside_s + self.draft.inside_s - before_s)

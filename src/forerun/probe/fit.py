@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from forerun.probe.cells import Cell, Quantity, sizes
 from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine, Reading
+from forerun.theory.cost_line import CostLine, Reading, interpolate
 from forerun.theory.intervals import Interval
 
 __all__ = ["cost_table", "straight_line"]
@@ -18,44 +18,48 @@ Estimates = Mapping[Cell, Interval]
 def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
     """The table of greedy or of sampled decoding.
 
-    A plain step is a target pass of one row and the overhead of a plain step. A drafted token adds
-    the slope of the draft's chains over their length (sampled: one draft pass) and the slope of the
-    speculative overhead over K; the two intercepts are what a cycle takes whatever its K.
+    A plain step is measured whole at the shortest context; at others it grows as its pass does. Of
+    a speculative step, what is beyond its passes measured alone (the engine's own work, and passes
+    that are slower among it) follows a straight line over K. Its slope and that of the draft's
+    chains are what a drafted token adds, the two intercepts what a cycle takes whatever its K.
 
     Args:
         found: estimates of every cell.
-        sampled: at T=1 instead of T=0.
+        sampled: at T=1 instead of T=0; every drafted token is then a draft pass of its own.
     """
-    passes = [cell for cell in found if cell.quantity is Quantity.TARGET_PASS]
-    places = sorted({(cell.batch, cell.context) for cell in passes})
-    return CostTable(lines=tuple(cost_line(found, *place, sampled=sampled) for place in places))
+    places = {(c.batch, c.context) for c in found if c.quantity is Quantity.TARGET_PASS}
+    return CostTable(
+        lines=tuple(cost_line(found, *place, sampled=sampled) for place in sorted(places))
+    )
 
 
 def cost_line(found: Estimates, batch: int, context: int, *, sampled: bool) -> CostLine:
     """One batch size and context."""
-    quantity = Quantity.SAMPLED_OVERHEAD if sampled else Quantity.GREEDY_OVERHEAD
-    # The engine's own work hardly depends on the context; it is measured at one.
-    (steps_context,) = {c.context for c in found if c.quantity is quantity}
-    by_k = readings(found, quantity, batch, steps_context)
-    by_rows = readings(found, Quantity.TARGET_PASS, batch, context)
-    plain = total(by_rows[1], by_k.pop(0))
-    if sampled:
-        chain_start, chain_token = (
-            Reading(0.0),
-            readings(found, Quantity.DRAFT_PASS, batch, context)[1],
-        )
-    else:
-        chain_start, chain_token = straight_line(
-            readings(found, Quantity.DRAFT_CHAIN, batch, context)
-        )
-    around_start, around_token = straight_line(by_k)
-    draft, overhead = total(chain_token, around_token), total(chain_start, around_start)
+    quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
+    (shortest,) = {cell.context for cell in found if cell.quantity is quantity}
+    steps = readings(found, quantity, batch, shortest)
+    passes = readings(found, Quantity.TARGET_PASS, batch, context)
+    short_passes = readings(found, Quantity.TARGET_PASS, batch, shortest)
+    plain = steps.pop(0)
+    if context != shortest:
+        plain = total(plain, passes[1], less(short_passes[1]))
+    chain = drafting(found, batch, shortest, steps, sampled=sampled)
+    beyond = {
+        k: total(step, less(chain[k]), less(at_size(short_passes, k + 1)))
+        for k, step in steps.items()
+    }
+    starts, slopes = zip(
+        straight_line(drafting(found, batch, context, steps, sampled=sampled)),
+        straight_line(beyond),
+        strict=True,
+    )
+    draft, overhead = total(*slopes), total(*starts)
     return CostLine(
         batch=batch,
         context=context,
-        rows=tuple(by_rows),
-        verify_s=tuple(reading.s for reading in by_rows.values()),
-        verify_error_s=tuple(reading.error_s for reading in by_rows.values()),
+        rows=tuple(passes),
+        verify_s=tuple(reading.s for reading in passes.values()),
+        verify_error_s=tuple(reading.error_s for reading in passes.values()),
         plain_s=plain.s,
         plain_error_s=plain.error_s,
         draft_s=draft.s,
@@ -63,6 +67,22 @@ def cost_line(found: Estimates, batch: int, context: int, *, sampled: bool) -> C
         overhead_s=overhead.s,
         overhead_error_s=overhead.error_s,
     )
+
+
+def drafting(
+    found: Estimates, batch: int, context: int, ks: Iterable[int], *, sampled: bool
+) -> dict[int, Reading]:
+    """Draft passes of a cycle by K, measured alone."""
+    if sampled:
+        one = readings(found, Quantity.DRAFT_PASS, batch, context)[1]
+        return {k: one.times(k) for k in ks}
+    chains = readings(found, Quantity.DRAFT_CHAIN, batch, context)
+    return {k: chains[k] for k in ks}
+
+
+def at_size(points: Mapping[int, Reading], size: int) -> Reading:
+    """Between measured sizes on a straight line."""
+    return interpolate(list(points), list(points.values()), size)
 
 
 def readings(found: Estimates, quantity: Quantity, batch: int, context: int) -> dict[int, Reading]:
@@ -74,21 +94,31 @@ def readings(found: Estimates, quantity: Quantity, batch: int, context: int) -> 
     return result
 
 
-def total(one: Reading, other: Reading) -> Reading:
-    """Sum of two independent times."""
-    return Reading(one.s + other.s, math.hypot(one.error_s, other.error_s))
+def total(*times: Reading) -> Reading:
+    """Sum of independent times."""
+    return Reading(
+        s=math.fsum(reading.s for reading in times),
+        error_s=math.hypot(*(reading.error_s for reading in times)),
+    )
+
+
+def less(time: Reading) -> Reading:
+    """To be taken away; as uncertain as it was."""
+    return Reading(-time.s, time.error_s)
 
 
 def straight_line(points: Mapping[int, Reading]) -> tuple[Reading, Reading]:
     """Least squares through times by size; neither part is negative.
 
     A single point, or a line that would start below 0, goes through the origin; a falling one is
-    flat.
+    flat. Where even the mean is below 0 there is nothing at all.
 
     Returns:
         What is there at size 0, and what each unit of size adds.
     """
     xs, times = list(points), list(points.values())
+    if sum(reading.s for reading in times) < 0:
+        return Reading(0.0, times[0].error_s), Reading(0.0)
     middle = sum(xs) / len(xs)
     spread = sum((x - middle) ** 2 for x in xs)
     if not spread:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from forerun.probe.bandwidth import Bandwidth, read_bandwidth
-from forerun.probe.cells import chain_cells, overhead_cells, pass_cells
+from forerun.probe.cells import chain_cells, pass_cells, step_cells
 from forerun.probe.config import ProbeConfig
 from forerun.probe.engine_rig import EngineRig
 from forerun.probe.fit import cost_table
-from forerun.probe.pair import PROMPT_TOKENS, Facts, Pair, num_threads_of, setup_of
+from forerun.probe.pair import Facts, Pair, num_threads_of, setup_of
 from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.profile import Measured, Profile, ReadLimit
 from forerun.probe.rounds import Rig, estimates, measure
@@ -82,7 +82,7 @@ def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]
         draft=TimedModel(pair.draft, stopwatch),
         tokenizer=pair.tokenizer,
         config=pair.engine,
-        cells=list(overhead_cells(config, PROMPT_TOKENS)),
+        cells=list(step_cells(config)),
     )
     return [*passes, *chains, steps]
 

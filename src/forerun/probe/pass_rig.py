@@ -67,11 +67,11 @@ class PassRig:
                 store.free(slot)
             self._slots.clear()
 
-    def visit(self, cell: Cell) -> Sequence[float]:
+    def visit(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
         """Time a pass, or a chain; packing its rows is not part of it.
 
-        One goes ahead unmeasured: decoding repeats its passes and finds in the caches what the last
-        one left, not what another model or a larger pass did.
+        One goes ahead unmeasured, so that none finds the caches as a larger pass left them. What a
+        pass costs among the other work of a step is seen in whole steps.
         """
         slots = self._slots[: cell.batch]
         work = self._work(cell, slots)
@@ -80,7 +80,7 @@ class PassRig:
             seconds.append(self.stopwatch.seconds(work))
             for slot in slots:
                 self.model.store.commit(slot, ())
-        return seconds[1:]
+        return {cell: seconds[1:]}
 
     def _work(self, cell: Cell, slots: Sequence[int]) -> Callable[[], object]:
         if cell.quantity is Quantity.DRAFT_CHAIN:

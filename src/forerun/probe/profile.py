@@ -152,6 +152,13 @@ class Profile:
         wanted = Cell(quantity=quantity, batch=batch, context=context, size=size)
         return {measured.cell: measured.seconds for measured in self.measured}[wanted]
 
+    def among_work_s(self, batch: int) -> float:
+        """What the pass of a plain greedy step takes beyond the same pass repeated alone."""
+        at = (batch, self.greedy.contexts[0])
+        step = self.seconds(Quantity.GREEDY_STEP, *at, 0).estimate
+        outside = self.seconds(Quantity.GREEDY_OVERHEAD, *at, 0).estimate
+        return step - outside - self.seconds(Quantity.TARGET_PASS, *at, 1).estimate
+
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         return {

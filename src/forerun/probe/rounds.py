@@ -50,8 +50,8 @@ class Rig(Protocol):
     def ready(self) -> AbstractContextManager[None]:
         """Set up; torn down on leaving."""
 
-    def visit(self, cell: Cell) -> Sequence[float]:
-        """Measure a cell once, inside `ready`; seconds."""
+    def visit(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
+        """Measure a cell once, inside `ready`; seconds of it, and of cells that come with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +132,10 @@ def one_round(
     for rig in rotated([rig for rig in rigs if num_rounds % rig.every == 0], num_rounds):
         with rig.ready():
             for cell in rotated(rig.cells, num_rounds):
-                if cell not in left:
+                if cell not in left or found[cell]:
                     continue
                 try:
-                    found[cell] = rig.visit(cell)
+                    found |= rig.visit(cell)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise

@@ -15,7 +15,7 @@ from forerun.probe.pair import Facts, Pair
 SMALL = ProbeConfig(
     rows=(1, 2, 4, 8),
     batches=(1, 3),
-    contexts=(8, 40),
+    contexts=(9, 40),
     drafted=(1, 3),
     max_pass_rows=24,
     target_error=0.01,

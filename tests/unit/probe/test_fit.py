@@ -32,6 +32,12 @@ def test_a_line_that_would_start_below_nothing_goes_through_the_origin():
     assert slope.s == pytest.approx((1 * 1 + 2 * 3) / 5)
 
 
+def test_below_nothing_there_is_nothing():
+    start, slope = straight_line({1: Reading(-0.2, 0.5), 4: Reading(-0.1, 0.5)})
+    assert (start.s, slope.s) == (0.0, 0.0)
+    assert start.error_s == 0.5
+
+
 def test_a_falling_line_is_flat():
     start, slope = straight_line({1: Reading(5.0), 4: Reading(3.0)})
     assert (start.s, slope.s) == pytest.approx((4.0, 0.0))

@@ -36,7 +36,7 @@ class LoggingRig:
 
     def visit(self, cell):
         self.log.append((self.name, cell.size))
-        return (1.0,)
+        return {cell: (1.0,)}
 
 
 def test_rounds_visit_every_cell_in_an_order_that_rotates():
@@ -63,6 +63,16 @@ def test_a_rig_may_sit_rounds_out():
     assert [len(visit) for visit in found.samples[cell(1)]] == [1, 1, 1, 1, 1]
     assert [len(visit) for visit in found.samples[cell(2)]] == [1, 0, 0, 1, 0]
     assert not found.stable
+
+
+def test_a_cell_that_came_with_another_is_not_visited_again():
+    log: list = []
+    rig = LoggingRig("a", [cell(1), cell(2)], log)
+    alone = rig.visit
+    rig.visit = lambda one: alone(one) | {cell(2): (7.0,)}
+    found = measure([rig], replace(SMALL, budget_s=1e-15), Clock(), lambda rounds, error: None)
+    assert [entry for entry in log if isinstance(entry[1], int)] == [("a", 1)] * 2
+    assert found.samples[cell(2)] == [(7.0,)]
 
 
 def test_weather_is_what_a_round_did_to_most_cells():
