@@ -35,7 +35,7 @@ class Provenance:
         machine: operating system and architecture.
         cpu: processor model.
         num_cores: cores this process may use.
-        num_threads: threads torch used.
+        num_threads: threads that carried the passes.
         packages: version of every package that decides speed.
         models: content hash per model name.
         date: when, ISO 8601 with time zone.
@@ -56,15 +56,20 @@ class Provenance:
         return asdict(self)
 
 
-def collect(models: Mapping[str, str]) -> Provenance:
-    """Provenance of a measurement made in this process now; `models` maps name to content hash."""
+def collect(models: Mapping[str, str], num_threads: int | None = None) -> Provenance:
+    """Provenance of a measurement made in this process now.
+
+    Args:
+        models: content hash by name.
+        num_threads: of a runner with threads of its own; None: as many as torch uses.
+    """
     return Provenance(
         version=forerun.__version__,
         commit=commit_of(Path(__file__)),
         machine=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         cpu=cpu_model(),
         num_cores=num_cores(),
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads or torch.get_num_threads(),
         packages={name: version_of(name) for name in PACKAGES},
         models=dict(models),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

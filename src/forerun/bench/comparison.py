@@ -7,7 +7,7 @@ interrupted has something to say of each, and a machine that gets slower slows t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -18,7 +18,7 @@ from forerun.bench.config import BenchConfig
 from forerun.bench.prediction import Costs
 from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.scout import scouted
-from forerun.bench.threads import use_best_threads
+from forerun.bench.threads import on_best_threads
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.provenance import collect, content_hash
@@ -58,6 +58,7 @@ class Comparison:
         self.clock = clock
         self.tell = tell
         self.arms: tuple[Arm, ...] = ()
+        self.num_threads: int | None = None
         self.costs: dict[str, Costs] = {}
         self.blocks: dict[Cell, list[Block]] = {
             Cell(temperature=temperature, batch=batch): []
@@ -77,18 +78,23 @@ class Comparison:
                 f"{len(self.prompts)} prompts do not fill a batch of {largest}; give more prompts"
             )
         self.tell("loading models")
-        config = self.config
-        target = Engine.load(
-            config.target, dtype=config.dtype, device=config.device, config=config.engine
-        )
-        drafts = [arm for d in config.arms for arm in draft_arms(target, d, dtype=config.dtype)]
+        dtype, wanted = self.config.dtype, self.config.num_threads
+        if wanted is None:
+            target, _ = on_best_threads(self.target, self.prompts[0], self.clock)
+        else:
+            torch.set_num_threads(wanted)
+            target = self.target(wanted)
+        self.num_threads = target.config.num_threads
+        drafts = [arm for d in self.config.arms for arm in draft_arms(target, d, dtype=dtype)]
         self.arms = (plain_arm(target), *drafts)
         self.tell("warming up")
-        if config.num_threads is None:
-            use_best_threads(target, self.prompts[0], self.clock)
-        else:
-            torch.set_num_threads(config.num_threads)
         warm_up(self.arms, self.prompts[0], self.clock)
+
+    def target(self, num_threads: int) -> Engine:
+        """The target without a draft."""
+        config = self.config
+        engine = replace(config.engine, num_threads=num_threads)
+        return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
     def run(self, costs: Mapping[str, Costs]) -> None:
         """Measure block by block; needs `load`.
@@ -134,7 +140,9 @@ class Comparison:
                 )
                 for cell, blocks in self.blocks.items()
             ),
-            provenance=collect({name: content_hash(name) for name in self.config.models}),
+            provenance=collect(
+                {name: content_hash(name) for name in self.config.models}, self.num_threads
+            ),
             config=self.config,
             num_prompts=len(self.prompts),
         )

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
+from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
 
 __all__ = ["LEAST_BLOCKS", "SCOUT_BATCH", "BenchConfig", "DemoConfig", "DraftArms", "parse_arms"]
@@ -78,6 +79,7 @@ class BenchConfig:
         max_context: prompt and completion.
         dtype: of weights and KV.
         device: where everything runs.
+        runner: what carries the passes.
         num_threads: threads of the kernels; None takes the number plain decoding is fastest with.
 
     Raises:
@@ -93,6 +95,7 @@ class BenchConfig:
     max_context: int = 1024
     dtype: str = "auto"
     device: str = "auto"
+    runner: Runner = "auto"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -133,6 +136,7 @@ class BenchConfig:
             max_batch=max_batch,
             max_context=self.max_context,
             max_step_rows=max(EngineConfig().max_step_rows, max_batch * (self.max_k + 1)),
+            runner=self.runner,
         )
 
 

@@ -7,7 +7,7 @@ other prompts, the same at T=1. The time left decides how many prompts are measu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forerun.bench.arms import draft_arms, plain_arm, warm_up
 from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks, within_budget
@@ -17,7 +17,7 @@ from forerun.bench.prompts import spread
 from forerun.bench.report import DemoReport
 from forerun.bench.scout import scouted
 from forerun.bench.summary import best_arm, measurable, summarise
-from forerun.bench.threads import use_best_threads
+from forerun.bench.threads import on_best_threads
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.errors import InvalidRequest
@@ -40,11 +40,21 @@ LOOPS = "the target's greedy text loops at once on nearly every prompt: nothing 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arms:
-    """The engines of the demonstration, all over one target."""
+    """The engines of the demonstration, all over one target.
+
+    Attributes:
+        plain: decodes without a draft.
+        general: with a draft trained on other text.
+        domain: with a draft trained on the target's text, one arm per K.
+        step_s: seconds per token of plain decoding.
+        num_threads: threads that is fastest with.
+    """
 
     plain: Arm
     general: Arm
     domain: tuple[Arm, ...]
+    step_s: float
+    num_threads: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +95,15 @@ class Demo:
         self.calibration: list[Block] = []
         self.blocks: list[Block] = []
         self.sampled_blocks: list[Block] = []
+        self.num_threads: int | None = None
         self.example: Example | None = None
 
     def run(self) -> None:
         """Do everything; at most a few seconds beyond the budget on a slow machine."""
         self.tell("loading models")
-        arms = load_arms(self.config)
-        step_s = use_best_threads(arms.plain.engine, self.prompts[0], self.clock)
-        self.exactness = self._check_exactness(step_s)
+        arms = load_arms(self.config, self.prompts[0], self.clock)
+        self.num_threads = arms.num_threads
+        self.exactness = self._check_exactness(arms.step_s)
         chosen = self._choose_k(arms)
         self._compare((arms.plain, arms.general, chosen))
         self._compare_sampled((arms.plain, chosen))
@@ -110,7 +121,9 @@ class Demo:
             rows=tuple(summarise(self.blocks)),
             sampled_rows=tuple(summarise(sampled)) if len(sampled) >= LEAST_BLOCKS else (),
             exactness=self.exactness,
-            provenance=collect({name: content_hash(name) for name in self.config.models}),
+            provenance=collect(
+                {name: content_hash(name) for name in self.config.models}, self.num_threads
+            ),
             config=self.config,
             num_calibration=len(self.calibration),
         )
@@ -122,7 +135,8 @@ class Demo:
         seconds = self._left_s * EXACTNESS_SHARE
         length = fitting(seconds / (2 * config.num_exact * step_s), 8, config.exact_tokens)
         self.tell("loading models in fp32")
-        plain = Engine.load(config.target, dtype="float32", config=config.engine)
+        engine = replace(config.engine, num_threads=self.num_threads)
+        plain = Engine.load(config.target, dtype="float32", config=engine)
         speculative = plain.with_draft(config.domain_draft, config.domain_ks[-1], dtype="float32")
         self.tell("checking exactness")
         cases = {
@@ -216,15 +230,22 @@ class Demo:
         return self.prompts[self.config.num_calibration :]
 
 
-def load_arms(config: DemoConfig) -> Arms:
-    """One target; one engine per draft and K over it."""
-    target = Engine.load(config.target, config=config.engine)
+def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Arms:
+    """One target on its best number of threads; one engine per draft and K over it."""
+
+    def load(num_threads: int) -> Engine:
+        engine = replace(config.engine, num_threads=num_threads)
+        return Engine.load(config.target, config=engine)
+
+    target, step_s = on_best_threads(load, text, clock)
     general = DraftArms(name="off-the-shelf", draft=config.general_draft, ks=(config.general_k,))
     domain = DraftArms(name="domain draft", draft=config.domain_draft, ks=config.domain_ks)
     return Arms(
         plain=plain_arm(target),
         general=draft_arms(target, general)[0],
         domain=draft_arms(target, domain),
+        step_s=step_s,
+        num_threads=target.config.num_threads,
     )
 
 

@@ -7,31 +7,45 @@ another process holds a core the wait becomes the whole step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from forerun.bench.compare import Generator
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["use_best_threads"]
+__all__ = ["on_best_threads"]
+
+Loaded = TypeVar("Loaded", bound=Generator)
 
 NUM_TOKENS = 8
 
 
-def use_best_threads(plain: Generator, text: str, clock: Callable[[], float]) -> float:
-    """Let torch use one thread or all of them, whichever decodes faster, in this whole process.
+def on_best_threads(
+    load: Callable[[int], Loaded], text: str, clock: Callable[[], float]
+) -> tuple[Loaded, float]:
+    """Load with one thread and with all of them, and keep whichever decodes faster.
+
+    A runner may fix its threads when it loads; torch has its own number, which is set for the whole
+    process and which a runner may lower while it loads.
+
+    Args:
+        load: an engine that decodes plainly, for a number of threads.
+        text: what it continues.
+        clock: seconds.
 
     Returns:
-        Seconds per token at that number, prefill included.
+        The engine, and its seconds per token, prefill included.
     """
-    all_threads = torch.get_num_threads()
-    seconds: dict[int, float] = {}
-    for num_threads in sorted({1, all_threads}):
+    found: list[tuple[float, int, Loaded]] = []
+    for num_threads in sorted({1, torch.get_num_threads()}):
         torch.set_num_threads(num_threads)
-        seconds[num_threads] = seconds_per_token(plain, text, clock)
-    best = min(seconds, key=seconds.__getitem__)
-    torch.set_num_threads(best)
-    return seconds[best]
+        engine = load(num_threads)
+        pace_s = seconds_per_token(engine, text, clock)
+        found.append((pace_s, torch.get_num_threads(), engine))
+    pace_s, num_torch_threads, best = min(found, key=lambda entry: entry[0])
+    torch.set_num_threads(num_torch_threads)
+    return best, pace_s
 
 
 def seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:

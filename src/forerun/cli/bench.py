@@ -13,6 +13,7 @@ from forerun.bench.config import BenchConfig, parse_arms
 from forerun.cli.command import Command
 from forerun.cli.paths import PICTURES, check_writable
 from forerun.errors import InvalidRequest
+from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class BenchOptions:
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = DEFAULTS.device
     """auto, cpu, cuda or mps."""
+    runner: Runner = DEFAULTS.runner
+    """What carries the passes; see `forerun generate --help`."""
     threads: int | None = None
     """Threads of the kernels; by default whichever number plain decoding is fastest with."""
     profile: tuple[Path, ...] = ()
@@ -85,6 +88,7 @@ class BenchOptions:
             max_context=self.max_context,
             dtype=self.dtype,
             device=self.device,
+            runner=self.runner,
             num_threads=self.threads,
         )
 

@@ -83,7 +83,7 @@ def pair_of(comparison: Comparison, arm: Arm) -> tuple[Pair, tuple[Facts, Facts]
         target=engine.target,
         draft=drafter.model,
         tokenizer=load_tokenizer(config.target),
-        engine=config.engine,
+        engine=engine.config,
     )
     target_facts = facts_of(config.target, pair.target, config.dtype)
     return pair, (target_facts, facts_of(arm.draft, pair.draft, config.dtype))

@@ -104,5 +104,5 @@ def origin(found: Provenance) -> str:
     """Where the figures come from, on one line."""
     packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
     commit = f", commit {found.commit[:12]}" if found.commit else ""
-    machine = f"{found.cpu} x{found.num_cores}, torch threads {found.num_threads}"
+    machine = f"{found.cpu} x{found.num_cores}, threads {found.num_threads}"
     return f"forerun {found.version}{commit}, {packages}, {machine}, {found.date}"

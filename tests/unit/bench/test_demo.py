@@ -28,8 +28,10 @@ def demo_for(make_arm, clock, monkeypatch):
             domain=tuple(
                 make_arm(f"K={k}", k=k, accepted=a, **costs) for k, a in ((2, 1), (3, 3), (4, 2))
             ),
+            step_s=costs["step_s"],
+            num_threads=1,
         )
-        monkeypatch.setattr(module, "load_arms", lambda config: arms)
+        monkeypatch.setattr(module, "load_arms", lambda config, text, clock: arms)
         monkeypatch.setattr(Demo, "_check_exactness", lambda self, step_s: None)
         monkeypatch.setattr(Demo, "_show_example", lambda self, arm: None)
         prompts = [str(i) for i in range(num_prompts)]

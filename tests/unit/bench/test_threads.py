@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.bench.threads import NUM_TOKENS, use_best_threads
+from forerun.bench.threads import NUM_TOKENS, on_best_threads
 
 
 @pytest.fixture
@@ -16,18 +16,29 @@ def threads(monkeypatch):
 
 
 class Engine:
-    """Takes the time its number of threads takes."""
+    """Takes the time it is told."""
 
-    def __init__(self, clock, threads, seconds):
-        self.clock, self.threads, self.seconds = clock, threads, seconds
+    def __init__(self, clock, num_threads, seconds):
+        self.clock, self.num_threads, self.seconds = clock, num_threads, seconds
 
     def generate(self, prompts, params):
-        self.clock.now_s += self.seconds[self.threads["now"]]
+        self.clock.now_s += self.seconds
         return []
 
 
 @pytest.mark.parametrize(("seconds", "best"), [({1: 2.0, 4: 1.0}, 4), ({1: 1.0, 4: 2.0}, 1)])
 def test_the_faster_number_is_kept(clock, threads, seconds, best):
-    pace_s = use_best_threads(Engine(clock, threads, seconds), "x", clock)
+    engine, pace_s = on_best_threads(lambda n: Engine(clock, n, seconds[n]), "x", clock)
+    assert engine.num_threads == best
     assert threads["now"] == best
     assert pace_s == pytest.approx(1.0 / NUM_TOKENS)
+
+
+def test_a_runner_that_sets_torch_to_one_thread_finds_it_so(clock, threads):
+    def load(num_threads):
+        threads["now"] = 1
+        return Engine(clock, num_threads, 1.0 / num_threads)
+
+    engine, _ = on_best_threads(load, "x", clock)
+    assert engine.num_threads == 4
+    assert threads["now"] == 1
