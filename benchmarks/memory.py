@@ -1,8 +1,8 @@
 """Peak memory against what was computed, and start to first token against reading the weights file.
 
-Every measurement is a fresh process with the files in the page cache. Peak: the high-water mark of
-the process (VmHWM, Linux) less what it was with everything imported and nothing loaded, after a full
-batch has filled the KV to its last token; computed: weights, KV and logits as the check before
+Every measurement is a fresh process with the files in the page cache. Peak: the high-water mark
+of the process (VmHWM, Linux) less what it was with everything imported and nothing loaded, after a
+full batch has filled the KV to its last token; computed: weights, KV and logits as the check before
 loading works them out. Start: from the first line of the program, imports included, to the first
 token; beside it, reading every weights file.
 
