@@ -37,7 +37,7 @@ install_import_hook(
 def pytest_configure() -> None:
     """Compile the kernels before there are workers, which would all do it at once."""
     from forerun.errors import RunnerUnavailable
-    from forerun.models.runner.compiler import compiled_kernels
+    from forerun.native.compiler import compiled_kernels
 
     if "PYTEST_XDIST_WORKER" not in os.environ:
         with contextlib.suppress(RunnerUnavailable):  # the tests that need them will say so

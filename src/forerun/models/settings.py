@@ -16,8 +16,8 @@ from typing import Any
 import transformers
 
 from forerun.errors import InvalidModel
-from forerun.models.cache import cache_folder, write_whole
 from forerun.models.checkpoint import Checkpoint, read_object
+from forerun.native.cache import cache_folder, write_whole
 
 __all__ = ["read_settings"]
 

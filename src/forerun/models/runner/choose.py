@@ -67,8 +67,8 @@ def native(files: ModelFiles) -> LanguageModel:
     """Our own CPU kernels."""
     if files.device.type != "cpu":
         raise RunnerUnavailable(f"the native runner runs on the CPU, not on {files.device}")
-    from forerun.models.runner.library import load_kernels
     from forerun.models.runner.native import build_native_model
+    from forerun.native.library import load_kernels
 
     decoder = decoder_of(files)
     kernels = load_kernels(files.num_threads or usual_threads())

@@ -24,7 +24,7 @@ from forerun.models.architecture import Architecture
 from forerun.models.base import RowBatch, Scores
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
-from forerun.models.runner.library import (
+from forerun.native.library import (
     ELEMENTS,
     Kernels,
     MatrixKind,

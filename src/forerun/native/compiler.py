@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from forerun.errors import RunnerUnavailable
-from forerun.models.cache import cache_folder, write_whole
+from forerun.native.cache import cache_folder, write_whole
 
 __all__ = ["compiled_kernels"]
 

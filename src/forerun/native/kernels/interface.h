@@ -1,5 +1,5 @@
 // What Python sees of the kernels: plain structures and functions, called through ctypes.
-// models/runner/library.py declares the same; `forerun_interface` lets it check the sizes.
+// native/library.py declares the same; `forerun_interface` lets it check the sizes.
 #pragma once
 
 #include <cstddef>

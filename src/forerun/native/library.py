@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from forerun.errors import RunnerUnavailable
-from forerun.models.runner.compiler import compiled_kernels
+from forerun.native.compiler import compiled_kernels
 
 __all__ = [
     "ELEMENTS",
