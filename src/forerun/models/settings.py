@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import Checkpoint, read_object
-from forerun.native.cache import cache_folder, write_whole
+from forerun.models.checkpoint import Checkpoint
+from forerun.native.cache import cache_folder, worked_out_once
 
 __all__ = ["read_settings"]
-
-logger = logging.getLogger("forerun.models")
 
 
 def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
@@ -35,17 +31,10 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
         InvalidModel: transformers refuses it.
     """
     content = (checkpoint.folder / "config.json").read_bytes()
-    key = hashlib.sha256(content + b"\0" + transformers.__version__.encode()).hexdigest()[:16]
-    kept = (folder or cache_folder()) / f"settings-{key}.json"
-    try:
-        return read_object(kept)
-    except InvalidModel:  # not there, or damaged: it is written anew
-        settings = understood(checkpoint)
-    try:
-        write_whole(kept, json.dumps(settings).encode())
-    except OSError as error:
-        logger.debug("settings of %s are not kept: %s", checkpoint.folder, error)
-    return settings
+    key = hashlib.sha256(content + b"\0" + version("transformers").encode()).hexdigest()[:16]
+    return worked_out_once(
+        folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint)
+    )
 
 
 def understood(checkpoint: Checkpoint) -> dict[str, Any]:

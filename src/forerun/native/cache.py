@@ -1,13 +1,26 @@
-"""Where prepared things are kept between runs, and how they get there."""
+"""Where prepared things are kept between runs, and how they get there and back.
+
+The name of a file says what it was made from and ends in the hash of what it holds. So nothing from
+another version is ever found, and what was cut short or written over is known for it and not used.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-__all__ = ["cache_folder", "write_whole"]
+__all__ = ["cache_folder", "find_kept", "keep", "worked_out_once"]
+
+logger = logging.getLogger("forerun.cache")
+
+HASH_LENGTH = 16
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -18,13 +31,71 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "forerun"
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def keep(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
     """Write a file that is there whole or not at all, whoever is interrupted or writes it too.
+
+    Args:
+        folder: made if need be.
+        stem: of the name: what the content was made from.
+        suffix: of the name, such as ".json".
+        content: what to keep.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
-        unfinished.write(content)
-    Path(unfinished.name).replace(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}-{hash_of(content)}{suffix}"
+    handle, unfinished = tempfile.mkstemp(dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(unfinished).replace(path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def find_kept(folder: Path, stem: str, suffix: str) -> Path | None:
+    """Where a file made from the same is kept; None if it is not, or is not what was kept."""
+    for path in sorted(folder.glob(f"{stem}-*{suffix}")):
+        if is_whole(path):
+            return path
+        logger.warning("%s is damaged and is made again", path)
+        with suppress(OSError):
+            path.unlink()
+    return None
+
+
+def worked_out_once(
+    folder: Path, stem: str, work_out: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """A JSON object from the cache if it is there, worked out and kept otherwise.
+
+    Args:
+        folder: the cache.
+        stem: of the name: what the object is made from.
+        work_out: makes it.
+    """
+    if path := find_kept(folder, stem, ".json"):
+        known: dict[str, Any] = json.loads(path.read_bytes())
+        return known
+    found = work_out()
+    try:
+        keep(folder, stem, ".json", json.dumps(found).encode())
+    except OSError as error:  # nothing is lost but a second of every start
+        logger.debug("%s is not kept: %s", stem, error)
+    return found
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file holds what its name says; one that cannot be read is of no use either."""
+    try:
+        return path.stem.endswith(f"-{hash_of(path.read_bytes())}")
+    except OSError:
+        return False
+
+
+def hash_of(content: bytes) -> str:
+    """What the name of a file ends in."""
+    return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]

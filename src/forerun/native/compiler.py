@@ -16,12 +16,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from forerun.errors import RunnerUnavailable
-from forerun.native.cache import cache_folder, write_whole
+from forerun.native.cache import cache_folder, find_kept, keep
 
 __all__ = ["compiled_kernels"]
 
@@ -29,6 +30,7 @@ logger = logging.getLogger("forerun.runner")
 
 SOURCES = Path(__file__).parent / "kernels"
 MAIN = "kernels.cpp"
+SUFFIX = ".so"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
 
@@ -62,31 +64,41 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
 
 @cache
 def _load(folder: Path, compiler: str) -> ctypes.CDLL:
-    path = folder / f"kernels-{fingerprint(compiler)}.so"
-    if path.exists():
+    stem = f"kernels-{fingerprint(compiler)}"
+    if kept := find_kept(folder, stem, SUFFIX):
         try:
-            return ctypes.CDLL(str(path))
+            return ctypes.CDLL(str(kept))
         except OSError as error:
-            logger.warning("the kernels in %s cannot be loaded (%s); compiling again", path, error)
-    with tempfile.TemporaryDirectory(prefix="forerun-") as scratch:
-        built = Path(scratch) / path.name
+            logger.warning("the kernels in %s cannot be loaded (%s); compiling again", kept, error)
+    with scratch_folder() as scratch:
+        built = scratch / f"kernels{SUFFIX}"
         compile_to(built, compiler)
-        return ctypes.CDLL(str(keep(built, path)))
+        library = opened(built, compiler)
+        try:
+            keep(folder, stem, SUFFIX, built.read_bytes())
+        except OSError as error:
+            logger.warning(
+                "compiled kernels cannot be kept in %s (%s): they are compiled again next time; "
+                "set FORERUN_CACHE to a folder that can be written",
+                folder,
+                error,
+            )
+    return library
 
 
-def keep(built: Path, path: Path) -> Path:
-    """Move a library into the cache, whole or not at all; returns where to load it from."""
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder to compile in.
+
+    Raises:
+        RunnerUnavailable: there is no place for one.
+    """
     try:
-        write_whole(path, built.read_bytes())
+        scratch = tempfile.TemporaryDirectory(prefix="forerun-")
     except OSError as error:
-        logger.warning(
-            "compiled kernels cannot be kept in %s (%s): they are compiled again next time; "
-            "set FORERUN_CACHE to a folder that can be written",
-            path.parent,
-            error,
-        )
-        return built
-    return path
+        raise RunnerUnavailable(f"no folder to compile the CPU kernels in: {error}") from error
+    with scratch as name:
+        yield Path(name)
 
 
 def compile_to(path: Path, compiler: str) -> None:
@@ -97,18 +109,43 @@ def compile_to(path: Path, compiler: str) -> None:
     """
     logger.info("compiling the CPU kernels with %s, once for this machine ...", compiler)
     start_s = time.monotonic()
-    command = [compiler, *FLAGS, native_flag(), str(SOURCES / MAIN), "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_compiler(compiler, *FLAGS, native_flag(), str(SOURCES / MAIN), "-o", str(path))
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RunnerUnavailable(f"{compiler} cannot compile the CPU kernels: {lines[-1]}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise RunnerUnavailable(f"{compiler} cannot compile the CPU kernels: {reason}")
     logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - start_s)
+
+
+def opened(library: Path, compiler: str) -> ctypes.CDLL:
+    """A library fresh from the compiler; it stays loaded when its file goes.
+
+    Raises:
+        RunnerUnavailable: it is none.
+    """
+    try:
+        made = ctypes.CDLL(str(library))
+        made.forerun_interface  # noqa: B018 (raises where there is none)
+        return made
+    except (OSError, AttributeError) as error:
+        raise RunnerUnavailable(f"what {compiler} made cannot be loaded: {error}") from error
+
+
+def run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run it, whatever becomes of it.
+
+    Raises:
+        RunnerUnavailable: it cannot be started.
+    """
+    try:
+        return subprocess.run([compiler, *arguments], capture_output=True, check=False)
+    except OSError as error:
+        raise RunnerUnavailable(f"{compiler} cannot be run: {error}") from error
 
 
 def fingerprint(compiler: str) -> str:
     """Hash of all that decides what the library contains."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(version)
+    digest = hashlib.sha256(run_compiler(compiler, "--version").stdout)
     for part in (compiler, *FLAGS, native_flag(), platform.platform(), processor()):
         digest.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
