@@ -20,6 +20,7 @@ class Forerun:
             max_batch=setup.max_batch,
             max_context=setup.max_context,
             num_threads=setup.threads,
+            sharing="none",  # every arm reads its prompts
         )
         plain = Engine.load(setup.target, config=config)
         self.engines = {PLAIN: plain}

@@ -4,8 +4,11 @@ ForerunError
 ├── InvalidRequest      a prompt or a sampling parameter that cannot be honoured
 ├── InvalidModel        weights, configuration or tokenizer that cannot be used
 ├── InvalidProfile      a cost profile that cannot be read, or was made elsewhere
+├── InvalidTrace        a trace that cannot be read, or holds nothing of one
 ├── IncompatibleDraft   draft and target do not fit each other
 ├── NotEnoughMemory     what was asked for does not fit, said before allocating
+├── QueueFull           too many requests wait; the same request may be accepted later
+├── EngineStopped       an engine's thread has ended, and what it was to do with it
 ├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
 ├── NumericalError      the target returned NaN or no possible token
 └── DrafterError        a drafter broke its contract (the engine falls back to plain decoding)
@@ -15,13 +18,16 @@ from __future__ import annotations
 
 __all__ = [
     "DrafterError",
+    "EngineStopped",
     "ForerunError",
     "IncompatibleDraft",
     "InvalidModel",
     "InvalidProfile",
     "InvalidRequest",
+    "InvalidTrace",
     "NotEnoughMemory",
     "NumericalError",
+    "QueueFull",
     "RunnerUnavailable",
 ]
 
@@ -42,12 +48,24 @@ class InvalidProfile(ForerunError):
     """A cost profile is damaged, of a newer format, or of another machine, pair or set-up."""
 
 
+class InvalidTrace(ForerunError):
+    """A trace cannot be read at all; damage within one is reported beside what is whole."""
+
+
 class IncompatibleDraft(ForerunError):
     """Draft and target do not fit each other, for example their tokenizers differ."""
 
 
 class NotEnoughMemory(ForerunError):
     """The requested configuration needs more memory than there is."""
+
+
+class QueueFull(ForerunError):
+    """As many requests wait as may; nothing was queued."""
+
+
+class EngineStopped(ForerunError):
+    """The thread that drove an engine was closed, or ended by an error."""
 
 
 class RunnerUnavailable(ForerunError):

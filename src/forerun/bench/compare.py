@@ -152,7 +152,7 @@ def measure(arm: Arm, batch: Batch, clock: Callable[[], float]) -> Measurement:
         arm=arm,
         batch=batch,
         total_s=total_s,
-        decode_s=sum(c.total_s - c.ttft_s for c in completions) / len(batch),
+        decode_s=sum(c.total_s - (c.ttft_s or 0.0) for c in completions) / len(batch),
         token_ids=tuple(c.token_ids for c in completions),
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         acceptance=sum((c.acceptance for c in completions), AcceptanceCounts()),

@@ -137,6 +137,7 @@ class BenchConfig:
             max_context=self.max_context,
             max_step_rows=max(EngineConfig().max_step_rows, max_batch * (self.max_k + 1)),
             runner=self.runner,
+            sharing="none",  # every arm reads its prompts
         )
 
 
@@ -192,4 +193,5 @@ class DemoConfig:
             num_speculative_tokens=self.max_k,
             max_batch=self.max_batch,
             max_context=self.max_context,
+            sharing="none",  # every arm reads its prompts
         )

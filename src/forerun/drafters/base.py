@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from forerun.control.base import Plan
+from forerun.models.context import Context
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
@@ -26,6 +27,9 @@ class DraftRequest:
         noise_key: key of (seed, sample index), see `forerun.sampling.noise`.
         history: token counts of prompt and output where penalties need them (read only).
         coupled: draw with the target's position-keyed noise.
+        scope: requests of one scope may use what was computed from each other's tokens; None: none.
+        context: the target's view of the sequence, for drafters that work in the target's own KV
+            (staging rows there is all they may do).
     """
 
     request_id: str
@@ -35,6 +39,8 @@ class DraftRequest:
     noise_key: int
     history: History | None
     coupled: bool
+    scope: str | None = None
+    context: Context | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +54,10 @@ class Outcome:
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes token trees. State is per request_id, created on first use, dropped by `forget`."""
+
+    @property
+    def method(self) -> str:
+        """What plans and traces call it."""
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]

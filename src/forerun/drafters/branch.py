@@ -26,6 +26,8 @@ class Branch:
         limit: what set the budget: "budget" of the plan, or the draft's own "context".
         num_chain: pending committed tokens fed by the first pass.
         num_fed: drafted tokens fed, all of them staged.
+        proven: a proposal made from all that is cached has been verified; what a failing draft
+            leaves must not serve others.
     """
 
     request: DraftRequest
@@ -36,6 +38,7 @@ class Branch:
     limit: str = "budget"
     num_chain: int = 0
     num_fed: int = 0
+    proven: bool = False
 
     @classmethod
     def begin(cls, request: DraftRequest, context: Context) -> Branch:
@@ -80,3 +83,4 @@ class Branch:
     def commit(self, num_accepted: int) -> None:
         """Keep the rows of accepted tokens; the last drafted token may never have been fed."""
         self.context.commit(range(self.num_chain + min(num_accepted, self.num_fed)))
+        self.proven = True

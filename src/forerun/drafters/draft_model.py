@@ -33,6 +33,8 @@ PREFILL_CHUNK = 256
 class DraftModel:
     """Drafts chains with a causal language model that shares the target's token ids."""
 
+    method = "draft_model"
+
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.model = model
         self.vocab_size = vocab_size
@@ -55,10 +57,14 @@ class DraftModel:
     def _branch(self, request: DraftRequest, plan: Plan) -> Branch:
         branch = self._branches.get(request.request_id)
         if branch is None:
-            branch = Branch.begin(request, Context(self.model.store, request.ids))
+            branch = Branch.begin(request, self._open(request))
             self._branches[request.request_id] = branch
         branch.plan(plan.num_speculative_tokens, self.model.max_context)
         return branch
+
+    def _open(self, request: DraftRequest) -> Context:
+        """The draft's own view of a sequence."""
+        return Context(self.model.store, request.ids, request.scope)
 
     def _draft(self, branches: Sequence[Branch]) -> list[Proposal]:
         """Proposals of branches with something to draft, the deepest first."""
@@ -88,6 +94,7 @@ class DraftModel:
             self.model.forward(replace(batch, logit_rows=batch.logit_rows[:0]))
             for branch in long:
                 branch.context.commit(range(PREFILL_CHUNK))
+                branch.proven = False
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the KV of accepted tokens."""
@@ -95,10 +102,10 @@ class DraftModel:
             self._branches[outcome.request_id].commit(outcome.verdict.num_accepted)
 
     def forget(self, request_id: str) -> None:
-        """Give the sequence's slot back."""
+        """Give the sequence's slot back, its tokens kept for others where proposals proved them."""
         branch = self._branches.pop(request_id, None)
         if branch is not None:
-            branch.context.close()
+            branch.context.close(branch.context.num_cached if branch.proven else 0)
 
 
 def greedy_proposal(branch: Branch, chain: Tensor) -> Proposal:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import RUNNERS, Runner
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "RequestTerms", "Sharing"]
+
+Sharing = Literal["tenant", "all", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,16 @@ class EngineConfig:
             memory grows with max_batch x max_context.
         prefill_chunk: most prompt tokens of one sequence fed in one pass.
         max_step_rows: most rows of one target pass over all sequences.
+        max_prefill_rows: most prompt tokens in one pass over all sequences, so that long prompts
+            do not hold up those who decode (None: what max_step_rows leaves).
+        max_waiting: sequences that may wait when every place is taken; more are refused.
+        max_kv_tokens: most rows that running sequences may have in the KV together. Beyond, the
+            youngest of the lowest priority waits and is read again later (None: no limit but
+            max_batch x max_context).
+        sharing: what requests may use of each other's tokens: KV of a common beginning, a drafter's
+            store of texts. "tenant": within a tenant; "all": across tenants too; "none": nothing.
+        num_kept: places in the KV beyond max_batch, each of max_context tokens, where sequences
+            that ended are kept for others that begin alike. Idle places keep some anyway.
         runner: what carries the passes of target and draft; "auto" for the fastest there is.
         num_threads: of the native CPU runner, whose threads all models of a process share; None: as
             many as torch uses. torch itself is set to one thread beside it.
@@ -31,6 +45,11 @@ class EngineConfig:
     max_context: int = 4096
     prefill_chunk: int = 256
     max_step_rows: int = 1024
+    max_prefill_rows: int | None = None
+    max_waiting: int = 1024
+    max_kv_tokens: int | None = None
+    sharing: Sharing = "tenant"
+    num_kept: int = 0
     runner: Runner = "auto"
     num_threads: int | None = None
 
@@ -43,6 +62,7 @@ class EngineConfig:
         for name in ("max_batch", "prefill_chunk", "max_step_rows"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self._check_load()
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
         if self.num_threads is not None and self.num_threads < 1:
@@ -54,3 +74,74 @@ class EngineConfig:
                 f"max_step_rows is {self.max_step_rows}, below max_batch x (K + 1) = "
                 f"{self.max_batch * (self.num_speculative_tokens + 1)}; raise it or lower K"
             )
+
+    def _check_load(self) -> None:
+        """Refuse limits under which nothing could ever run."""
+        for name in ("max_waiting", "num_kept"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.max_prefill_rows is not None and self.max_prefill_rows < 1:
+            raise InvalidRequest(
+                f"max_prefill_rows is {self.max_prefill_rows}; it must be at least 1"
+            )
+        if self.sharing not in get_args(Sharing):
+            raise InvalidRequest(
+                f"sharing is {self.sharing!r}; use one of {', '.join(get_args(Sharing))}"
+            )
+        alone = self.max_context + self.num_speculative_tokens
+        if self.max_kv_tokens is not None and self.max_kv_tokens < alone:
+            raise InvalidRequest(
+                f"max_kv_tokens is {self.max_kv_tokens}, but one sequence may need max_context + K "
+                f"= {alone}; raise it or lower max_context"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences the KV has room for."""
+        return self.max_batch + self.num_kept
+
+    def scope_of(self, tenant: str | None) -> str | None:
+        """Name of those who share with requests of a tenant; None where nothing is shared."""
+        if self.sharing == "none":
+            return None
+        return "" if tenant is None or self.sharing == "all" else tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTerms:
+    """How a request is treated among others; none of it changes what its tokens can be.
+
+    Attributes:
+        priority: lower goes first, and may take the place of a running sequence that is higher;
+            that one waits and loses nothing.
+        deadline_s: seconds from its arrival after which it ends with what it has; None: no limit.
+        tenant: whose it is. Tenants use nothing of each other's unless `sharing` says "all";
+            requests without a tenant share among themselves.
+    """
+
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing."""
+        if type(self.priority) is not int:
+            raise InvalidRequest(f"priority is {self.priority!r}; it must be an integer")
+        if self.deadline_s is not None and not is_duration(self.deadline_s):
+            raise InvalidRequest(
+                f"deadline_s is {self.deadline_s!r}; it must be seconds above 0, or None"
+            )
+        if self.tenant is not None and not is_name(self.tenant):
+            raise InvalidRequest(f"tenant is {self.tenant!r}; it must be a name, or None")
+
+
+def is_duration(value: object) -> bool:
+    """Whether `value` is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < math.inf
+
+
+def is_name(value: object) -> bool:
+    """Whether `value` is text that is not empty."""
+    return isinstance(value, str) and value != ""

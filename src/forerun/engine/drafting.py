@@ -119,4 +119,6 @@ def as_request(sequence: Sequence) -> DraftRequest:
         noise_key=sequence.noise_key,
         history=sequence.history,
         coupled=resolve_verification(params, Choice.SAMPLED) == "coupled",
+        scope=sequence.scope,
+        context=sequence.context,
     )

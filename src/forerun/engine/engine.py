@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -13,31 +13,31 @@ from forerun.control.base import Controller
 from forerun.control.fixed import FixedController
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
+from forerun.engine.intake import Intake, Prompt
 from forerun.engine.loading import check_pair, eos_token_ids, load_pair_member
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Stepper
-from forerun.engine.stopping import Stop, TokenStops
-from forerun.errors import InvalidRequest
+from forerun.engine.stopping import Stop
+from forerun.errors import InvalidRequest, NumericalError, QueueFull
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context
-from forerun.models.tokenizers import Detokenizer, Tokenizer
+from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import History
-from forerun.sampling.noise import request_key
 from forerun.theory.record import StepRecord
 
 __all__ = ["Engine"]
 
-Prompt = str | Seq[int]
 OnRecord = Callable[[StepRecord], None]
 
 
 class Engine:
     """Speculative decoding of one target; every method must be called from one thread.
+
+    For requests from several threads there is `EngineThread`.
 
     Example:
         engine = Engine.load("zoo:target", draft="zoo:draft-domain")
@@ -62,9 +62,14 @@ class Engine:
         self.on_record = on_record
         self.drafter = GuardedDrafter(drafter, target.vocab_size) if drafter is not None else None
         self.scheduler = Scheduler(self.config)
+        self.intake = Intake(
+            target=target, tokenizer=tokenizer, eos_token_ids=eos_token_ids, config=self.config
+        )
         self._requests: dict[str, list[Sequence]] = {}
         self._keys: set[str] = set()
         self._num_requests = 0
+        self._num_sequences = 0
+        self._next_deadline_s = math.inf
         self._stepper = Stepper(
             target=target,
             drafter=self.drafter,
@@ -140,7 +145,7 @@ class Engine:
     @property
     def max_context(self) -> int:
         """Prompt plus output tokens one sequence may have."""
-        return min(self.config.max_context, self.target.max_context)
+        return self.intake.max_context
 
     @property
     def has_unfinished(self) -> bool:
@@ -151,12 +156,16 @@ class Engine:
         self,
         prompts: str | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        terms: RequestTerms | None = None,
     ) -> list[RequestOutput]:
         """Finish all prompts together; requests added before go on meanwhile.
+
+        However many prompts there are, no more are queued than may wait.
 
         Args:
             prompts: one text, or a list of texts or of token-id lists.
             params: for all prompts, or one per prompt.
+            terms: for all prompts; a deadline counts from when a prompt is queued.
 
         Returns:
             One output per prompt, in order.
@@ -166,9 +175,13 @@ class Engine:
         """
         batch: Seq[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         each = self._params_for(batch, params)
+        checked = [(self.intake.check(p, s), s) for p, s in zip(batch, each, strict=True)]
         ids: list[str] = []
         try:
-            ids += (self.add_request(p, s) for p, s in zip(batch, each, strict=True))
+            for prompt_ids, its_params in checked:
+                while self.scheduler.num_open < its_params.n:
+                    self.step()
+                ids.append(self.add_request(prompt_ids, its_params, terms=terms))
             while any(s.stop is None for i in ids for s in self._requests[i]):
                 self.step()
             return [self.take_output(i) for i in ids]
@@ -187,13 +200,18 @@ class Engine:
             raise InvalidRequest(f"{len(params)} sampling parameters for {len(batch)} prompts")
         return params
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        terms: RequestTerms | None = None,
+    ) -> Iterator[StreamChunk]:
         """Chunks of one prompt as they are decided; closing the iterator aborts the request.
 
         Requests added before go on meanwhile; their chunks are not returned, their text is kept
         for `take_output`.
         """
-        request_id = self.add_request(prompt, params)
+        request_id = self.add_request(prompt, params, terms=terms)
         samples = self._requests[request_id]
         try:
             while any(s.stop is None for s in samples):
@@ -202,9 +220,13 @@ class Engine:
             self.abort(request_id)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        terms: RequestTerms | None = None,
     ) -> str:
-        """Queue a prompt; it joins the batch at the next step with a free place.
+        """Queue a prompt; its samples join the batch at the next steps with a free place.
 
         Returns:
             The request's id.
@@ -212,20 +234,20 @@ class Engine:
         Raises:
             InvalidRequest: the prompt is empty or too long, a parameter cannot be honoured, or the
                 id is in use.
+            QueueFull: as many sequences wait as may.
         """
         params = params or SamplingParams()
+        ids = self.intake.check(prompt, params)
         request_id = request_id or self._unused_id()
-        ids = self._prompt_ids(prompt)
-        self._check_ids(params)
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        samples = [self._sequence(request_id, i, ids, params, seed) for i in range(params.n)]
+        self._check_open(params.n)
+        samples = self.intake.sequences(request_id, ids, params, terms or RequestTerms())
         keys = {sample.key for sample in samples}
         if request_id in self._requests or keys & self._keys:
             raise InvalidRequest(f"request id {request_id!r} is already in use")
         self._keys |= keys
         self._requests[request_id] = samples
         for sample in samples:
-            self.scheduler.add(sample)
+            self._queue(sample)
         return request_id
 
     def _unused_id(self) -> str:
@@ -234,76 +256,46 @@ class Engine:
         self._num_requests += 1
         return request_id
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        if len(ids) >= self.max_context:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; the context holds {self.max_context}, "
-                "one of them for output: shorten the prompt or raise max_context"
+    def _check_open(self, num_samples: int) -> None:
+        if num_samples > self.scheduler.num_open:
+            raise QueueFull(
+                f"{len(self.scheduler.waiting)} sequences wait and there is room for "
+                f"{self.scheduler.num_open} more, not for {num_samples}: try again later, or raise "
+                f"max_waiting, {self.config.max_waiting}, or max_batch, {self.config.max_batch}"
             )
-        outside = next((t for t in ids if not 0 <= t < self.target.vocab_size), None)
-        if outside is not None:
-            raise InvalidRequest(
-                f"prompt token {outside} is outside 0..{self.target.vocab_size - 1}"
-            )
-        return ids
 
-    def _check_ids(self, params: SamplingParams) -> None:
-        """Token ids named by the parameters must exist."""
-        for name, token in params.named_tokens():
-            if token >= self.target.vocab_size:
-                raise InvalidRequest(
-                    f"{name} names token {token}, outside 0..{self.target.vocab_size - 1}"
-                )
-
-    def _sequence(
-        self, request_id: str, index: int, ids: list[int], params: SamplingParams, seed: int
-    ) -> Sequence:
-        room = self.max_context - len(ids)
-        max_new = room if params.max_tokens is None else min(room, params.max_tokens)
-        return Sequence(
-            request_id=request_id,
-            index=index,
-            params=params,
-            ids=list(ids),
-            num_prompt=len(ids),
-            noise_key=request_key(seed, index),
-            stops=TokenStops(params, self.eos_token_ids, max_new),
-            detokenizer=Detokenizer(self.tokenizer),
-            history=self._history(params, ids),
-            arrived_at_s=time.monotonic(),
-        )
-
-    def _history(self, params: SamplingParams, ids: list[int]) -> History | None:
-        """Token counts and masks, for requests whose processors need them."""
-        if not params.needs_history:
-            return None
-        return History.of(
-            params,
-            ids,
-            vocab_size=self.target.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-            device=self.target.device,
-        )
+    def _queue(self, sequence: Sequence) -> None:
+        priority, _ = sequence.rank
+        sequence.rank = (priority, self._num_sequences)
+        self._num_sequences += 1
+        self._next_deadline_s = min(self._next_deadline_s, sequence.ends_at_s)
+        self.scheduler.add(sequence)
 
     def step(self) -> list[StreamChunk]:
         """Advance every running request once.
 
         Returns:
-            What each sequence gained (nothing while a prompt is still being read).
+            What each sequence gained (nothing while a prompt is still being read), and the end of
+            those whose deadline has passed.
 
         Raises:
             NumericalError: the target returned NaN; nothing is lost, abort the `request_id` named.
         """
-        for sequence in self.scheduler.admit(self.target.store.num_free):
-            sequence.context = Context(self.target.store, sequence.ids)
-            sequence.joined_at_s = time.monotonic()
+        if self._next_deadline_s < math.inf:
+            late = self._end_late_ones()
+            if late:
+                return late
+        if not self.scheduler.is_settled:
+            self._arrange()
         if not self.scheduler.running:
             return []
         running = list(self.scheduler.running)
-        records = self._stepper.run()
+        try:
+            records = self._stepper.run()
+        except NumericalError as error:
+            for sequence in running:
+                sequence.suspect |= error.request_id in (None, sequence.request_id)
+            raise
         for sequence in self.scheduler.drop_finished():
             self._release(sequence)
         if self.on_record is not None:
@@ -311,10 +303,41 @@ class Engine:
                 self.on_record(record)
         return [s.take_chunk() for s in running if s.num_output > s.num_streamed]
 
+    def _arrange(self) -> None:
+        """Who has to go, goes; who has room, joins, beginning with what the KV holds already."""
+        store = self.target.store
+        for sequence in self.scheduler.preempt(store.num_free):
+            self._release(sequence)
+        for sequence in self.scheduler.admit(store.num_free):
+            sequence.context = Context(store, sequence.ids, sequence.scope)
+            if sequence.joined_at_s is None:
+                sequence.joined_at_s = time.monotonic()
+                sequence.num_cached = sequence.context.num_cached
+
+    def _end_late_ones(self) -> list[StreamChunk]:
+        """End whatever is past its deadline, wherever it is; its last chunk."""
+        now_s = time.monotonic()
+        if now_s < self._next_deadline_s:
+            return []
+        unfinished = [*self.scheduler.running, *self.scheduler.waiting]
+        late = [sequence for sequence in unfinished if sequence.ends_at_s <= now_s]
+        for sequence in late:
+            self._end(sequence, "deadline", now_s)
+        deadlines = (s.ends_at_s for s in unfinished if s.stop is None)
+        self._next_deadline_s = min(deadlines, default=math.inf)
+        return [sequence.take_chunk() for sequence in late]
+
+    def _end(self, sequence: Sequence, finish_reason: str, now_s: float) -> None:
+        """End a sequence that would have gone on."""
+        sequence.stop = Stop(finish_reason=finish_reason)
+        sequence.finished_at_s = now_s
+        self.scheduler.remove(sequence)
+        self._release(sequence)
+
     def _release(self, sequence: Sequence) -> None:
-        """Give back what a sequence held in target and drafter."""
+        """Give back what a sequence held in target and drafter; others may begin with it."""
         if sequence.context is not None:
-            sequence.context.close()
+            sequence.context.close(0 if sequence.suspect else sequence.context.num_cached)
             sequence.context = None
         if self.drafter is not None:
             self.drafter.forget(sequence)
@@ -330,22 +353,32 @@ class Engine:
             raise InvalidRequest(f"there is no request {request_id!r}: never added, or taken")
         if any(sample.stop is None for sample in samples):
             raise InvalidRequest(f"request {request_id!r} has not finished; step on, or abort it")
-        self._forget(request_id)
-        return RequestOutput(
-            request_id=request_id,
-            prompt_token_ids=tuple(samples[0].ids[: samples[0].num_prompt]),
-            completions=tuple(s.completion() for s in samples),
-        )
+        return output_of(self._forget(request_id))
 
-    def abort(self, request_id: str) -> None:
-        """End a request wherever it is; unknown or finished ids are ignored."""
-        for sequence in self._forget(request_id):
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request wherever it is, and forget it; its places are free at once.
+
+        Returns:
+            What there was until then; None where the id is unknown.
+        """
+        samples = self._forget(request_id)
+        now_s = time.monotonic()
+        for sequence in samples:
             if sequence.stop is None:
-                sequence.stop = Stop(finish_reason="abort")
-                self.scheduler.remove(sequence)
-                self._release(sequence)
+                self._end(sequence, "abort", now_s)
+        return output_of(samples) if samples else None
 
     def _forget(self, request_id: str) -> list[Sequence]:
         samples = self._requests.pop(request_id, [])
         self._keys -= {sample.key for sample in samples}
         return samples
+
+
+def output_of(samples: Seq[Sequence]) -> RequestOutput:
+    """A request whose samples have all ended."""
+    first = samples[0]
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt_token_ids=tuple(first.ids[: first.num_prompt]),
+        completions=tuple(sample.completion() for sample in samples),
+    )

@@ -25,7 +25,7 @@ def load_pair_member(name: str | Path, *, dtype: str, device: str, config: Engin
         name,
         dtype=dtype,
         device=device,
-        max_batch=config.max_batch,
+        max_batch=config.num_slots,
         max_context=config.max_context,
         max_staged_rows=config.num_speculative_tokens + 1,
         runner=config.runner,

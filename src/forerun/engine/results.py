@@ -38,14 +38,17 @@ class Completion:
         index: sample index, 0 to n - 1.
         text: decoded output; a matched stop string is cut off.
         token_ids: emitted tokens, the end-of-sequence token included where it ended the text.
-        finish_reason: "stop" (end-of-sequence, stop token or stop string), "length" or "abort".
+        finish_reason: "stop" (end-of-sequence, stop token or stop string), "length", "deadline" or
+            "abort".
         stop_reason: the stop string or token id that matched, if one did.
         sources: provenance of every token.
         logprobs: one entry per token where logprobs were asked for.
         acceptance: counts from which tau and the per-position figures follow.
-        ttft_s: seconds from arrival to the first token, waiting included.
-        prefill_s: seconds from joining the batch to the first token.
+        ttft_s: seconds from arrival to the first token, waiting included; None where none came.
+        prefill_s: seconds from joining the batch to the first token; None where none came.
         total_s: seconds from arrival to the end.
+        num_cached_tokens: prompt tokens that had not to be read, for their KV was there.
+        num_preemptions: how often others took its place for a while.
     """
 
     index: int
@@ -56,9 +59,11 @@ class Completion:
     sources: tuple[TokenSource, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     acceptance: AcceptanceCounts
-    ttft_s: float
-    prefill_s: float
+    ttft_s: float | None
+    prefill_s: float | None
     total_s: float
+    num_cached_tokens: int
+    num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

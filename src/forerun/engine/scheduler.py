@@ -1,27 +1,39 @@
 """Continuous batching: who runs, and how many rows each sequence gets in a pass.
 
-First come, first served. A prefill never starves decoding: every running sequence gets its decode
-rows first, prompt chunks share what is left of the pass.
+By priority, then first come, first served. A prefill never starves decoding: every running sequence
+gets its decode rows first, prompt chunks share what is left of the pass.
+
+A sequence that has to give up its place loses its KV and nothing else. It waits where it would have
+waited, and its tokens are read again later, as a longer prompt. Its text is not affected: noise is
+keyed by position or by the committed length at the start of a step, a step is taken as a whole or
+not at all, so no number is drawn twice and none is skipped.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.sequence import Sequence
 from forerun.engine.turn import Turn
+from forerun.models.prefixes import MIN_SHARED_TOKENS, common_length
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Waiting and running sequences; owns no model state."""
+    """Waiting and running sequences; owns no model state.
+
+    Attributes:
+        waiting: those without a place, the next one first.
+        running: those with a place, in the order they got it.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
     @property
@@ -29,19 +41,88 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
-        self.waiting.append(sequence)
+    @property
+    def num_open(self) -> int:
+        """Sequences that may still be added: places in the batch and in the queue."""
+        most = self.config.max_batch + self.config.max_waiting
+        return most - len(self.running) - len(self.waiting)
 
-    def admit(self, num_free_slots: int) -> list[Sequence]:
-        """Move waiting sequences into the batch while there is room; returns those moved."""
-        room = min(num_free_slots, self.config.max_batch - len(self.running))
-        admitted = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-        self.running += admitted
-        return admitted
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody can come or has to go: nothing to arrange before a step."""
+        return not self.waiting and self.config.max_kv_tokens is None
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind those that go before it."""
+        insort(self.waiting, sequence, key=rank)
+
+    def preempt(self, num_free_slots: int) -> list[Sequence]:
+        """Move sequences from the batch back to the queue; returns them, still with their context.
+
+        Whoever goes last gives way where the KV holds too much, and where somebody of a lower
+        priority number could not join otherwise. One sequence always stays.
+        """
+        victims: list[Sequence] = []
+        while self.running:
+            last = max(self.running, key=rank)
+            num_free = num_free_slots + len(victims)
+            if not (self._holds_too_much() or self._outranks(last, num_free)):
+                break
+            self.running.remove(last)
+            victims.append(last)
+        for victim in victims:
+            victim.num_preemptions += 1
+            self.add(victim)
+        return victims
+
+    def _holds_too_much(self) -> bool:
+        most = self.config.max_kv_tokens
+        return most is not None and len(self.running) > 1 and self._num_kv_tokens() > most
+
+    def _outranks(self, last: Sequence, num_free_slots: int) -> bool:
+        """Whether the next in the queue needs, and may take, the place of `last`."""
+        if not self.waiting or self.waiting[0].rank[0] >= last.rank[0]:
+            return False
+        return not self._has_room(self.waiting[0], num_free_slots)
+
+    def admit(self, num_free_slots: int) -> Iterator[Sequence]:
+        """Move waiting sequences into the batch while there is room, one at a time.
+
+        Give each its context before asking for the next: the next may begin with its tokens.
+        """
+        while self.waiting:
+            sequence = self.waiting[0]
+            if not self._has_room(sequence, num_free_slots) or self._is_being_read(sequence):
+                return
+            self.running.append(self.waiting.pop(0))
+            num_free_slots -= 1
+            yield sequence
+
+    def _has_room(self, sequence: Sequence, num_free_slots: int) -> bool:
+        if num_free_slots < 1 or len(self.running) >= self.config.max_batch:
+            return False
+        most = self.config.max_kv_tokens
+        if most is None or not self.running:
+            return True
+        return self._num_kv_tokens() + self._kv_tokens(sequence) <= most
+
+    def _kv_tokens(self, sequence: Sequence) -> int:
+        """Rows a sequence may have in the KV at the end of the next pass."""
+        return len(sequence.ids) + self.config.num_speculative_tokens
+
+    def _num_kv_tokens(self) -> int:
+        return sum(map(self._kv_tokens, self.running))
+
+    def _is_being_read(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to read tokens this one could then begin with."""
+        return sequence.scope is not None and any(
+            num_unread(reader, sequence) >= MIN_SHARED_TOKENS
+            for reader in self.running
+            if reader.scope == sequence.scope
+        )
 
     def remove(self, sequence: Sequence) -> None:
-        """Take an aborted sequence out, wherever it is."""
+        """Take a sequence out, wherever it is."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
@@ -65,7 +146,22 @@ class Scheduler:
             if turn.decodes:
                 turn.num_chain = 1
                 budget -= turn.num_rows
+        if self.config.max_prefill_rows is not None:
+            budget = min(budget, self.config.max_prefill_rows)
         for turn in turns:
             if not turn.decodes:
                 turn.num_chain = max(0, min(turn.num_pending, self.config.prefill_chunk, budget))
                 budget -= turn.num_chain
+
+
+def rank(sequence: Sequence) -> tuple[int, int]:
+    """By which sequences go."""
+    return sequence.rank
+
+
+def num_unread(reader: Sequence, sequence: Sequence) -> int:
+    """Tokens `sequence` begins with that `reader` has yet to feed, apart from the next one."""
+    if reader.context is None or reader.context.num_pending <= 1:
+        return 0
+    num_common = min(common_length(reader.ids, sequence.ids), len(sequence.ids) - 1)
+    return num_common - reader.context.num_cached

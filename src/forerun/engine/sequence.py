@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from forerun.engine.results import Completion, StreamChunk, TokenLogprobs, sample_key
@@ -22,6 +23,14 @@ class Sequence:
 
     `ids` (prompt, then output) is shared with the contexts of target and drafter; only `append`
     grows it.
+
+    Attributes:
+        rank: (priority, order of arrival); the lowest goes first.
+        scope: sequences of one scope share what is computed from a common beginning; None: nothing.
+        ends_at_s: its deadline.
+        num_cached: prompt tokens whose KV was there when it first joined.
+        num_preemptions: how often it had to give up its place.
+        suspect: its last pass was not usable, so its KV must not serve others.
     """
 
     request_id: str
@@ -44,6 +53,12 @@ class Sequence:
     finished_at_s: float | None = None
     drafting_failed: bool = False
     observing_failed: bool = False
+    rank: tuple[int, int] = (0, 0)
+    scope: str | None = None
+    ends_at_s: float = math.inf
+    num_cached: int = 0
+    num_preemptions: int = 0
+    suspect: bool = False
     num_shown: int = 0
     num_streamed: int = 0
     num_searched: int = 0
@@ -120,9 +135,8 @@ class Sequence:
     def completion(self) -> Completion:
         """The finished sample."""
         assert self.stop is not None
-        assert self.joined_at_s is not None
-        assert self.first_token_at_s is not None
         assert self.finished_at_s is not None
+        first_s, joined_s = self.first_token_at_s, self.joined_at_s
         return Completion(
             index=self.index,
             text=self.text,
@@ -132,7 +146,9 @@ class Sequence:
             sources=tuple(self.sources),
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             acceptance=self.acceptance,
-            ttft_s=self.first_token_at_s - self.arrived_at_s,
-            prefill_s=self.first_token_at_s - self.joined_at_s,
+            ttft_s=None if first_s is None else first_s - self.arrived_at_s,
+            prefill_s=None if first_s is None or joined_s is None else first_s - joined_s,
             total_s=self.finished_at_s - self.arrived_at_s,
+            num_cached_tokens=self.num_cached,
+            num_preemptions=self.num_preemptions,
         )

@@ -204,3 +204,6 @@ def take(turn: Turn) -> None:
             sequence.finished_at_s = now_s
     if sequence.stop is None:
         turn.commit()
+    else:  # what was fed may yet serve other sequences
+        assert sequence.context is not None
+        sequence.context.commit(range(turn.num_chain))

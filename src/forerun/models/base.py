@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from forerun.models.prefixes import Prefix
 from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = ["KVPrefix", "KVStore", "LanguageModel", "RowBatch", "Scores", "Span"]
+__all__ = ["KVPrefix", "KVStore", "LanguageModel", "LayeredModel", "RowBatch", "Scores", "Span"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,18 @@ class KVStore(Protocol):
         They are ascending offsets from the committed length.
         """
 
-    def fork(self, slot: int) -> int:
-        """A new slot holding a copy of the committed prefix of `slot`."""
+    def begin(self, wanted: Prefix) -> int:
+        """Reserve a slot that holds as many of the first `wanted` tokens as any slot does.
+
+        The last token is never among them. Until it is given back, others find in this slot what it
+        has committed. Raises NotEnoughMemory when no slot is left.
+        """
+
+    def keep(self, slot: int, num_tokens: int) -> None:
+        """Give `slot` back; while nothing else needs it, `begin` may find its first tokens."""
+
+    def fork(self, slot: int, num_tokens: int | None = None) -> int:
+        """A new slot holding a copy of the first committed tokens of `slot` (None: of all)."""
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
         """Copy the first `num_tokens` committed tokens out."""
@@ -160,4 +171,21 @@ class LanguageModel(Protocol):
 
         Returns:
             The tokens on the model's device; nothing here waits for it.
+        """
+
+
+@runtime_checkable
+class LayeredModel(LanguageModel, Protocol):
+    """A language model that can also be run through its first layers alone."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+
+    def first_layers(self, num_layers: int) -> LanguageModel:
+        """The model without the layers above, its last norm and its head kept.
+
+        Weights and store are this model's own, not copies: what a pass of either stages in a slot
+        is what the next pass of the other finds there, in the layers they have in common. So rows
+        the shorter one has staged must not be committed, for the upper layers lack them.
         """

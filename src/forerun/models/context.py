@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.base import KVStore, RowBatch, Span
+from forerun.models.prefixes import Prefix
 from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["Context", "pack"]
@@ -18,12 +19,21 @@ class Context:
 
     `ids` is owned by the request and only ever appended to; what this model has not cached of it is
     pending and is fed by the next pass, so neither drafters nor the step do catch-up arithmetic.
+
+    Args:
+        store: of the model.
+        ids: of the sequence.
+        scope: sequences of one scope share what is cached of tokens they begin with; None begins
+            with nothing and shares nothing.
     """
 
-    def __init__(self, store: KVStore, ids: list[int]) -> None:
+    def __init__(self, store: KVStore, ids: list[int], scope: str | None = None) -> None:
         self.store = store
         self.ids = ids
-        self.slot = store.reserve()
+        if scope is None:
+            self.slot = store.reserve()
+        else:
+            self.slot = store.begin(Prefix(ids=ids, scope=scope))
 
     @property
     def num_cached(self) -> int:
@@ -49,9 +59,9 @@ class Context:
         """Keep these staged rows; everything else staged is gone."""
         self.store.commit(self.slot, rows)
 
-    def close(self) -> None:
-        """Give the slot back."""
-        self.store.free(self.slot)
+    def close(self, num_kept: int = 0) -> None:
+        """Give the slot back; where tokens are shared, its first `num_kept` stay to be found."""
+        self.store.keep(self.slot, num_kept)
 
 
 def positions_of(span: Span) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 
 from forerun.models.architecture import Architecture
 from forerun.models.base import KVPrefix
+from forerun.models.prefixes import Prefix
 from forerun.models.slots import SlotTable, num_in_place
 
 __all__ = ["ContiguousKVStore", "KVGeometry", "bytes_needed", "geometry_of"]
@@ -159,9 +160,26 @@ class ContiguousKVStore:
         kept = sequence.index_select(2, moved)
         sequence[:, :, start + num_placed : start + len(rows)] = kept
 
-    def fork(self, slot: int) -> int:
-        """A new slot holding a copy of the committed prefix of `slot`; staged rows stay behind."""
-        length = self._slots.length(slot)
+    def begin(self, wanted: Prefix) -> int:
+        """Reserve a slot that holds as many of the first `wanted` tokens as any slot does."""
+        return self._slots.begin(wanted, self.fork)
+
+    def keep(self, slot: int, num_tokens: int) -> None:
+        """Give `slot` back; while nothing else needs it, `begin` may find its first tokens.
+
+        Raises:
+            ValueError: fewer than `num_tokens` are committed.
+        """
+        self._slots.keep(slot, num_tokens)
+
+    def fork(self, slot: int, num_tokens: int | None = None) -> int:
+        """A new slot holding a copy of the first committed tokens of `slot` (None: of all).
+
+        Raises:
+            ValueError: fewer are committed.
+        """
+        length = self._slots.length(slot) if num_tokens is None else num_tokens
+        self._slots.check_prefix(slot, length)
         copy = self._slots.reserve()
         self._slots.fill(copy, length)
         self._data[:, copy, :, :length] = self._data[:, slot, :, :length]
@@ -173,11 +191,7 @@ class ContiguousKVStore:
         Raises:
             ValueError: fewer are committed.
         """
-        if not 0 <= num_tokens <= self._slots.length(slot):
-            raise ValueError(
-                f"a prefix of {num_tokens} tokens of slot {slot}, "
-                f"which holds {self._slots.length(slot)}"
-            )
+        self._slots.check_prefix(slot, num_tokens)
         tensor = self._data[:, slot, :, :num_tokens].clone()
         return KVPrefix(num_tokens=num_tokens, tensors=(tensor,))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from forerun.errors import NotEnoughMemory
+from forerun.models.prefixes import Prefix, longest_match
 
 __all__ = ["SlotTable", "num_in_place"]
 
@@ -15,6 +17,9 @@ class SlotTable:
 
     A slot holds `committed` tokens followed by staged rows. Rows are staged without gaps and never
     over committed ones, so whatever a model reads has been written.
+
+    A slot given back may be kept: its tokens stay for sequences that begin with them until nothing
+    emptier is left to reserve. Kept slots count as free; the one kept longest ago goes first.
 
     Args:
         num_slots: sequences the store has room for.
@@ -29,12 +34,14 @@ class SlotTable:
         self.max_staged_rows = max_staged_rows
         self._committed: dict[int, int] = {}
         self._written: dict[int, int] = {}
+        self._shared: dict[int, Prefix] = {}
+        self._kept: dict[int, Prefix] = {}
         self._free = list(reversed(range(num_slots)))
 
     @property
     def num_free(self) -> int:
         """Slots not reserved."""
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     def reserve(self) -> int:
         """Take a free slot with committed length 0.
@@ -42,19 +49,88 @@ class SlotTable:
         Raises:
             NotEnoughMemory: every slot is taken.
         """
-        if not self._free:
+        if self._free:
+            slot = self._free.pop()
+        elif self._kept:
+            slot = next(iter(self._kept))
+            del self._kept[slot]
+        else:
             raise NotEnoughMemory(
                 f"all {self.num_slots} slots of the KV store are taken; free one or raise max_batch"
             )
-        slot = self._free.pop()
         self._committed[slot] = self._written[slot] = 0
         return slot
 
     def free(self, slot: int) -> None:
-        """Give `slot` back."""
+        """Give `slot` back; nothing in it counts any more."""
+        self._release(slot)
+        self._free.append(slot)
+
+    def _release(self, slot: int) -> None:
         self.length(slot)
         del self._committed[slot], self._written[slot]
-        self._free.append(slot)
+        self._shared.pop(slot, None)
+
+    def begin(self, wanted: Prefix, fork: Callable[[int, int], int]) -> int:
+        """Reserve a slot holding as many of the first `wanted` tokens as any; others may find them.
+
+        A kept slot is taken over, cut to what matches, where that loses no more tokens than taking
+        another slot for a copy would.
+
+        Args:
+            wanted: the sequence to begin.
+            fork: copies the first so many tokens of a slot to a new one, which it returns.
+
+        Raises:
+            NotEnoughMemory: every slot is taken.
+        """
+        match = longest_match(wanted, self._kept, self._shared, self._committed)
+        if match is None:
+            slot = self.reserve()
+        elif match.num_tokens >= self._least_to_take_over(match.slot):
+            slot = match.slot
+            del self._kept[slot]
+            self._committed[slot] = self._written[slot] = match.num_tokens
+        else:
+            if match.slot in self._kept:
+                self._kept[match.slot] = self._kept.pop(match.slot)  # used last, taken last
+            slot = fork(match.slot, match.num_tokens)
+        self._shared[slot] = wanted
+        return slot
+
+    def _least_to_take_over(self, slot: int) -> float:
+        """How many tokens of `slot` must serve for it to be taken over; infinite if reserved."""
+        kept = self._kept.get(slot)
+        if kept is None:
+            return math.inf
+        oldest = next(iter(self._kept.values()))
+        num_lost_by_copy = 0 if self._free else len(oldest.ids)
+        return len(kept.ids) - num_lost_by_copy
+
+    def keep(self, slot: int, num_tokens: int) -> None:
+        """Give `slot` back, but let `begin` find its first `num_tokens` committed tokens.
+
+        Raises:
+            ValueError: fewer are committed.
+        """
+        self.check_prefix(slot, num_tokens)
+        shared = self._shared.get(slot)
+        if shared is None or num_tokens == 0:
+            self.free(slot)
+            return
+        self._release(slot)
+        self._kept[slot] = Prefix(ids=shared.ids[:num_tokens], scope=shared.scope)
+
+    def check_prefix(self, slot: int, num_tokens: int) -> None:
+        """Refuse more tokens than a reserved or kept slot holds.
+
+        Raises:
+            ValueError: it holds fewer, or nothing.
+        """
+        kept = self._kept.get(slot)
+        held = self.length(slot) if kept is None else len(kept.ids)
+        if not 0 <= num_tokens <= held:
+            raise ValueError(f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held}")
 
     def length(self, slot: int) -> int:
         """Committed tokens in `slot`.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forerun.models.base import KVPrefix, RowBatch, Scores, Span
 from forerun.models.greedy import chain_by_forward
+from forerun.models.prefixes import Prefix
 from forerun.models.slots import SlotTable
 
 __all__ = ["TabularModel", "TokenStore"]
@@ -21,7 +22,7 @@ class TokenStore:
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
         self.capacity = capacity
         self._slots = SlotTable(num_slots, capacity, max_staged_rows)
-        self._tokens: dict[int, list[int]] = {}
+        self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
 
     @property
     def num_free(self) -> int:
@@ -30,9 +31,7 @@ class TokenStore:
 
     def reserve(self) -> int:
         """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
-        slot = self._slots.reserve()
-        self._tokens[slot] = []
-        return slot
+        return self._slots.reserve()
 
     def length(self, slot: int) -> int:
         """Committed tokens in `slot`."""
@@ -53,17 +52,25 @@ class TokenStore:
         written = self._tokens[slot]
         written[start:] = [written[start + row] for row in rows]
 
-    def fork(self, slot: int) -> int:
-        """A new slot holding a copy of the committed prefix of `slot`."""
-        prefix = self.export_prefix(slot, self.length(slot))
+    def begin(self, wanted: Prefix) -> int:
+        """Reserve a slot that holds as many of the first `wanted` tokens as any slot does."""
+        return self._slots.begin(wanted, self.fork)
+
+    def keep(self, slot: int, num_tokens: int) -> None:
+        """Give `slot` back; while nothing else needs it, `begin` may find its first tokens."""
+        self._slots.keep(slot, num_tokens)
+
+    def fork(self, slot: int, num_tokens: int | None = None) -> int:
+        """A new slot holding a copy of the first committed tokens of `slot` (None: of all)."""
+        length = self.length(slot) if num_tokens is None else num_tokens
+        prefix = self.export_prefix(slot, length)
         copy = self.reserve()
         self.import_prefix(copy, prefix)
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
         """Copy the first `num_tokens` committed tokens out."""
-        if not 0 <= num_tokens <= self.length(slot):
-            raise ValueError(f"a prefix of {num_tokens} tokens of slot {slot}, {self.length(slot)}")
+        self._slots.check_prefix(slot, num_tokens)
         tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
         return KVPrefix(num_tokens=num_tokens, tensors=(tokens,))
 
@@ -75,7 +82,6 @@ class TokenStore:
     def free(self, slot: int) -> None:
         """Give `slot` back; its contents are gone."""
         self._slots.free(slot)
-        del self._tokens[slot]
 
 
 class TabularModel:

@@ -88,7 +88,7 @@ class EngineRig:
             target=self.target,
             tokenizer=self.tokenizer,
             drafter=drafter,
-            config=replace(self.config, num_speculative_tokens=k),
+            config=replace(self.config, num_speculative_tokens=k, sharing="none"),
         )
 
     def _timed_step(self, engine: Engine) -> tuple[float, float]:

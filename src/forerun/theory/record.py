@@ -6,7 +6,7 @@ Plain values with a JSON-ready `to_dict`; reading and writing files happens else
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 __all__ = ["SCHEMA_VERSION", "Json", "RequestRecord", "StepRecord", "TraceHeader"]
 
@@ -41,7 +41,7 @@ class TraceHeader:
 
     def to_dict(self) -> dict[str, Json]:
         """JSON-ready fields by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in HEADER_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ class RequestRecord:
         tags: free-form labels, such as language, template or tenant.
         num_prompt_tokens: prompt length.
         num_output_tokens: emitted tokens, after stop truncation.
-        ttft_s: from arrival to the first token, waiting included.
-        prefill_s: from joining the batch to the first token.
+        ttft_s: from arrival to the first token, waiting included; None where none came.
+        prefill_s: from joining the batch to the first token; None where none came.
         finish_reason: "stop", "length" or "abort".
     """
 
@@ -64,13 +64,13 @@ class RequestRecord:
     tags: tuple[str, ...] = ()
     num_prompt_tokens: int
     num_output_tokens: int
-    ttft_s: float
-    prefill_s: float
+    ttft_s: float | None
+    prefill_s: float | None
     finish_reason: str
 
     def to_dict(self) -> dict[str, Json]:
         """JSON-ready fields by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in REQUEST_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,4 +138,10 @@ class StepRecord:
 
     def to_dict(self) -> dict[str, Json]:
         """JSON-ready fields by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in STEP_FIELDS}
+
+
+# Looked up once: a trace asks for the values of every step, and `asdict` copies them deeply.
+HEADER_FIELDS = tuple(field.name for field in fields(TraceHeader))
+REQUEST_FIELDS = tuple(field.name for field in fields(RequestRecord))
+STEP_FIELDS = tuple(field.name for field in fields(StepRecord))

@@ -62,9 +62,9 @@ def test_first_come_first_served_within_batch_and_slots():
         scheduler.add(each)
     assert not scheduler.running
     assert scheduler.has_unfinished
-    assert scheduler.admit(num_free_slots=2) == sequences[:2]
-    assert scheduler.admit(num_free_slots=0) == []
-    assert scheduler.admit(num_free_slots=9) == sequences[2:3]
+    assert [*scheduler.admit(num_free_slots=2)] == sequences[:2]
+    assert [*scheduler.admit(num_free_slots=0)] == []
+    assert [*scheduler.admit(num_free_slots=9)] == sequences[2:3]
     assert scheduler.running == sequences[:3]
 
 
@@ -73,10 +73,10 @@ def test_finished_ones_make_room():
     first, second = tiny.sequence("a"), tiny.sequence("b")
     scheduler.add(first)
     scheduler.add(second)
-    scheduler.admit(4)
+    assert [*scheduler.admit(4)] == [first]
     first.stop = Stop(finish_reason="length")
     assert scheduler.drop_finished() == [first]
-    assert scheduler.admit(4) == [second]
+    assert [*scheduler.admit(4)] == [second]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -85,7 +85,7 @@ def test_removed_from_queue_or_batch(which):
     pair = [tiny.sequence("a"), tiny.sequence("b")]
     for each in pair:
         scheduler.add(each)
-    scheduler.admit(4)
+    assert [*scheduler.admit(4)] == pair[:1]
     scheduler.remove(pair[which])
     assert [*scheduler.running, *scheduler.waiting] == [pair[1 - which]]
 
