@@ -15,10 +15,11 @@ import torch
 
 import forerun
 from forerun.models.checkpoint import read_checkpoint
-from forerun.models.content_hash import weights_hash
+from forerun.models.content_hash import tokenizer_hash, weights_hash
 from forerun.models.load import model_folder
+from forerun.theory.record import TraceHeader
 
-__all__ = ["Provenance", "collect", "content_hash", "version_of"]
+__all__ = ["Provenance", "collect", "content_hash", "trace_header", "version_of"]
 
 PACKAGES = ("torch", "transformers")
 GIT_TIMEOUT_S = 5.0
@@ -73,6 +74,22 @@ def collect(models: Mapping[str, str], num_threads: int | None = None) -> Proven
         packages={name: version_of(name) for name in PACKAGES},
         models=dict(models),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
+    """Header of a trace made in this process now; reads the weight files once to hash them."""
+    return TraceHeader(
+        target=target,
+        target_hash=content_hash(target),
+        draft=draft,
+        draft_hash=content_hash(draft) if draft is not None else None,
+        tokenizer_hash=tokenizer_hash(model_folder(target)),
+        device=device,
+        versions={
+            "python": platform.python_version(),
+            **{name: version_of(name) for name in ("forerun", *PACKAGES)},
+        },
     )
 
 

@@ -19,6 +19,7 @@ from forerun.bench.prediction import Costs
 from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.scout import scouted
 from forerun.bench.threads import on_best_threads
+from forerun.bench.tracing import BenchTrace
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.provenance import collect, content_hash
@@ -43,6 +44,9 @@ class Comparison:
         prompts: texts to continue.
         clock: seconds.
         tell: told what happens next.
+
+    Attributes:
+        trace: told of every measured request, if there is one; set between `load` and `run`.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Comparison:
         self.clock = clock
         self.tell = tell
         self.arms: tuple[Arm, ...] = ()
+        self.trace: BenchTrace | None = None
         self.num_threads: int | None = None
         self.costs: dict[str, Costs] = {}
         self.blocks: dict[Cell, list[Block]] = {
@@ -90,6 +95,13 @@ class Comparison:
         self.tell("warming up")
         warm_up(self.arms, self.prompts[0], self.clock)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the target is; needs `load`."""
+        engine = self.arms[0].engine
+        assert isinstance(engine, Engine)
+        return engine.target.device
+
     def target(self, num_threads: int) -> Engine:
         """The target without a draft."""
         config = self.config
@@ -112,11 +124,16 @@ class Comparison:
                     del waiting[cell]
                 else:
                     self.blocks[cell].append(block)
+                    if self.trace is not None:
+                        self.trace.write()
 
     def measured(self, cell: Cell) -> Iterator[Block]:
         """Blocks of one cell, measured when they are asked for."""
         batches = batched(self.prompts_at(cell.temperature), cell.batch)
-        return islice(run_blocks(self.arms, batches, self.clock), self.config.num_blocks)
+        arms = self.arms
+        if self.trace is not None:
+            arms = self.trace.over(arms, (f"T={cell.temperature:g}", f"batch={cell.batch}"))
+        return islice(run_blocks(arms, batches, self.clock), self.config.num_blocks)
 
     def prompts_at(self, temperature: float) -> Iterable[Prompt]:
         """Prompts with parameters; greedy completions end before they loop."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from forerun.models.zoo.catalog import PREFIX
 if TYPE_CHECKING:
     from forerun.bench.comparison import Comparison
     from forerun.bench.prediction import Costs
+    from forerun.bench.tracing import BenchTrace
+    from forerun.trace.writer import TraceWriter
 
 __all__ = ["COMMAND", "BenchOptions"]
 
@@ -66,6 +69,11 @@ class BenchOptions:
     """Write everything, all measurements included, to this file; "-" prints it without tables."""
     plot: Path | None = None
     """Draw the tables into this .png, .svg or .pdf file."""
+    trace: Path | None = None
+    """Write every step of what is measured to this file: .jsonl, or .parquet for a folder of
+    Parquet files. Written between the measurements, so it changes none."""
+    trace_tokens: bool = False
+    """Put token ids into the trace; without it a trace holds no text."""
 
     @property
     def config(self) -> BenchConfig:
@@ -106,6 +114,8 @@ class BenchOptions:
             check_writable("--plot", self.plot)
         if self.no_prediction and self.profile:
             raise InvalidRequest("--profile and --no-prediction exclude each other")
+        if self.trace_tokens and self.trace is None:
+            raise InvalidRequest("--trace-tokens needs --trace FILE")
 
 
 def run(options: BenchOptions) -> int:
@@ -117,11 +127,17 @@ def run(options: BenchOptions) -> int:
     from rich.console import Console
 
     from forerun.bench.comparison import Comparison
+    from forerun.trace.files import open_trace
 
-    with Console(stderr=True).status("starting") as status:
+    with (
+        open_trace(options.trace) if options.trace else nullcontext() as trace,
+        Console(stderr=True).status("starting") as status,
+    ):
         comparison = Comparison(config, prompts, clock=time.perf_counter, tell=status.update)
         try:
             comparison.load()
+            if trace is not None:
+                comparison.trace = begin_trace(trace, options, comparison)
             comparison.run(costs_of(options, comparison, status.update))
         finally:
             status.stop()
@@ -156,6 +172,19 @@ def costs_of(
     return measured_costs(comparison, tell)
 
 
+def begin_trace(trace: TraceWriter, options: BenchOptions, comparison: Comparison) -> BenchTrace:
+    """Write one header per draft; steps name theirs by its hash."""
+    from forerun.bench.tracing import BenchTrace
+    from forerun.provenance import trace_header
+
+    device = str(comparison.device)
+    headers = [trace_header(options.target, arm.draft, device) for arm in comparison.config.arms]
+    for header in headers:
+        trace.add(header)
+    hashes = {h.draft: h.draft_hash for h in headers if h.draft is not None and h.draft_hash}
+    return BenchTrace(trace, draft_hashes=hashes, with_tokens=options.trace_tokens)
+
+
 def show(comparison: Comparison, options: BenchOptions) -> None:
     """Print, write and draw what has been measured."""
     from forerun.cli.bench_tables import print_comparison
@@ -186,5 +215,6 @@ COMMAND = Command(
         "forerun bench --arms zoo:draft-domain@2,4 other=zoo:draft-off-the-shelf@2 --batch 1 8",
         "forerun bench --target DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
         "forerun bench --temperatures 0 --blocks 30 --json bench.json --plot bench.svg",
+        "forerun bench --trace bench.parquet && forerun trace summarize bench.parquet",
     ),
 )

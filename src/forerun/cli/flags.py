@@ -78,6 +78,6 @@ class OutputFlags:
     quiet: bool = False
     """No line of figures on stderr."""
     trace: Path | None = None
-    """Write the trace of this run to a JSON-lines file."""
+    """Write a trace of this run to FILE.jsonl, or into FILE.parquet, a folder of Parquet files."""
     trace_tokens: bool = False
     """Put token ids into the trace; without it a trace holds no text."""

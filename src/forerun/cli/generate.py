@@ -49,17 +49,25 @@ def run(options: GenerateOptions) -> int:
     prompt = read_prompt(options.prompt)
 
     from forerun.cli.session import Session, load_engine
-    from forerun.cli.trace import header_for, open_trace
     from forerun.cli.writers import choose_writer, say_figures
+    from forerun.provenance import trace_header
+    from forerun.trace.files import open_trace
 
     pair, output, params = options.pair, options.output, options.sampling.params
     with open_trace(output.trace) if output.trace else nullcontext() as trace:
         engine = load_engine(pair, num_samples=params.n)
+        header = None
         if trace is not None:
-            trace.header(header_for(pair.target, pair.draft_name, str(engine.target.device)))
+            header = trace_header(pair.target, pair.draft_name, str(engine.target.device))
+            trace.add(header)
         ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
         writer = choose_writer(engine.tokenizer, num_samples=params.n, flags=output)
-        session = Session(engine, trace=trace, trace_tokens=output.trace_tokens)
+        session = Session(
+            engine,
+            trace=trace,
+            trace_tokens=output.trace_tokens,
+            drafter_hash=header.draft_hash if header is not None else None,
+        )
         try:
             for chunk in session.run(ids, params):
                 writer.write(chunk)

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from forerun.cli.figures import Figures
 from forerun.cli.flags import PairFlags
-from forerun.cli.trace import TraceFile, parameters_of
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.results import RequestOutput, StreamChunk, sample_key
+from forerun.engine.results import RequestOutput, StreamChunk
+from forerun.engine.tracing import request_records
 from forerun.sampling.config import SamplingParams
-from forerun.theory.record import RequestRecord, StepRecord
+from forerun.theory.record import StepRecord
+from forerun.trace.writer import TraceWriter
 
 __all__ = ["Session", "load_engine"]
 
@@ -30,10 +31,18 @@ def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
 class Session:
     """Runs one request and keeps what happened, so that an interrupted one has figures too."""
 
-    def __init__(self, engine: Engine, *, trace: TraceFile | None, trace_tokens: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        trace: TraceWriter | None = None,
+        trace_tokens: bool = False,
+        drafter_hash: str | None = None,
+    ) -> None:
         self.engine = engine
         self.trace = trace
         self.trace_tokens = trace_tokens
+        self.drafter_hash = drafter_hash
         self.records: list[StepRecord] = []
         self.num_prompt_tokens = 0
         self.started_s = self.ended_s = time.perf_counter()
@@ -82,20 +91,11 @@ class Session:
         # A step's records and chunks are of the same samples in the same order.
         for record, chunk in zip(records, chunks, strict=True):
             token_ids = chunk.token_ids if self.trace_tokens else None
-            self.trace.step(replace(record, token_ids=token_ids))
+            drafter_hash = self.drafter_hash if record.num_drafted else None
+            self.trace.add(replace(record, token_ids=token_ids, drafter_hash=drafter_hash))
 
     def _trace_request(self, output: RequestOutput, params: SamplingParams) -> None:
         if self.trace is None:
             return
-        for completion in output.completions:
-            self.trace.request(
-                RequestRecord(
-                    request_id=sample_key(output.request_id, completion.index, params.n),
-                    parameters=parameters_of(params),
-                    num_prompt_tokens=self.num_prompt_tokens,
-                    num_output_tokens=len(completion.token_ids),
-                    ttft_s=completion.ttft_s,
-                    prefill_s=completion.prefill_s,
-                    finish_reason=completion.finish_reason,
-                )
-            )
+        for record in request_records(output, params):
+            self.trace.add(record)

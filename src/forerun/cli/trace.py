@@ -1,81 +1,74 @@
-"""A trace file: JSON lines, header first, then steps as they happen, requests as they end."""
+"""`forerun trace`: what a trace says."""
 
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, Literal
 
+from tyro.conf import Positional, arg
+
+from forerun.cli.command import Command
+from forerun.cli.paths import PICTURES, check_writable
 from forerun.errors import InvalidRequest
-from forerun.models.content_hash import tokenizer_hash
-from forerun.models.load import model_folder
-from forerun.provenance import content_hash, version_of
-from forerun.sampling.config import SamplingParams
-from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
 
-__all__ = ["TraceFile", "header_for", "open_trace", "parameters_of"]
-
-PACKAGES = ("forerun", "torch", "transformers")
+__all__ = ["COMMAND", "TraceOptions"]
 
 
-class TraceFile:
-    """Writes one JSON object per line; "record" says which kind it is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Options of `forerun trace`."""
 
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
+    action: Annotated[Positional[Literal["summarize"]], arg(metavar="summarize")]
+    """Tokens per step, cost per step, acceptance by position, per tag, where the time went."""
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    """What --trace wrote: a .jsonl file, or a .parquet folder."""
+    json: bool = False
+    """Print one JSON object."""
+    plot: Path | None = None
+    """Draw survival by position into this .png, .svg or .pdf file."""
 
-    def header(self, header: TraceHeader) -> None:
-        """What was run; the first line."""
-        self._write("header", header.to_dict())
+    def check(self) -> None:
+        """Refuse what would fail after the reading.
 
-    def step(self, record: StepRecord) -> None:
-        """One step of one request."""
-        self._write("step", record.to_dict())
-
-    def request(self, record: RequestRecord) -> None:
-        """A finished request."""
-        self._write("request", record.to_dict())
-
-    def _write(self, kind: str, content: dict[str, Json]) -> None:
-        self.file.write(json.dumps({"record": kind, **content}) + "\n")
-
-
-@contextmanager
-def open_trace(path: Path) -> Iterator[TraceFile]:
-    """Open a trace for writing.
-
-    Raises:
-        InvalidRequest: the file cannot be written.
-    """
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest(f"the trace {path} cannot be written: {error.strerror}") from error
-    with file:
-        yield TraceFile(file)
+        Raises:
+            InvalidRequest: the picture cannot be written, or is none.
+        """
+        if self.plot is not None:
+            if self.plot.suffix not in PICTURES:
+                raise InvalidRequest(f"--plot {self.plot} must end in {', '.join(PICTURES)}")
+            check_writable("--plot", self.plot)
 
 
-def header_for(target: str, draft: str | None, device: str) -> TraceHeader:
-    """Header of a trace; reads the weight files once to hash them."""
-    return TraceHeader(
-        target=target,
-        target_hash=content_hash(target),
-        draft=draft,
-        draft_hash=content_hash(draft) if draft is not None else None,
-        tokenizer_hash=tokenizer_hash(model_folder(target)),
-        device=device,
-        versions={
-            "python": platform.python_version(),
-            **{name: version_of(name) for name in PACKAGES},
-        },
-    )
+def run(options: TraceOptions) -> int:
+    """Summarise; damage is reported and does not stop what is whole from being read."""
+    options.check()
+
+    from forerun.cli.trace_tables import print_summary
+    from forerun.trace.files import read_trace
+    from forerun.trace.summary import summarise
+
+    summary = summarise(read_trace(options.file))
+    if options.json:
+        print(json.dumps(summary.to_dict()))
+    else:
+        print_summary(summary)
+    if options.plot is not None:
+        from forerun.trace.plot import plot
+
+        plot(summary, options.file.name, options.plot)
+    return 0
 
 
-def parameters_of(params: SamplingParams) -> dict[str, Json]:
-    """Sampling parameters as JSON wants them."""
-    values = {item.name: getattr(params, item.name) for item in fields(SamplingParams)}
-    return values | {"logit_bias": dict(params.logit_bias or {})}
+COMMAND = Command(
+    options=TraceOptions,
+    run=run,
+    description="Say what a trace of `forerun generate` or `forerun bench` holds. Damage is\n"
+    "named, everything else is read.",
+    examples=(
+        "forerun trace summarize trace.jsonl",
+        "forerun trace summarize bench.parquet --plot survival.svg",
+        "forerun trace summarize trace.jsonl --json | jq .overall.acceptance_length",
+    ),
+)

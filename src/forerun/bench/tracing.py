@@ -1,0 +1,119 @@
+"""The trace of a comparison: every measured request of every arm, and how to tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from forerun.bench.compare import Arm
+from forerun.engine.engine import Engine
+from forerun.engine.results import RequestOutput
+from forerun.engine.tracing import request_records
+from forerun.sampling.config import SamplingParams
+from forerun.theory.record import StepRecord
+from forerun.trace.writer import TraceWriter
+
+__all__ = ["BenchTrace", "TracedEngine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `generate` and what the engine recorded meanwhile."""
+
+    params: tuple[SamplingParams, ...]
+    records: list[StepRecord]
+    outputs: list[RequestOutput]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TracedEngine:
+    """An engine that keeps its records while somebody holds a stopwatch.
+
+    Attributes:
+        engine: what generates.
+        arm: name of the arm, which tells requests of several engines apart.
+        tags: of its requests.
+        drafter_hash: content hash of its draft.
+        calls: what has not been written.
+    """
+
+    engine: Engine
+    arm: str
+    tags: tuple[str, ...]
+    drafter_hash: str | None
+    calls: list[Call] = field(default_factory=list)
+
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """As the engine; recording costs an append per step and request."""
+        each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
+        records: list[StepRecord] = []
+        self.engine.on_record = records.append
+        try:
+            outputs = self.engine.generate(prompts, each)
+        finally:
+            self.engine.on_record = None
+        self.calls.append(Call(params=each, records=records, outputs=outputs))
+        return outputs
+
+    def write(self, trace: TraceWriter, *, with_tokens: bool) -> None:
+        """Hand all that was kept to a trace."""
+        for call in self.calls:
+            texts = {output.request_id: iter(output.token_ids) for output in call.outputs}
+            for record in call.records:
+                emitted = tuple(next(texts[record.request_id]) for _ in range(record.num_emitted))
+                trace.add(
+                    replace(
+                        record,
+                        request_id=self._name(record.request_id),
+                        drafter_hash=self.drafter_hash if record.num_drafted else None,
+                        token_ids=emitted if with_tokens else None,
+                    )
+                )
+            for output, params in zip(call.outputs, call.params, strict=True):
+                for request in request_records(output, params, self.tags):
+                    trace.add(replace(request, request_id=self._name(request.request_id)))
+        self.calls.clear()
+
+    def _name(self, request_id: str) -> str:
+        return f"{self.arm}/{request_id}"
+
+
+class BenchTrace:
+    """Writes what was measured between the blocks, off the clock.
+
+    Args:
+        trace: where to; its headers are written.
+        draft_hashes: content hash by name of the draft.
+        with_tokens: whether steps say which ids they emitted.
+    """
+
+    def __init__(
+        self, trace: TraceWriter, *, draft_hashes: Mapping[str, str], with_tokens: bool
+    ) -> None:
+        self.trace = trace
+        self.draft_hashes = draft_hashes
+        self.with_tokens = with_tokens
+        self.engines: list[TracedEngine] = []
+
+    def over(self, arms: Sequence[Arm], tags: Sequence[str]) -> tuple[Arm, ...]:
+        """The same arms, recorded; requests are tagged with the arm and with `tags`."""
+        return tuple(self._traced(arms, tags))
+
+    def _traced(self, arms: Sequence[Arm], tags: Sequence[str]) -> Iterator[Arm]:
+        for arm in arms:
+            assert isinstance(arm.engine, Engine)
+            traced = TracedEngine(
+                engine=arm.engine,
+                arm=arm.name,
+                tags=(arm.name, *tags),
+                drafter_hash=self.draft_hashes.get(arm.draft or ""),
+            )
+            self.engines.append(traced)
+            yield replace(arm, engine=traced)
+
+    def write(self) -> None:
+        """Write what the last block left."""
+        for engine in self.engines:
+            engine.write(self.trace, with_tokens=self.with_tokens)

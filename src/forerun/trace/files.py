@@ -1,0 +1,100 @@
+"""Trace files: the suffix chooses the format, pyarrow is loaded for Parquet only."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forerun.errors import InvalidRequest, InvalidTrace
+from forerun.trace.jsonl import JsonLines, read_json_lines
+from forerun.trace.schema import Damage, Item
+from forerun.trace.writer import Sink, TraceWriter
+
+__all__ = ["SUFFIXES", "open_trace", "read_trace"]
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@contextmanager
+def open_trace(path: Path) -> Iterator[TraceWriter]:
+    """Open a trace for writing; one that is there is replaced.
+
+    Args:
+        path: ends in .jsonl, or in .parquet for a folder of Parquet parts.
+
+    Raises:
+        InvalidRequest: it ends in something else, or cannot be written.
+    """
+    if path.suffix not in SUFFIXES:
+        raise InvalidRequest(f"the trace {path} must end in {' or '.join(SUFFIXES)}")
+    try:
+        sink = json_lines(path) if path.suffix == ".jsonl" else parquet_parts(path)
+    except OSError as error:
+        raise InvalidRequest(
+            f"the trace {path} cannot be written: {error.strerror or error}"
+        ) from error
+    writer = TraceWriter(sink, str(path))
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def json_lines(path: Path) -> JsonLines:
+    """A sink of JSON lines; the file is emptied."""
+    return JsonLines(path.open("wb", buffering=0))
+
+
+def parquet_parts(folder: Path) -> Sink:
+    """A sink of Parquet parts; a trace that is there is removed, anything else is left alone."""
+    from forerun.trace.parquet import FOLDERS, HEADERS, ParquetParts
+
+    folder.mkdir(exist_ok=True)
+    strange = {entry.name for entry in folder.iterdir()} - {HEADERS, *FOLDERS}
+    if strange:
+        raise InvalidRequest(
+            f"the trace {folder} cannot be written: the folder holds {min(strange)}, which is no "
+            "part of a trace"
+        )
+    for name in FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir()
+    return ParquetParts(folder, json_lines(folder / HEADERS))
+
+
+def read_trace(path: Path) -> Iterator[Item]:
+    """Records of a trace, and what of it is damaged.
+
+    A trace is read lazily. Whatever is whole is returned: a line or part that is not gives a
+    `Damage` that says where and what, and reading goes on behind it.
+
+    Args:
+        path: what `open_trace` wrote; a folder is Parquet, a file JSON lines.
+
+    Raises:
+        InvalidTrace: it cannot be read, or nothing in it is a record.
+    """
+    num_records, first_damage = 0, None
+    try:
+        for item in read_items(path):
+            if isinstance(item, Damage):
+                first_damage = first_damage or item
+            else:
+                num_records += 1
+            yield item
+    except OSError as error:
+        raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
+    if first_damage is not None and not num_records:
+        raise InvalidTrace(f"{path} holds no record of a trace: {first_damage}")
+
+
+def read_items(path: Path) -> Iterator[Item]:
+    """Items in the format the path is of."""
+    if not path.is_dir():
+        yield from read_json_lines(path)
+        return
+    from forerun.trace.parquet import read_parquet
+
+    yield from read_parquet(path)

@@ -1,0 +1,159 @@
+"""Traces as Parquet: a folder of part files, for a Parquet file is readable only once it is closed.
+
+    trace.parquet/headers.jsonl            one header per line
+    trace.parquet/steps/00000.parquet      step records, a part per flush
+    trace.parquet/requests/00000.parquet   request records
+
+A part appears under its name when it is whole. Data frame libraries and query engines read
+`trace.parquet/steps` as one table. Parameters of a request, whose names differ from version to
+version, are one column of JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
+from forerun.trace.jsonl import JsonLines, read_json_lines
+from forerun.trace.schema import KINDS, Damage, Item, Record, record_from
+from forerun.trace.writer import FlushRule
+
+__all__ = ["FOLDERS", "HEADERS", "ParquetParts", "read_parquet"]
+
+HEADERS = "headers.jsonl"
+FOLDERS: Mapping[str, type[StepRecord] | type[RequestRecord]] = {
+    "steps": StepRecord,
+    "requests": RequestRecord,
+}
+SUFFIX = ".parquet"
+UNFINISHED = ".unfinished"
+JSON_TEXT = "dict[str, Json]"
+
+TYPES: Mapping[str, pa.DataType] = {
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "str": pa.string(),
+    "bool": pa.bool_(),
+    JSON_TEXT: pa.string(),
+    "tuple[int, ...]": pa.list_(pa.int64()),
+    "tuple[float, ...]": pa.list_(pa.float64()),
+    "tuple[str, ...]": pa.list_(pa.string()),
+}
+"""By annotation, for every annotation a step or request record has."""
+
+
+class ParquetParts:
+    """A sink of Parquet parts.
+
+    Args:
+        folder: of the trace; it exists.
+        headers: where its headers go.
+    """
+
+    flush_rule = FlushRule(num_records=4096, seconds=10.0)
+
+    def __init__(self, folder: Path, headers: JsonLines) -> None:
+        self.folder = folder
+        self.headers = headers
+        self.num_parts = dict.fromkeys(FOLDERS, 0)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """One part per kind of record."""
+        headers = [record for record in records if isinstance(record, TraceHeader)]
+        if headers:
+            self.headers.write(headers)
+        for name, kind in FOLDERS.items():
+            some = [record for record in records if isinstance(record, kind)]
+            if some:
+                self._write_part(name, table_of(kind, some))
+
+    def close(self) -> None:
+        """Close what is open; parts are closed already."""
+        self.headers.close()
+
+    def _write_part(self, name: str, table: pa.Table) -> None:
+        path = self.folder / name / f"{self.num_parts[name]:05}{SUFFIX}"
+        unfinished = path.with_suffix(SUFFIX + UNFINISHED)
+        try:
+            pq.write_table(table, unfinished, write_page_checksum=True)
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        self.num_parts[name] += 1
+
+
+def table_of(
+    kind: type[StepRecord] | type[RequestRecord], records: Sequence[StepRecord | RequestRecord]
+) -> pa.Table:
+    """Records as columns."""
+    rows = [record.to_dict() for record in records]
+    columns = []
+    for field in fields(kind):
+        values: list[Json] = [row[field.name] for row in rows]
+        annotation = str(field.type)
+        if annotation == JSON_TEXT:
+            values = list(map(json.dumps, values))
+        columns.append(pa.array(values, TYPES[annotation.removesuffix(" | None")]))
+    return pa.Table.from_arrays(columns, names=[field.name for field in fields(kind)])
+
+
+def read_parquet(folder: Path) -> Iterator[Item]:
+    """Headers, steps, requests, and what is damaged among them.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    headers = folder / HEADERS
+    if headers.exists():
+        for item in read_json_lines(headers):
+            if isinstance(item, Damage):
+                yield Damage(where=f"{HEADERS} {item.where}", what=item.what)
+            else:
+                yield item
+    else:
+        yield Damage(where=HEADERS, what="missing")
+    for name in FOLDERS:
+        found = sorted((folder / name).iterdir()) if (folder / name).is_dir() else []
+        yield from missing_parts(name, found)
+        for path in found:
+            yield from read_part(path, f"{name}/{path.name}")
+
+
+def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
+    """Parts are numbered from 0 without gaps."""
+    numbers = {int(path.stem) for path in found if path.suffix == SUFFIX and path.stem.isdigit()}
+    for number in range(max(numbers, default=-1)):
+        if number not in numbers:
+            yield Damage(where=f"{name}/{number:05}{SUFFIX}", what="missing")
+
+
+def read_part(path: Path, where: str) -> Iterator[Item]:
+    """Records of one part, as far as they can be read."""
+    if path.suffix == UNFINISHED:
+        yield Damage(where=where, what="was being written when the process ended")
+        return
+    kind = next(name for name, made in KINDS.items() if made is FOLDERS[path.parent.name])
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as part:
+            for batch in part.iter_batches():
+                for index, row in enumerate(batch.to_pylist()):
+                    yield item_of(kind, row, f"{where} row {index}")
+    except (OSError, ValueError, pa.ArrowException) as error:
+        yield Damage(where=where, what=str(error).splitlines()[0])
+
+
+def item_of(kind: str, row: dict[str, object], where: str) -> Item:
+    """The record of a row, or what is wrong with it."""
+    try:
+        if kind == "request":
+            row["parameters"] = json.loads(str(row.get("parameters")))
+        return record_from(kind, row)
+    except (OverflowError, ValueError) as error:
+        return Damage(where=where, what=str(error))

@@ -1,0 +1,158 @@
+"""Records and the plain values they consist of in a file, checked on the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+
+from forerun.theory.record import SCHEMA_VERSION, RequestRecord, StepRecord, TraceHeader
+
+__all__ = ["KINDS", "Damage", "Item", "Record", "kind_of", "record_from"]
+
+Record = TraceHeader | RequestRecord | StepRecord
+
+KINDS: Mapping[str, type[TraceHeader] | type[RequestRecord] | type[StepRecord]] = {
+    "header": TraceHeader,
+    "request": RequestRecord,
+    "step": StepRecord,
+}
+"""What a record is called in a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A part of a trace that could not be read; what is around it could.
+
+    Attributes:
+        where: line and byte, or part file.
+        what: what is wrong with it.
+    """
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+Item = Record | Damage
+"""What reading a trace yields."""
+
+
+def kind_of(record: Record) -> str:
+    """The name of a record's kind."""
+    if isinstance(record, StepRecord):
+        return "step"
+    return "request" if isinstance(record, RequestRecord) else "header"
+
+
+def record_from(kind: object, values: Mapping[str, object]) -> Record:
+    """The record of a kind that `to_dict` gave these values.
+
+    Raises:
+        ValueError: the kind is unknown, a field is missing, unknown or of another type, or counts
+            contradict each other; the message says which.
+    """
+    made = KINDS.get(kind) if isinstance(kind, str) else None
+    if made is None:
+        raise ValueError(f"a record of kind {kind!r}")
+    if made is TraceHeader and values.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"schema version {values.get('schema_version')!r}; this forerun reads {SCHEMA_VERSION}"
+        )
+    expected = {field.name: field for field in fields(made)}
+    if unknown := values.keys() - expected.keys():
+        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
+    checked: dict[str, object] = {}
+    for name, field in expected.items():
+        if name in values:
+            checked[name] = value_of(str(field.type), name, values[name])
+        elif field.default is MISSING:
+            raise ValueError(f"no {name}")
+    record: Record = made(**checked)  # type: ignore[arg-type]
+    if isinstance(record, StepRecord):
+        check_counts(record)
+    return record
+
+
+def value_of(annotation: str, name: str, value: object) -> object:
+    """A value as the annotation of its field wants it."""
+    wanted = annotation.removesuffix(" | None")
+    if value is None and wanted != annotation:
+        return None
+    converted = CONVERSIONS[wanted](value)
+    if converted is None:
+        raise ValueError(f"{name} is {value!r}, not {annotation}")
+    return converted
+
+
+def check_counts(record: StepRecord) -> None:
+    """Refuse what cannot have happened."""
+    if not 0 <= record.num_accepted <= record.depth_drafted <= record.num_drafted:
+        raise ValueError(
+            f"{record.num_accepted} accepted of {record.num_drafted} nodes, "
+            f"{record.depth_drafted} deep"
+        )
+    if not 0 <= record.num_emitted <= record.num_accepted + 1:
+        raise ValueError(f"{record.num_emitted} emitted of {record.num_accepted} accepted")
+    durations = (record.draft_s, record.verify_s, record.other_s)
+    if not all(math.isfinite(value) and value >= 0.0 for value in durations):
+        raise ValueError(f"durations {durations}")
+
+
+# Each gives the value, converted where files know fewer types, or None where it is another type.
+
+
+def as_integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def as_number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def as_text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def as_flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def as_object(value: object) -> dict[str, object] | None:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return None
+    return dict(value)
+
+
+def as_texts(value: object) -> dict[str, object] | None:
+    found = as_object(value)
+    all_texts = found is not None and all(isinstance(entry, str) for entry in found.values())
+    return found if all_texts else None
+
+
+def as_tuple(convert: Callable[[object], object]) -> Callable[[object], tuple[object, ...] | None]:
+    def converted(value: object) -> tuple[object, ...] | None:
+        if not isinstance(value, list | tuple):
+            return None
+        found = tuple(map(convert, value))
+        return None if None in found else found
+
+    return converted
+
+
+CONVERSIONS: Mapping[str, Callable[[object], object]] = {
+    "int": as_integer,
+    "float": as_number,
+    "str": as_text,
+    "bool": as_flag,
+    "dict[str, str]": as_texts,
+    "dict[str, Json]": as_object,
+    "tuple[int, ...]": as_tuple(as_integer),
+    "tuple[float, ...]": as_tuple(as_number),
+    "tuple[str, ...]": as_tuple(as_text),
+}
+"""By annotation, for every annotation a record has."""

@@ -1,0 +1,274 @@
+"""What a trace says: tokens per step, cost per step, acceptance by position, where the time goes.
+
+Durations belong to a cycle, which all requests of a batch share. Sums of time count every cycle
+once; the cost of a step is the mean over requests and steps, as tau is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import median
+
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.intervals import Interval, wilson_interval
+from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
+from forerun.trace.costs import CycleCost, StepCosts
+from forerun.trace.schema import Damage, Item
+
+__all__ = ["MAX_DAMAGE", "GroupSummary", "Position", "TimeSplit", "TraceSummary", "summarise"]
+
+MAX_DAMAGE = 20
+"""Damaged places that are named; further ones are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Acceptance at one drafted position.
+
+    Attributes:
+        num_drafted: steps that drafted it; the denominator of beta.
+        num_accepted: of them, those accepted through it.
+        rate: beta with its 95% Wilson interval.
+        survival: P(accepted through it) had every step drafted it.
+    """
+
+    num_drafted: int
+    num_accepted: int
+    rate: Interval
+    survival: float
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupSummary:
+    """Steps of requests that have something in common.
+
+    Attributes:
+        num_requests: requests seen.
+        num_steps: their steps, plain ones and those that ended a prefill included.
+        num_tokens: emitted tokens, after stop truncation.
+        expected_accepted: sum over drafting steps of what the verifier was expected to accept.
+        acceptance: counts over the steps that drafted.
+        costs: durations of their decode steps.
+    """
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    expected_accepted: float = 0.0
+    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    costs: StepCosts = field(default_factory=StepCosts)
+
+    def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
+        """Count one step of a cycle."""
+        self.num_steps += 1
+        self.num_tokens += record.num_emitted
+        if record.num_drafted:
+            self.expected_accepted += record.expected_accepted
+            self.acceptance.add(
+                record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted
+            )
+        self.costs.add(record, cycle)
+
+    def include(self, other: GroupSummary) -> None:
+        """Take the steps of another group in."""
+        self.num_requests += other.num_requests
+        self.num_steps += other.num_steps
+        self.num_tokens += other.num_tokens
+        self.expected_accepted += other.expected_accepted
+        self.acceptance = self.acceptance + other.acceptance
+        self.costs.include(other.costs)
+
+    @property
+    def wasted_share(self) -> float | None:
+        """Of the drafted nodes, the share that was not accepted; None where nothing was drafted."""
+        rate = self.acceptance.draft_acceptance_rate
+        return None if rate is None else 1.0 - rate
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Acceptance from position 1 on."""
+        counts = self.acceptance
+        return tuple(
+            Position(
+                num_drafted=drafted,
+                num_accepted=accepted,
+                rate=wilson_interval(accepted, drafted),
+                survival=survival,
+            )
+            for drafted, accepted, survival in zip(
+                counts.drafted_per_position,
+                counts.accepted_per_position,
+                counts.survival,
+                strict=True,
+            )
+        )
+
+    def to_dict(self, plain_step_s: Mapping[int, float]) -> dict[str, Json]:
+        """As JSON wants it; `plain_step_s` as for `StepCosts.cycle_cost`."""
+        counts, cost = self.acceptance, self.costs.cycle_cost(plain_step_s)
+        return {
+            "num_requests": self.num_requests,
+            "num_steps": self.num_steps,
+            "num_tokens": self.num_tokens,
+            "num_drafting_steps": counts.num_steps,
+            "num_drafted": counts.num_drafted,
+            "num_accepted": counts.num_accepted,
+            "expected_accepted": self.expected_accepted,
+            "draft_acceptance_rate": counts.draft_acceptance_rate,
+            "wasted_share": self.wasted_share,
+            "acceptance_length": counts.acceptance_length,
+            "cycle_cost": None if cost is None else cost.to_dict(),
+            "positions": [
+                {
+                    "num_drafted": position.num_drafted,
+                    "num_accepted": position.num_accepted,
+                    "acceptance_rate": position.rate.estimate,
+                    "acceptance_rate_ci": [position.rate.low, position.rate.high],
+                    "survival": position.survival,
+                }
+                for position in self.positions
+            ],
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class TimeSplit:
+    """Seconds of engine cycles, each counted once.
+
+    Attributes:
+        num_cycles: cycles that yielded tokens.
+        num_prefill_cycles: those of them that also read prompts.
+        draft_s: drafting.
+        verify_s: the target pass.
+        other_s: everything else.
+    """
+
+    num_cycles: int = 0
+    num_prefill_cycles: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        """Count the cycle a record is of."""
+        self.num_cycles += 1
+        self.num_prefill_cycles += record.num_prefill_rows > 0
+        self.draft_s += record.draft_s
+        self.verify_s += record.verify_s
+        self.other_s += record.other_s
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.draft_s + self.verify_s + self.other_s
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceSummary:
+    """What `summarise` found.
+
+    Attributes:
+        headers: what was run; one per draft.
+        overall: all steps.
+        tags: steps by tag of their request; a request with several tags counts under each.
+        num_unfinished: requests without a record of their end.
+        times: where the time went.
+        ttft_s: seconds to the first token, one per finished request that had one.
+        num_damaged: places that could not be read.
+        damage: the first of them.
+    """
+
+    headers: list[TraceHeader] = field(default_factory=list)
+    overall: GroupSummary = field(default_factory=GroupSummary)
+    tags: dict[str, GroupSummary] = field(default_factory=dict)
+    num_unfinished: int = 0
+    times: TimeSplit = field(default_factory=TimeSplit)
+    ttft_s: list[float] = field(default_factory=list)
+    num_damaged: int = 0
+    damage: list[Damage] = field(default_factory=list)
+
+    @property
+    def plain_step_s(self) -> Mapping[int, float]:
+        """Mean plain decode step by number of requests in the cycle, where there are enough."""
+        return self.overall.costs.plain_step_s
+
+    @property
+    def cycle_cost(self) -> CycleCost | None:
+        """kappa over all steps; None where the trace has too few plain steps to compare with."""
+        return self.overall.costs.cycle_cost(self.plain_step_s)
+
+    @property
+    def median_ttft_s(self) -> float | None:
+        """Half of the requests had their first token by then."""
+        return median(self.ttft_s) if self.ttft_s else None
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        times, plain = self.times, self.plain_step_s
+        return {
+            "headers": [header.to_dict() for header in self.headers],
+            "overall": self.overall.to_dict(plain),
+            "tags": {tag: group.to_dict(plain) for tag, group in self.tags.items()},
+            "num_unfinished": self.num_unfinished,
+            "median_ttft_s": self.median_ttft_s,
+            "times": {
+                "num_cycles": times.num_cycles,
+                "num_prefill_cycles": times.num_prefill_cycles,
+                "draft_s": times.draft_s,
+                "verify_s": times.verify_s,
+                "other_s": times.other_s,
+            },
+            "num_damaged": self.num_damaged,
+            "damage": [{"where": place.where, "what": place.what} for place in self.damage],
+        }
+
+
+def summarise(items: Iterable[Item]) -> TraceSummary:
+    """Figures of a trace, from whatever of it could be read.
+
+    Memory grows with the number of requests, not of steps.
+    """
+    found = TraceSummary()
+    requests: dict[str, GroupSummary] = {}
+    ended: dict[str, tuple[str, ...]] = {}
+    for cycle in cycles_of(split_off(items, found, ended)):
+        found.times.add(cycle[0])
+        for record in cycle:
+            request = requests.setdefault(record.request_id, GroupSummary(num_requests=1))
+            request.add(record, cycle)
+    for name, group in requests.items():
+        found.overall.include(group)
+        for tag in ended.get(name, ()):
+            found.tags.setdefault(tag, GroupSummary()).include(group)
+    found.num_unfinished = len(requests.keys() - ended.keys())
+    return found
+
+
+def split_off(
+    items: Iterable[Item], found: TraceSummary, ended: dict[str, tuple[str, ...]]
+) -> Iterator[StepRecord]:
+    """The steps; everything else is noted on the way."""
+    for item in items:
+        if isinstance(item, StepRecord):
+            yield item
+        elif isinstance(item, RequestRecord):
+            ended[item.request_id] = item.tags
+            if item.ttft_s is not None:
+                found.ttft_s.append(item.ttft_s)
+        elif isinstance(item, TraceHeader):
+            found.headers.append(item)
+        else:
+            found.num_damaged += 1
+            if len(found.damage) < MAX_DAMAGE:
+                found.damage.append(item)
+
+
+def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
+    """Records of one cycle together: an engine hands them over one after the other.
+
+    Engines number their cycles alike, so the time tells cycles of different engines apart.
+    """
+    for _, cycle in groupby(records, key=lambda record: (record.cycle_id, record.t_s)):
+        yield tuple(cycle)

@@ -1,0 +1,116 @@
+"""Records on their way into a file: kept a little while, written many at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from forerun.theory.record import StepRecord
+from forerun.trace.schema import Record
+
+__all__ = ["FlushRule", "Sink", "TraceWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushRule:
+    """When records that wait are written: at whichever comes first.
+
+    Attributes:
+        num_records: so many wait; no more are ever kept in memory.
+        seconds: so much time lies between the steps that wait.
+    """
+
+    num_records: int
+    seconds: float
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where records end up."""
+
+    @property
+    def flush_rule(self) -> FlushRule:
+        """When to write: formats differ in what a write costs."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write records so that what is written stays readable whatever happens afterwards.
+
+        Raises:
+            OSError: they could not be written; earlier ones are still there.
+        """
+
+    def close(self) -> None:
+        """Give back what is open.
+
+        Raises:
+            OSError: as for `write`.
+        """
+
+
+class TraceWriter:
+    """Takes records one by one; for example as `on_record` of an engine.
+
+    Nothing that happens to the file reaches the caller. Where a write fails, a warning says so
+    once, what was written before stays, and further records are dropped: a full disk ends the
+    trace, not the generation. It reads no clock: the records bring their own.
+
+    Args:
+        sink: where they go.
+        name: of the file, for the warning.
+    """
+
+    def __init__(self, sink: Sink, name: str) -> None:
+        self.sink = sink
+        self.name = name
+        self.num_written = 0
+        self.failed = False
+        self._waiting: list[Record] = []
+        self._since_s: float | None = None
+
+    def add(self, record: Record) -> None:
+        """Keep a record, and write all that wait when it is time."""
+        if self.failed:
+            return
+        waiting, rule = self._waiting, self.sink.flush_rule
+        waiting.append(record)
+        if len(waiting) >= rule.num_records:
+            self.flush()
+        elif isinstance(record, StepRecord):
+            if self._since_s is None:
+                self._since_s = record.t_s
+            elif record.t_s - self._since_s >= rule.seconds:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write all that wait."""
+        waiting, self._waiting, self._since_s = self._waiting, [], None
+        if self.failed or not waiting:
+            return
+        try:
+            self.sink.write(waiting)
+        except OSError as error:
+            self._fail(error)
+        else:
+            self.num_written += len(waiting)
+
+    def close(self) -> None:
+        """Write all that wait and close the file."""
+        self.flush()
+        try:
+            self.sink.close()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self.failed:
+            logger.warning(
+                "the trace %s cannot be written (%s); it ends after %d records, the rest goes on",
+                self.name,
+                error.strerror or error,
+                self.num_written,
+            )
+        self.failed = True
