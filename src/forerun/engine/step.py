@@ -120,7 +120,7 @@ class Stepper:
 
     def _records(self, emitting: Seq[Turn], fed: Seq[Turn], clock: StepClock) -> list[StepRecord]:
         """One trace record per sequence that emitted; durations belong to the whole cycle."""
-        num_prefill = sum(turn.num_chain for turn in fed if turn.num_chain > 1)
+        num_prefill = sum(turn.num_chain for turn in fed if turn.prefills)
         batch_rows = sum(turn.num_chain + turn.num_drafted for turn in fed)
         draft_s, verify_s, other_s = clock.durations()
         return [

@@ -53,6 +53,12 @@ class Turn:
         return self.num_pending == 1
 
     @property
+    def prefills(self) -> bool:
+        """Whether it fed a prompt, or again what it had emitted before it had to wait."""
+        # The last chunk of a prompt may be one row, as decoding always is.
+        return self.num_chain > 1 or self.sequence.num_output == self.num_emitted
+
+    @property
     def completes(self) -> bool:
         """Whether nothing stays pending, so that the pass yields tokens."""
         return self.num_chain == self.num_pending

@@ -139,8 +139,17 @@ def test_the_target_pass_drafting_and_the_rest_are_told_apart(
 def test_prefill_rows_are_counted(target):
     records = recorded(drafted(target, prefill_chunk=2))
     prefill = {record.cycle_id: record.num_prefill_rows for record in records}
-    # "a" reads six tokens two at a time, "c" its two at once; "b" decodes from the start.
-    assert [prefill[cycle] for cycle in range(4)] == [4, 2, 2, 0]
+    # "a" reads six tokens two at a time, "c" its two and "b" its one at once.
+    assert [prefill[cycle] for cycle in range(4)] == [5, 2, 2, 0]
+
+
+def test_the_last_row_of_a_prompt_is_a_prefill_row(target):
+    engine = drafted(target, prefill_chunk=2)
+    records: list[StepRecord] = []
+    engine.on_record = records.append
+    engine.generate([[1, 2, 3, 4, 5]], PARAMS)
+    # The third chunk is one row; only steps that emit leave a record.
+    assert [(r.cycle_id, r.num_prefill_rows) for r in records[:2]] == [(2, 1), (3, 0)]
 
 
 def test_the_end_of_the_context_limits_drafts(target):
