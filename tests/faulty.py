@@ -23,6 +23,7 @@ class Faulty:
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
+        self.method = inner.method
         self.num_proposals = 0
         self.num_observations = 0
 

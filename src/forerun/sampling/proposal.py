@@ -45,8 +45,9 @@ class Proposal:
         draft_probs: for `SAMPLED`, the very rows drawn from, one per expanded parent; for a chain
             row i is the law node i was drawn from. A `COUPLED` chain may carry its rows too, for
             the figures of the trace; verification does not read them. None otherwise.
-        stop_reason: why drafting ended ("budget", "stop_rule", "context"; "no_law": the next law
-            was NaN).
+        stop_reason: why drafting ended ("budget", "stop_rule", "context", "score"; "no_law": the
+            next law was NaN).
+        score: tokens the drafter expects to be accepted; None where it does not say.
         assurance: spares the check of values that the drafter guarantees.
     """
 
@@ -55,6 +56,7 @@ class Proposal:
     choice: Choice
     draft_probs: Float[Tensor, "parents vocab"] | None = None
     stop_reason: str = "budget"
+    score: float | None = None
     assurance: Assurance | None = None
 
     @property

@@ -31,6 +31,8 @@ class Branching:
     Always accepted is the path of last children: nodes 1, 5 and 6, where 6 is a best guess.
     """
 
+    method = "branching"
+
     def __init__(self, next_logits: NextLogits, *, first_chain_only: bool = False) -> None:
         self.next_logits = next_logits
         self.first_chain_only = first_chain_only

@@ -1,0 +1,1 @@
+"""Drafting from text that was there before, without a model."""

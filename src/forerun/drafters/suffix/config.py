@@ -1,0 +1,41 @@
+"""Settings of the suffix drafter; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.errors import InvalidRequest
+
+__all__ = ["SuffixConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixConfig:
+    """How far copies are trusted, and what is remembered between requests.
+
+    Costs are in plain steps; see docs/performance.md for what they are on a machine.
+
+    Attributes:
+        tokens_per_match: budget per token of the match, the alpha of SuffixDecoding's
+            MAX_SPEC = alpha x p (Oliaro et al. 2024, arXiv:2411.04975): a match of p tokens is
+            continued by at most as many times alpha.
+        step_cost: what drafting in a step costs before the first row.
+        row_cost: what verifying one more row costs.
+        store_tokens: outputs of finished requests kept for later ones of the same scope, in tokens
+            over all scopes; 0 keeps none, and then a request draws on its own text only.
+
+    Raises:
+        InvalidRequest: a value cannot work.
+    """
+
+    tokens_per_match: float = 2.0
+    step_cost: float = 0.05
+    row_cost: float = 0.08
+    store_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work, by name."""
+        for name in ("tokens_per_match", "step_cost", "row_cost", "store_tokens"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise InvalidRequest(f"{name} is {value}; it must be 0 or more and finite")

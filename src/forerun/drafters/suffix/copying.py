@@ -1,0 +1,132 @@
+"""From a match to a draft: how a text went on before, as far as that is worth verifying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.drafters.suffix.automaton import NONE, ROOT, SEPARATOR, SuffixAutomaton
+from forerun.drafters.suffix.config import SuffixConfig
+from forerun.drafters.suffix.rates import HitRates
+
+__all__ = ["NOTHING", "Copy", "Match", "OwnMatch", "StoredMatch", "copy_on"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A chain of tokens.
+
+    Attributes:
+        tokens: what is drafted.
+        score: how many of them are expected to be accepted.
+        value: tokens per plain step the draft is expected to make; 1 is plain decoding.
+    """
+
+    tokens: tuple[int, ...] = ()
+    score: float = 0.0
+    value: float = 1.0
+
+
+NOTHING = Copy()
+
+
+class OwnMatch:
+    """The end of a text in the text itself.
+
+    Attributes:
+        automaton: of the text.
+        rates: how far it has been right.
+    """
+
+    __slots__ = ("automaton", "rates")
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self.rates = HitRates()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """State and length of the longest suffix that occurs earlier too."""
+        state = self.automaton.repeated
+        return state, self.automaton.length(state)
+
+    def advance(self, token: int) -> None:
+        """One token more."""
+        self.automaton.append(token)
+
+
+class StoredMatch:
+    """The end of a text in texts that may grow meanwhile.
+
+    Attributes:
+        automaton: of the other texts.
+        rates: how far they have been right.
+        place: state and length of the longest suffix that occurs there.
+    """
+
+    __slots__ = ("automaton", "place", "rates")
+
+    def __init__(self, automaton: SuffixAutomaton) -> None:
+        self.automaton = automaton
+        self.rates = HitRates()
+        self.place = (ROOT, 0)
+
+    def advance(self, token: int) -> None:
+        """One token more: amortised O(1), since a match can only lose what it has gained."""
+        automaton = self.automaton
+        state, length = self.place
+        while True:
+            # The texts may have grown and given the shorter strings of a state one of their own.
+            while state != ROOT and length <= automaton.length(link := automaton.link(state)):
+                state = link
+            after = automaton.follow(state, token)
+            if after != NONE:
+                self.place = (after, length + 1)
+                return
+            if state == ROOT:
+                self.place = (ROOT, 0)
+                return
+            state = automaton.link(state)
+            length = automaton.length(state)
+
+
+Match = OwnMatch | StoredMatch
+
+
+def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
+    """Draft while one more token is expected to make the step faster.
+
+    With S tokens expected to be accepted of n drafted, a step yields 1 + S tokens and costs
+    kappa = 1 + step_cost + n row_cost. The next token, accepted with all before it with
+    probability p, raises (1 + S) / kappa where p kappa > (1 + S) row_cost. p falls with every
+    token, so the first that does not pay is the end.
+
+    Args:
+        match: where to copy from.
+        most: K.
+        config: budget and costs.
+
+    Returns:
+        The draft; nothing where plain decoding is expected to be as fast.
+    """
+    automaton, rates = match.automaton, match.rates
+    state, length = match.place
+    most = min(most, int(config.tokens_per_match * length))
+    tokens: list[int] = []
+    reached, emitted, kappa = 1.0, 1.0, 1 + config.step_cost
+    while len(tokens) < most:
+        token, share = automaton.favourite(state)
+        if token == NONE:  # the match overlaps the end of the text: the period goes on
+            state = automaton.link(state)
+            if state in (ROOT, NONE):
+                break
+            continue
+        reached *= rates.probability(length + len(tokens), share)
+        if token == SEPARATOR or reached * kappa <= emitted * config.row_cost:
+            break
+        tokens.append(token)
+        emitted += reached
+        kappa += config.row_cost
+        state = automaton.follow(state, token)
+    if emitted <= kappa:
+        return NOTHING
+    return Copy(tokens=tuple(tokens), score=emitted - 1, value=emitted / kappa)

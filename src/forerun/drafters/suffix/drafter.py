@@ -1,0 +1,129 @@
+"""The suffix drafter: what followed the longest earlier match of the text's end follows again.
+
+No model and no training: chains are copied from the request's own prompt and output and, if asked,
+from outputs of earlier requests of the same scope. They are deterministic, so they are verified by
+the walk and bias nothing. Where copying is not expected to pay, nothing is drafted.
+
+Cost per token: a few microseconds, and the bytes `automaton` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.control.base import Plan
+from forerun.drafters.base import DraftRequest, Outcome
+from forerun.drafters.suffix.automaton import NONE
+from forerun.drafters.suffix.config import SuffixConfig
+from forerun.drafters.suffix.copying import NOTHING, Copy, Match, OwnMatch, StoredMatch, copy_on
+from forerun.drafters.suffix.store import OutputStore
+from forerun.sampling.choice import Choice
+from forerun.sampling.proposal import Proposal
+from forerun.theory.tree import TokenTree
+
+__all__ = ["SuffixDrafter"]
+
+
+class SuffixDrafter:
+    """Copies from what was there before.
+
+    Args:
+        config: costs, and what is kept between requests.
+    """
+
+    method = "suffix"
+
+    def __init__(self, config: SuffixConfig | None = None) -> None:
+        self.config = config or SuffixConfig()
+        self.store = OutputStore(self.config.store_tokens)
+        self._readers: dict[str, Reader] = {}
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        """A chain of at most K tokens per request; None where copying would not pay."""
+        return [
+            proposal_of(self._reader(request).draft(plan.num_speculative_tokens, self.config))
+            for request, plan in zip(requests, plans, strict=True)
+        ]
+
+    def _reader(self, request: DraftRequest) -> Reader:
+        """The request's reader, up to date with its text."""
+        reader = self._readers.get(request.request_id)
+        if reader is None:
+            stored = () if request.scope is None else self.store.texts_of(request.scope)
+            reader = Reader(request, [OwnMatch(), *map(StoredMatch, stored)])
+            self._readers[request.request_id] = reader
+        reader.read()
+        return reader
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to do: committed tokens are read, and judged, before the next draft."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request's text; its output goes to the store, if there is one and a scope."""
+        reader = self._readers.pop(request_id, None)
+        if reader is None:
+            return
+        request = reader.request
+        if request.scope is not None:
+            self.store.add(request.scope, request.ids[request.num_prompt :])
+
+
+class Reader:
+    """Follows one request's text in itself and in the store.
+
+    Args:
+        request: whose text.
+        matches: of its end, one per text to copy from; the first is its own.
+    """
+
+    __slots__ = ("matches", "num_read", "request")
+
+    def __init__(self, request: DraftRequest, matches: Sequence[Match]) -> None:
+        self.request = request
+        self.matches = matches
+        self.num_read = 0
+
+    def read(self) -> None:
+        """Take in what was committed since the last time; of the output, learn what copies hit."""
+        ids, num_prompt = self.request.ids, self.request.num_prompt
+        for position in range(self.num_read, len(ids)):
+            token = ids[position]
+            for match in self.matches:
+                if position >= num_prompt:
+                    judge(match, token)
+                match.advance(token)
+        self.num_read = len(ids)
+
+    def draft(self, most: int, config: SuffixConfig) -> Copy:
+        """The copy expected to be worth most."""
+        best = NOTHING
+        for match in self.matches:
+            copy = copy_on(match, most, config)
+            if copy.value > best.value:
+                best = copy
+        return best
+
+
+def judge(match: Match, token: int) -> None:
+    """Tell the rates whether a copy would have had the next token right."""
+    state, length = match.place
+    favourite, share = match.automaton.favourite(state)
+    if length and favourite != NONE:
+        match.rates.observe(length, share, favourite == token)
+
+
+def proposal_of(copy: Copy) -> Proposal | None:
+    """A chain for the engine."""
+    if not copy.tokens:
+        return None
+    return Proposal(
+        tokens=torch.tensor(copy.tokens),
+        tree=TokenTree.chain(len(copy.tokens)),
+        choice=Choice.DETERMINISTIC,
+        stop_reason="score",
+        score=copy.score,
+    )

@@ -1,0 +1,260 @@
+"""The suffix drafter: what it copies, when it holds back, what it keeps and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.control.base import Plan
+from forerun.drafters.base import Drafter, DraftRequest
+from forerun.drafters.suffix.config import SuffixConfig
+from forerun.drafters.suffix.copying import NOTHING, OwnMatch, copy_on
+from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix.rates import HitRates
+from forerun.drafters.suffix.store import OutputStore
+from forerun.errors import InvalidRequest
+from forerun.sampling.choice import Choice
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.proposal import Proposal
+from forerun.theory.splitmix import finalise
+
+FREE = SuffixConfig(step_cost=0, row_cost=0)
+"""Drafting costs nothing, so whatever can be copied is."""
+LINE = list(range(10, 40))
+
+
+def asked(
+    ids: Sequence[int], *, name: str = "r", num_prompt: int | None = None, scope: str | None = None
+) -> DraftRequest:
+    return DraftRequest(
+        request_id=name,
+        ids=list(ids),
+        num_prompt=len(ids) if num_prompt is None else num_prompt,
+        params=SamplingParams(),
+        noise_key=0,
+        history=None,
+        coupled=False,
+        scope=scope,
+    )
+
+
+def proposed(drafter: SuffixDrafter, request: DraftRequest, k: int = 8) -> Proposal | None:
+    (proposal,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=k)])
+    return proposal
+
+
+def drafted(drafter: SuffixDrafter, request: DraftRequest, k: int = 8) -> list[int]:
+    proposal = proposed(drafter, request, k)
+    return [] if proposal is None else proposal.tokens.tolist()
+
+
+def matching(ids: Sequence[int]) -> OwnMatch:
+    match = OwnMatch()
+    for token in ids:
+        match.advance(token)
+    return match
+
+
+def test_it_is_a_drafter():
+    assert isinstance(SuffixDrafter(), Drafter)
+    assert SuffixDrafter().method == "suffix"
+
+
+# ------------------------------------------------------------------------------------------ copying
+
+
+def test_what_followed_before_is_proposed_as_a_deterministic_chain():
+    proposal = proposed(SuffixDrafter(), asked([*LINE, 99, *LINE[:20]]), 6)
+    assert proposal is not None
+    assert proposal.tokens.tolist() == LINE[20:26]
+    assert proposal.tree.is_chain
+    assert proposal.choice is Choice.DETERMINISTIC
+    assert proposal.draft_probs is None
+    assert proposal.score == pytest.approx(sum(0.8**n for n in range(1, 7)))
+
+
+def test_nothing_is_proposed_where_nothing_repeats():
+    assert proposed(SuffixDrafter(FREE), asked(LINE)) is None
+    assert proposed(SuffixDrafter(FREE), asked([*LINE, *LINE[:9]]), 0) is None
+
+
+def test_the_more_frequent_continuation_is_copied_and_of_equals_the_latest():
+    head = [1, 2, 3]
+    for tails, copied in (([7, 8, 7, 8, 8], 8), ([7, 7, 7, 8, 8], 7), ([8, 7, 7, 8], 8)):
+        ids = [token for n, tail in enumerate(tails) for token in (*head, tail, 100 + n)]
+        assert drafted(SuffixDrafter(FREE), asked([*ids, *head]), 1) == [copied]
+
+
+def test_a_period_goes_on_past_the_end_of_the_text():
+    assert drafted(SuffixDrafter(FREE), asked([5, 6, 7] * 6), 12) == [5, 6, 7] * 4
+
+
+def test_the_budget_grows_with_the_match():
+    config = SuffixConfig(tokens_per_match=1.5, step_cost=0, row_cost=0)
+    for length in range(1, 9):
+        ids = [*LINE, 99, *LINE[10 - length : 10]]
+        assert drafted(SuffixDrafter(config), asked(ids), 100) == LINE[10:][: int(1.5 * length)]
+
+
+def test_a_copy_ends_where_one_more_token_does_not_pay():
+    """The score is what the rates promise; (1 + S) / kappa is largest at the length drafted."""
+    match = matching([*LINE, 99, *LINE[:8]])
+    config = SuffixConfig(tokens_per_match=10, step_cost=0.1, row_cost=0.15)
+    copy = copy_on(match, 22, config)
+
+    def value(num_tokens: int) -> float:
+        reached, emitted = 1.0, 1.0
+        for length in range(8, 8 + num_tokens):
+            reached *= match.rates.probability(length, 1.0)
+            emitted += reached
+        return emitted / (
+            1 + (config.step_cost if num_tokens else 0) + num_tokens * config.row_cost
+        )
+
+    assert copy.value == pytest.approx(max(value(n) for n in range(23)))
+    assert copy.value == pytest.approx(value(len(copy.tokens)))
+    assert 0 < len(copy.tokens) < 22
+    assert copy.score == pytest.approx(copy.value * (1.1 + 0.15 * len(copy.tokens)) - 1)
+
+
+def test_dear_rows_are_not_drafted_for():
+    match = matching([*LINE, 99, *LINE[:8]])
+    assert copy_on(match, 8, SuffixConfig(row_cost=1)) == NOTHING
+    assert copy_on(match, 8, SuffixConfig(step_cost=20)) == NOTHING
+
+
+# -------------------------------------------------------------------------------------------- rates
+
+
+def test_rates_follow_what_happens_and_stay_probabilities():
+    rates = HitRates()
+    for hit, low, high in ((True, 0.97, 1.0), (False, 0.0, 0.03)):
+        for _ in range(100):
+            rates.observe(5, 1.0, hit)
+            assert 0 <= rates.probability(5, 1.0) <= 1
+        assert low <= rates.probability(5, 1.0) <= high
+    assert rates.probability(20, 1.0) == HitRates().probability(20, 1.0)
+
+
+def test_rates_correct_the_frequencies_not_replace_them():
+    """Half the occurrences went that way, and half the time it was right: the rate stays at 1."""
+    rates = HitRates()
+    for turn in range(400):
+        rates.observe(5, 0.5, turn % 2 == 0)
+    assert rates.probability(5, 1.0) > 0.8
+
+
+def test_a_request_that_does_not_copy_is_left_alone_and_noticed_when_it_does():
+    """Tokens at random, of which short runs repeat by chance; then one line again and again."""
+    noise = [finalise(n) % 40 for n in range(400)]
+    drafter, request = SuffixDrafter(), asked(noise[:10])
+    lengths = []
+    for token in [*noise[10:], *LINE * 3]:
+        lengths.append(len(drafted(drafter, request)))
+        request.ids.append(token)
+    assert sum(lengths[200:390]) < 20
+    assert lengths[-1] == 8
+
+
+def test_prompts_are_not_observations():
+    """What a prompt repeats says nothing of what the model will."""
+    drafter = SuffixDrafter()
+    drafted(drafter, asked([*LINE, *LINE, *LINE[:20]]))
+    assert drafter._readers["r"].matches[0].rates.probability(30, 1.0) == HitRates().probability(
+        30, 1.0
+    )
+
+
+# ------------------------------------------------------------------------------------- what is kept
+
+
+def test_forgotten_requests_leave_nothing():
+    drafter = SuffixDrafter()
+    request = asked([*LINE, *LINE])
+    drafted(drafter, request)
+    drafter.forget("r")
+    drafter.forget("r")
+    assert drafter._readers == {}
+    assert drafter.store.num_tokens == 0
+    again = asked([*LINE[:5], 99])
+    assert drafted(drafter, again) == []
+
+
+def test_requests_do_not_see_each_other():
+    drafter = SuffixDrafter(FREE)
+    assert drafted(drafter, asked([*LINE, 99, *LINE[:9]], name="a")) == LINE[9:17]
+    assert drafted(drafter, asked([99, *LINE[:9]], name="b")) == []
+
+
+def test_outputs_serve_later_requests_of_their_scope_only():
+    drafter = SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0, store_tokens=1000))
+    first = asked([1, 2, *LINE], num_prompt=2, name="a", scope="mine")
+    drafted(drafter, first)
+    drafter.forget("a")
+    assert drafted(drafter, asked([7, *LINE[:9]], name="b", scope="mine")) == LINE[9:17]
+    assert drafted(drafter, asked([7, *LINE[:9]], name="c", scope="theirs")) == []
+    assert drafted(drafter, asked([7, *LINE[:9]], name="d")) == []
+    assert drafted(drafter, asked([9, 1], name="e", scope="mine")) == []  # prompts are not kept
+
+
+def test_requests_without_a_scope_are_not_kept():
+    drafter = SuffixDrafter(SuffixConfig(store_tokens=1000))
+    drafted(drafter, asked([1, *LINE], num_prompt=1))
+    drafter.forget("r")
+    assert drafter.store.num_tokens == 0
+
+
+def test_the_better_of_own_and_stored_text_is_copied():
+    drafter = SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0, store_tokens=1000))
+    drafted(drafter, asked([0, *LINE], num_prompt=1, name="a", scope="s"))
+    drafter.forget("a")
+    short_here = [LINE[8], 77, 78, *LINE[:9]]
+    assert drafted(drafter, asked(short_here, name="b", scope="s"), 2) == LINE[9:11]
+    long_here = [*LINE[:9], 77, 78, 79, *LINE[:9]]
+    assert drafted(drafter, asked(long_here, name="c", scope="s"), 2) == [77, 78]
+
+
+def test_drafts_do_not_run_from_one_stored_output_into_the_next():
+    drafter = SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0, store_tokens=1000))
+    for name, output in (("a", LINE[:10]), ("b", LINE[20:])):
+        drafted(drafter, asked([0, *output], num_prompt=1, name=name, scope="s"))
+        drafter.forget(name)
+    assert drafted(drafter, asked([7, *LINE[:8]], name="c", scope="s"), 20) == LINE[8:10]
+
+
+def test_the_store_is_bounded_and_drops_what_is_oldest():
+    store = OutputStore(100)
+    for turn in range(50):
+        store.add("s", [1000 + turn] * (turn % 7 + 1))
+        assert store.num_tokens <= 100
+    store.add("s", range(500))
+    assert 40 <= store.num_tokens <= 100
+    texts = store.texts_of("s")
+    assert texts[0].follow(0, 499) > 0
+    assert all(text.follow(0, 1000) < 0 for text in texts)
+
+
+def test_the_store_drops_idle_scopes_first():
+    store = OutputStore(100)
+    for name in ("a", "b", "a", "c"):
+        store.add(name, list(range(24)))
+    store.texts_of("a")
+    store.add("d", list(range(24)))
+    assert store.texts_of("b") == ()
+    assert all(store.texts_of(name) for name in ("a", "c", "d"))
+
+
+def test_no_room_keeps_nothing():
+    for max_tokens in (0, 1, 3):
+        store = OutputStore(max_tokens)
+        store.add("s", [])
+        store.add("s", [1, 2, 3])
+        assert store.num_tokens <= max_tokens
+
+
+@pytest.mark.parametrize("name", ["tokens_per_match", "step_cost", "row_cost", "store_tokens"])
+@pytest.mark.parametrize("value", [-1, float("inf"), float("nan")])
+def test_settings_that_cannot_work_are_refused(name, value):
+    with pytest.raises(InvalidRequest, match=name):
+        SuffixConfig(**{name: value})
