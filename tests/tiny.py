@@ -30,6 +30,7 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.stopping import TokenStops
 from forerun.models.huggingface import HuggingFaceModel, adapt
 from forerun.models.tabular import TabularModel
+from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
 
@@ -74,7 +75,7 @@ def backend(extra: tuple[str, ...] = ()) -> TokenizersBackend:
 
 
 def tokenizer() -> Tokenizer:
-    return Tokenizer(backend())
+    return adopt(backend())
 
 
 def network(

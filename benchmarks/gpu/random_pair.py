@@ -15,6 +15,7 @@ from forerun.models.architecture import read_architecture
 from forerun.models.decoder import parameter_shapes, read_decoder
 from forerun.models.huggingface import geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
+from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.pair import Facts
 
@@ -155,4 +156,4 @@ def tokenizer_of(vocab_size: int) -> Tokenizer:
     backend = BackendTokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(TokenizersBackend(tokenizer_object=backend, eos_token="<|end|>"))
+    return adopt(TokenizersBackend(tokenizer_object=backend, eos_token="<|end|>"))

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import Architecture, read_architecture
@@ -20,6 +19,7 @@ from forerun.models.memory import check_fits, estimate
 from forerun.models.runner.choose import ModelFiles, run_by
 from forerun.models.runner.config import Runner
 from forerun.models.settings import read_settings
+from forerun.models.tokenizer_files import read_tokenizer
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import PREFIX, zoo_path
 
@@ -105,14 +105,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     Raises:
         InvalidModel: there is none, or it is of an unsupported kind.
     """
-    folder = model_folder(source)
-    try:
-        backend = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-    return Tokenizer(backend)
+    return read_tokenizer(model_folder(source))
 
 
 def model_folder(source: str | Path) -> Path:

@@ -3,39 +3,75 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from forerun.errors import InvalidModel, InvalidRequest
+from tokenizers import Tokenizer as Backend
+
+from forerun.errors import InvalidRequest
 from forerun.models.token_bytes import piece_decoder
 
-__all__ = ["Detokenizer", "Tokenizer", "VocabularyComparison", "compare_vocabularies"]
+__all__ = [
+    "Detokenizer",
+    "Messages",
+    "Tokenizer",
+    "TokenizerDefinition",
+    "VocabularyComparison",
+    "compare_vocabularies",
+]
+
+
+Messages = list[dict[str, str]]
+"""A conversation: each message with "role" and "content"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerDefinition:
+    """All there is to know of a tokenizer, as text and numbers.
+
+    Attributes:
+        content: what the `tokenizers` library makes it from, as in tokenizer.json.
+        eos_token_id: the token that ends a text, if there is one.
+        splits_special_tokens: whether a special token written out in a text is ordinary text.
+        has_chat_template: whether conversations can be rendered.
+    """
+
+    content: str
+    eos_token_id: int | None
+    splits_special_tokens: bool
+    has_chat_template: bool
 
 
 class Tokenizer:
-    """A transformers tokenizer behind the few operations the engine needs.
+    """The few operations on text and ids the engine needs.
 
     Args:
-        backend: a transformers tokenizer with a `tokenizers` backend.
+        definition: of the tokenizer.
+        load_renderer: gives what turns a conversation into a prompt; asked when the first is.
 
     Raises:
         InvalidModel: tokens of this tokenizer do not stand for fixed bytes.
     """
 
-    def __init__(self, backend: Any) -> None:
-        if not backend.is_fast:
-            raise InvalidModel(f"{type(backend).__name__} has no tokenizer.json; convert it to one")
-        self._backend = backend
-        self._to_bytes = piece_decoder(backend.backend_tokenizer.to_str())
+    def __init__(
+        self,
+        definition: TokenizerDefinition,
+        load_renderer: Callable[[], Callable[[Messages], str]],
+    ) -> None:
+        self.definition = definition
+        self._load_renderer = load_renderer
+        self._backend = Backend.from_str(definition.content)
+        # Whether a text is too long is the engine's to say.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = definition.splits_special_tokens
+        self._to_bytes = piece_decoder(definition.content)
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the special tokens (such as a start token) the model expects."""
-        # Not verbose: whether a text is too long is the engine's to say.
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        return [int(token) for token in ids]
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -50,19 +86,18 @@ class Tokenizer:
         Raises:
             InvalidRequest: the tokenizer has no chat template.
         """
-        if self._backend.chat_template is None:
+        if not self.definition.has_chat_template:
             raise InvalidRequest("this model has no chat template; give a plain prompt")
-        turns = [dict(message) for message in messages]
-        rendered = self._backend.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True
-        )
-        return str(rendered)
+        return self._render([dict(message) for message in messages])
+
+    @cached_property
+    def _render(self) -> Callable[[Messages], str]:
+        return self._load_renderer()
 
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text, if there is one."""
-        token = self._backend.eos_token_id
-        return None if token is None else int(token)
+        return self.definition.eos_token_id
 
     @cached_property
     def vocabulary(self) -> dict[int, str]:
@@ -72,7 +107,7 @@ class Tokenizer:
     @cached_property
     def added(self) -> dict[int, tuple[str, bool]]:
         """Tokens outside the model's alphabet: their text, and whether they are special."""
-        tokens = self._backend.added_tokens_decoder
+        tokens = self._backend.get_added_tokens_decoder()
         return {token: (added.content, added.special) for token, added in tokens.items()}
 
     def token_bytes(self, token: int) -> bytes:

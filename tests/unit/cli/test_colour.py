@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun.cli.colour import STYLES, ColouredText, legend
-from forerun.models.tokenizers import Tokenizer
+from forerun.models.tokenizer_files import adopt
 from forerun.sampling.choice import TokenSource
 
 ACCEPTED, RECOVERED, BONUS = TokenSource.ACCEPTED, TokenSource.RECOVERED, TokenSource.BONUS
@@ -19,7 +19,7 @@ def tokenizer():
     backend = Backend(models.BPE(pieces, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    return adopt(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def styles_of(text):

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 from transformers import LlamaConfig, LlamaForCausalLM, TokenizersBackend
 
-from forerun.models import tokenizers
+from forerun.models.tokenizer_files import adopt
+from forerun.models.tokenizers import Tokenizer
 
 CONFIG = LlamaConfig(
     vocab_size=320,
@@ -28,7 +30,7 @@ SPECIAL = "<|end|>"
 
 
 def byte_level_backend() -> TokenizersBackend:
-    backend = Tokenizer(models.BPE())
+    backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -43,9 +45,9 @@ def byte_level_backend() -> TokenizersBackend:
 
 
 @pytest.fixture(scope="session")
-def byte_level() -> tokenizers.Tokenizer:
+def byte_level() -> Tokenizer:
     """A byte-level BPE with a special token (id 0) and an added one that is plain text."""
-    return tokenizers.Tokenizer(byte_level_backend())
+    return adopt(byte_level_backend())
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from transformers import TokenizersBackend
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.token_bytes import from_byte_level, from_sentencepiece
+from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Detokenizer, Tokenizer, compare_vocabularies
 
 TEXT = "def f(x):\n    return 'naïve 😀 …'\n"
@@ -25,7 +26,7 @@ def backend_of(pieces: list[str], decoder: object) -> TokenizersBackend:
 
 def sentencepiece(pieces: list[str]) -> Tokenizer:
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    return Tokenizer(backend_of(pieces, decoders.Sequence(steps)))
+    return adopt(backend_of(pieces, decoders.Sequence(steps)))
 
 
 def detokenized(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, str]:
@@ -46,7 +47,7 @@ def test_long_texts_are_encoded_in_silence(caplog, monkeypatch):
     backend = backend_of(["a"], decoders.ByteLevel())
     backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.model_max_length = 1
-    assert Tokenizer(backend).encode("a a a") == [0, 0, 0]
+    assert adopt(backend).encode("a a a") == [0, 0, 0]
     assert not caplog.records
 
 
@@ -95,12 +96,12 @@ def test_byte_level_alphabet_covers_every_byte():
 
 def test_other_decoders_are_refused():
     with pytest.raises(InvalidModel, match="decodes by WordPiece is not supported"):
-        Tokenizer(backend_of(["a"], decoders.WordPiece()))
+        adopt(backend_of(["a"], decoders.WordPiece()))
 
 
 def test_tokenizer_without_a_decoder_is_refused():
     with pytest.raises(InvalidModel, match="decodes by nothing"):
-        Tokenizer(backend_of(["a"], None))
+        adopt(backend_of(["a"], None))
 
 
 def test_same_tokenizer_is_identical(byte_level):
@@ -131,5 +132,5 @@ def test_chat_ends_where_the_answer_begins():
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    rendered = Tokenizer(backend).render_chat([{"role": "user", "content": "hi"}])
+    rendered = adopt(backend).render_chat([{"role": "user", "content": "hi"}])
     assert rendered == "<user>hi<assistant>"

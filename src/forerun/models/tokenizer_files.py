@@ -1,0 +1,98 @@
+"""A model's tokenizer as transformers understands it, understood once per model and version.
+
+To read one transformers loads most of itself and torch's compiler, another second of every start.
+So what it made of the files is kept on disk, and the `tokenizers` library alone does the work from
+there. Only chat templates, which few runs render, are left to transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import InvalidModel
+from forerun.models.tokenizers import Messages, Tokenizer, TokenizerDefinition
+from forerun.native.cache import cache_folder, worked_out_once
+
+__all__ = ["adopt", "read_tokenizer"]
+
+SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
+"""Of all files that may decide what a tokenizer does."""
+
+
+def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
+    """The tokenizer of a model folder.
+
+    Args:
+        folder: where its files are.
+        cache: folder to use instead of `cache_folder()`.
+
+    Raises:
+        InvalidModel: there is none, or it is of an unsupported kind.
+    """
+    kept = worked_out_once(
+        cache or cache_folder(),
+        f"tokenizer-{key_of(folder)}",
+        lambda: asdict(definition_of(by_transformers(folder))),
+    )
+    return Tokenizer(TokenizerDefinition(**kept), lambda: renderer(by_transformers(folder)))
+
+
+def adopt(backend: Any) -> Tokenizer:
+    """A transformers tokenizer as ours.
+
+    Raises:
+        InvalidModel: it is of an unsupported kind.
+    """
+    return Tokenizer(definition_of(backend), lambda: renderer(backend))
+
+
+def definition_of(backend: Any) -> TokenizerDefinition:
+    """What transformers made of a tokenizer's files.
+
+    Raises:
+        InvalidModel: it does not run on the `tokenizers` library.
+    """
+    if not backend.is_fast:
+        raise InvalidModel(f"{type(backend).__name__} has no tokenizer.json; convert it to one")
+    return TokenizerDefinition(
+        content=backend.backend_tokenizer.to_str(),
+        eos_token_id=backend.eos_token_id,
+        splits_special_tokens=backend.split_special_tokens,
+        has_chat_template=backend.chat_template is not None,
+    )
+
+
+def renderer(backend: Any) -> Callable[[Messages], str]:
+    """The chat template of a transformers tokenizer as a function."""
+    return lambda messages: str(
+        backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    )
+
+
+def by_transformers(folder: Path) -> Any:
+    """The tokenizer transformers makes of a folder.
+
+    Raises:
+        InvalidModel: it makes none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def key_of(folder: Path) -> str:
+    """Hash of all that decides what a tokenizer does."""
+    versions = [version(name) for name in ("transformers", "tokenizers")]
+    digest = hashlib.sha256("\0".join(versions).encode())
+    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        if path.suffix in SUFFIXES and path.is_file():
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
