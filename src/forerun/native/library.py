@@ -41,7 +41,7 @@ class PassStruct(Structure):
     """`ForerunPass`."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted")),
+        *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted", "num_layers")),
         *((name, c_void_p) for name in ("spans", "parents", "tokens", "wanted")),
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from ctypes import byref
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -66,6 +67,11 @@ class NativeModel:
     def vocab_size(self) -> int:
         """Width of the logits; may exceed the tokenizer's vocabulary."""
         return self.architecture.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+        return self.architecture.num_layers
 
     @property
     def max_context(self) -> int:
@@ -129,6 +135,16 @@ class NativeModel:
         )
         return drafted
 
+    def first_layers(self, num_layers: int) -> NativeModel:
+        """The model without the layers above; weights and store are shared."""
+        dropped = range(num_layers, self.num_layers)
+        return NativeModel(
+            weights=self.weights,
+            store=self._store,
+            architecture=replace(self.architecture, num_layers=num_layers),
+            num_parameters=self.num_parameters - sum(self.weights.layer_sizes[i] for i in dropped),
+        )
+
     def _call(self, batch: RowBatch, function: Callable[[object], bool]) -> None:
         """Describe a batch to the kernels and run one of them on it."""
         # These stay referenced here for as long as the kernels read them.
@@ -145,6 +161,7 @@ class NativeModel:
             len(batch.spans),
             len(tokens),
             len(wanted),
+            self.num_layers,
             spans.buffer_info()[0],
             parents.buffer_info()[0],
             tokens.data_ptr(),
@@ -158,11 +175,16 @@ class NativeModel:
 
 
 class PackedWeights:
-    """Weights inside the kernels; freed with this object."""
+    """Weights inside the kernels; freed with this object.
+
+    Attributes:
+        layer_sizes: elements of every layer packed so far.
+    """
 
     def __init__(self, kernels: Kernels, handle: int) -> None:
         self.kernels = kernels
         self.handle = handle
+        self.layer_sizes: list[int] = []
 
     def __del__(self) -> None:
         self.kernels.library.forerun_decoder_delete(self.handle)
@@ -201,9 +223,11 @@ class PackedWeights:
             MatrixKind.GATE_UP: layer.gate_up,
             MatrixKind.DOWN: layer.down,
         }
-        return sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
+        size = sum(self.put_vector(kind, index, v) for kind, v in vectors.items()) + sum(
             self.put_matrix(kind, index, m) for kind, m in matrices.items()
         )
+        self.layer_sizes.append(size)
+        return size
 
 
 def build_native_model(

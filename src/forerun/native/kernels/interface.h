@@ -28,6 +28,7 @@ struct ForerunSpan {
 // One packed pass, see models/base.py; everything is read only.
 struct ForerunPass {
     int32_t num_spans, num_rows, num_wanted;
+    int32_t num_layers;  // the first so many; then the last norm and the head
     const ForerunSpan* spans;
     const int32_t* parents;  // of all trees, one after another
     const int64_t* tokens;   // [num_rows]

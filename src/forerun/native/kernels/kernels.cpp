@@ -65,8 +65,8 @@ class Decoder final : public AnyDecoder {
             spans[i].num_chain = 1;
             wanted[i] = i;
         }
-        const ForerunPass next{rows.num_spans, rows.num_spans, rows.num_spans, spans.data(),
-                               nullptr,        tokens.data(),  wanted.data()};
+        const ForerunPass next{rows.num_spans,  rows.num_spans, rows.num_spans, rows.num_layers,
+                               spans.data(),    nullptr,        tokens.data(),  wanted.data()};
         for (int n = 1; n < num_tokens; ++n) {
             for (int i = 0; i < rows.num_spans; ++i) tokens[i] = drafted[i * num_tokens + n - 1];
             best_tokens(next, store, vocab_size, num_tokens, drafted + n);
@@ -78,7 +78,7 @@ class Decoder final : public AnyDecoder {
     template <class Sink>
     void run(const ForerunPass& rows, const ForerunStore& store, Sink&& sink) {
         Pass<T> pass(weights_, scratch_, rows, store, crew_.num_threads());
-        crew_.run(Pass<T>::num_phases(weights_.sizes.num_layers),
+        crew_.run(Pass<T>::num_phases(rows.num_layers),
                   [&](Walker& walker) { pass.walk(walker, sink); });
     }
 

@@ -54,7 +54,7 @@ class Pass {
         const ForerunSizes& sizes = w_.sizes;
         const int num_rows = rows_.num_rows;
         walker.each(num_rows, [&](int row) { begin_row(row); });
-        for (int l = 0; l < sizes.num_layers; ++l) {
+        for (int l = 0; l < rows_.num_layers; ++l) {
             const Layer& layer = w_.layers[l];
             walker.each(num_rows, [&](int row) { norm(row, layer.input_norm, row); });
             multiply(walker, layer.qkv, s_.normed.data(), sizes.hidden_size, num_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -59,6 +60,11 @@ class TorchModel:
         return self.weights.num_parameters
 
     @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+        return len(self.weights.layers)
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
         return self._store.geometry.capacity
@@ -111,6 +117,14 @@ class TorchModel:
             if chain is not None:
                 return chain
         return chain_by_forward(self, batch, num_tokens, vocab_size)
+
+    def first_layers(self, num_layers: int) -> TorchModel:
+        """The model without the layers above; weights and store are shared, recordings are not."""
+        weights = replace(self.weights, layers=self.weights.layers[:num_layers])
+        programs = None
+        if self.programs is not None:
+            programs = programs_over(weights, self._store, self.programs.recorder)
+        return TorchModel(weights=weights, store=self._store, programs=programs)
 
     def _claim(self, batch: RowBatch, num_later: int) -> None:
         for span in batch.spans:
