@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
+from forerun.sampling.checks import Range, as_bias, as_tuple, is_token, shortened
 from forerun.sampling.choice import Choice
 
 __all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]
@@ -17,54 +18,26 @@ Method = Literal["walk", "coupled", "block", "token"]
 
 MIN_TEMPERATURE = 1e-5
 """Below it the law is greedy for all logits met in practice, and dividing may overflow fp32."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """The values a numeric field may take."""
-
-    name: str
-    low: float
-    high: float = math.inf
-    above_low: bool = False
-    integer: bool = False
-    optional: bool = False
-
-    def check(self, value: object) -> None:
-        """Raise InvalidRequest unless `value` is a finite number in range."""
-        if value is None and self.optional:
-            return
-        kind = int if self.integer else (int, float)
-        if isinstance(value, kind) and not isinstance(value, bool) and self._holds(value):
-            return
-        raise InvalidRequest(f"{self.name} is {value!r}; it must be {self}")
-
-    def _holds(self, value: float) -> bool:
-        above = value > self.low if self.above_low else value >= self.low  # false for NaN
-        return above and value <= self.high and value < math.inf
-
-    def __str__(self) -> str:
-        kind = "an integer" if self.integer else "a number"
-        low = f" {'above' if self.above_low else 'at least'} {self.low:g}"
-        high = f" and at most {self.high:g}"
-        bounds = (low if self.low > -math.inf else "") + (high if self.high < math.inf else "")
-        return kind + bounds + (" or None" if self.optional else "")
-
+MAX_SCALE = 1e5
+"""Of what logits are divided or multiplied by: beyond it the law is flat, or fp32 overflows."""
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+"""Every token of the output is compared with every stop string."""
 
 RANGES = (
-    _Range("temperature", 0),
-    _Range("top_p", 0, 1, above_low=True),
-    _Range("top_k", -1, integer=True),
-    _Range("min_p", 0, 1),
-    _Range("repetition_penalty", 0, above_low=True),
-    _Range("presence_penalty", -2, 2),
-    _Range("frequency_penalty", -2, 2),
-    _Range("seed", -math.inf, integer=True, optional=True),
-    _Range("max_tokens", 1, integer=True, optional=True),
-    _Range("min_tokens", 0, integer=True),
-    _Range("logprobs", 0, integer=True, optional=True),
-    _Range("n", 1, integer=True),
-    _Range("draft_temperature", 0, optional=True),
+    Range("temperature", 0, MAX_SCALE),
+    Range("top_p", 0, 1, above_low=True),
+    Range("top_k", -1, integer=True),
+    Range("min_p", 0, 1),
+    Range("repetition_penalty", 1 / MAX_SCALE, MAX_SCALE),
+    Range("presence_penalty", -2, 2),
+    Range("frequency_penalty", -2, 2),
+    Range("seed", -math.inf, integer=True, optional=True),
+    Range("max_tokens", 1, integer=True, optional=True),
+    Range("min_tokens", 0, integer=True),
+    Range("logprobs", 0, integer=True, optional=True),
+    Range("n", 1, integer=True),
+    Range("draft_temperature", 0, MAX_SCALE, optional=True),
 )
 
 
@@ -85,13 +58,15 @@ class SamplingParams:
             output.
         presence_penalty: subtracted from logits of tokens in the output.
         frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: added to the logits of these ids.
+        logit_bias: added to the logits of these ids, each from -100 to 100.
         allowed_token_ids: only these ids; None allows all.
         bad_token_ids: never these ids.
         seed: makes the output reproducible; None takes fresh noise.
         max_tokens: most output tokens; None goes to the end of the context.
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
-        stop: strings that end the text (a single string is taken as a tuple of one).
+        stop: strings that end the text (a single string is taken as a tuple of one); at most 64 of
+            at most 1,024 characters.
+        include_stop_str_in_output: leave the stop string, or the stop token's text, in the text.
         stop_token_ids: ids that end the text.
         ignore_eos: go on after an end-of-sequence token.
         logprobs: also report this many most likely tokens per position, before any processing.
@@ -117,6 +92,7 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -129,14 +105,17 @@ class SamplingParams:
         self._normalise()
         for limits in RANGES:
             limits.check(getattr(self, limits.name))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {value!r}; it must be True or False")
         self._check_temperatures()
         self._check_tokens()
+        self._check_stops()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}"
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, "
+                f"{self.max_tokens}: lower it or raise max_tokens"
             )
-        if not all(map(_is_stop, self.stop)):
-            raise InvalidRequest(f"stop is {self.stop!r}; it must hold non-empty strings")
         if self.verification not in get_args(Verification):
             raise InvalidRequest(
                 f"verification is {self.verification!r}; it must be one of "
@@ -144,19 +123,19 @@ class SamplingParams:
             )
 
     def _normalise(self) -> None:
-        """JSON brings lists, string keys and single stop strings; fields hold tuples and ids."""
+        """JSON brings lists, nulls, string keys, single stop strings; fields hold tuples, ids."""
 
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)  # the one place a frozen instance is written
 
         stop: object = self.stop
-        put("stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        put("stop_token_ids", tuple(self.stop_token_ids))
-        put("bad_token_ids", tuple(self.bad_token_ids))
+        put("stop", (stop,) if isinstance(stop, str) else as_tuple("stop", stop))
+        for name in ("stop_token_ids", "bad_token_ids"):
+            put(name, as_tuple(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            put("allowed_token_ids", tuple(self.allowed_token_ids))
+            put("allowed_token_ids", as_tuple("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
-            put("logit_bias", _as_bias(self.logit_bias))
+            put("logit_bias", as_bias(self.logit_bias))
 
     def _check_temperatures(self) -> None:
         for name in ("temperature", "draft_temperature"):
@@ -168,13 +147,35 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         for name, token in self.named_tokens():
-            if not _is_token(token):
+            if not is_token(token):
                 raise InvalidRequest(f"{name} names {token!r}; token ids are integers from 0 up")
-        if self.allowed_token_ids is not None and not (
-            set(self.allowed_token_ids) - set(self.bad_token_ids)
-        ):
+        if self.allowed_token_ids is None:
+            return
+        if not self.allowed_token_ids:
             raise InvalidRequest(
-                "allowed_token_ids leaves no token possible; name at least one not in bad_token_ids"
+                "allowed_token_ids is empty, which leaves no token possible; name at least one, or "
+                "leave it None to allow all"
+            )
+        if set(self.allowed_token_ids) <= set(self.bad_token_ids):
+            raise InvalidRequest(
+                f"allowed_token_ids is {shortened(self.allowed_token_ids)}, all of them in "
+                "bad_token_ids, which leaves no token possible; allow one that is not, or take one "
+                "out of bad_token_ids"
+            )
+
+    def _check_stops(self) -> None:
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidRequest(f"stop is {shortened(self.stop)}; it must hold non-empty strings")
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(
+                f"stop holds {len(self.stop)} strings; it may hold {MAX_STOPS}: shorten the list, "
+                "or use stop_token_ids, which may hold any number"
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop holds a string of {longest} characters; {MAX_STOP_CHARACTERS} are the most: "
+                "its end, or a part of it, stops the text just as well"
             )
 
     def named_tokens(self) -> Iterator[tuple[str, int]]:
@@ -256,26 +257,3 @@ def resolve_verification(
     if choice is Choice.COUPLED or params.seed is not None:
         return "coupled"
     return "block" if is_chain else "walk"
-
-
-def _is_stop(text: object) -> bool:
-    return isinstance(text, str) and text != ""
-
-
-def _is_token(token: object) -> bool:
-    return isinstance(token, int) and not isinstance(token, bool) and token >= 0
-
-
-def _as_bias(bias: Mapping[int, float]) -> dict[int, float]:
-    """Ids and finite floats, whatever JSON made of the keys."""
-    try:
-        converted = {int(token): float(value) for token, value in bias.items()}
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"logit_bias is {bias!r}; it must map token ids to numbers") from error
-    for token, value in converted.items():
-        if not math.isfinite(value):
-            raise InvalidRequest(
-                f"logit_bias[{token}] is {value}; it must be finite (to forbid a token, name it in "
-                "bad_token_ids)"
-            )
-    return converted

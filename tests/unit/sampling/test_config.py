@@ -21,6 +21,7 @@ from forerun.sampling.config import SamplingParams, draft_params, resolve_verifi
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", 1e-9),
+        ("temperature", 1e9),
         ("draft_temperature", -1.0),
         ("top_p", 0.0),
         ("top_p", 1.5),
@@ -28,6 +29,8 @@ from forerun.sampling.config import SamplingParams, draft_params, resolve_verifi
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-20),
+        ("repetition_penalty", 1e20),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("max_tokens", 0),
@@ -35,9 +38,14 @@ from forerun.sampling.config import SamplingParams, draft_params, resolve_verifi
         ("logprobs", -1),
         ("n", 0),
         ("stop", ("",)),
+        ("stop", tuple(map(str, range(65)))),
+        ("stop", ("x" * 1025,)),
         ("stop_token_ids", (-1,)),
         ("allowed_token_ids", ()),
         ("logit_bias", {3: float("inf")}),
+        ("logit_bias", {3: float("nan")}),
+        ("logit_bias", {3: 100.5}),
+        ("logit_bias", {3: -1000.0}),
         ("logit_bias", {-1: 1.0}),
     ],
 )
@@ -54,8 +62,30 @@ def test_the_message_names_value_and_range() -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens is 5"):
         SamplingParams(min_tokens=5, max_tokens=4)
-    with pytest.raises(InvalidRequest, match="no token possible"):
-        SamplingParams(allowed_token_ids=(1, 2), bad_token_ids=(2, 1))
+    with pytest.raises(InvalidRequest, match=r"allowed_token_ids is \(1, 2\), all of them in bad_"):
+        SamplingParams(allowed_token_ids=(1, 2), bad_token_ids=(2, 1, 7))
+
+
+@pytest.mark.parametrize(
+    ("fields", "value", "advice"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5", "raise max_tokens"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty", "leave it None"),
+        (
+            {"allowed_token_ids": tuple(range(20)), "bad_token_ids": tuple(range(20))},
+            r"6, 7, \.\.\. 20 in all",
+            "take one out of bad_token_ids",
+        ),
+        ({"stop": ("x",) * 65}, "stop holds 65 strings; it may hold 64", "use stop_token_ids"),
+        ({"stop": ("y" * 2000,)}, "a string of 2000 characters; 1024", "stops the text just as"),
+        ({"logit_bias": {3: 200}}, r"logit_bias\[3\] is 200", "in bad_token_ids"),
+    ],
+)
+def test_a_refusal_names_the_value_and_what_to_do(
+    fields: dict[str, object], value: str, advice: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"(?s){value}.*{advice}"):
+        SamplingParams(**fields)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +111,20 @@ def unchecked() -> Iterator[ModuleType]:
         ("seed", 1.5),
         ("stop", (3,)),
         ("bad_token_ids", ("7",)),
+        ("stop", 3),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", "37"),
+        ("bad_token_ids", {3: 1}),
+        ("allowed_token_ids", 5),
         ("logit_bias", {"word": 1.0}),
+        ("logit_bias", {2.5: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {3: "much"}),
+        ("logit_bias", {3: None}),
+        ("logit_bias", {"3": 1.0, 3: 2.0}),
+        ("logit_bias", [1.0, 2.0]),
+        ("ignore_eos", "yes"),
+        ("include_stop_str_in_output", 1),
         ("verification", "fast"),
     ],
 )
@@ -105,11 +148,15 @@ def test_what_json_brings_becomes_what_is_declared(unchecked: ModuleType) -> Non
     assert params.bad_token_ids == (2,)
     assert params.allowed_token_ids == (2, 3)
     assert params.logit_bias == {3: 1.0}
+    nothing = unchecked.SamplingParams(stop=None, stop_token_ids=None, bad_token_ids=None)
+    assert nothing == unchecked.SamplingParams()
 
 
 def test_extremes_are_accepted() -> None:
     SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=-(10**30), n=1)
-    SamplingParams(seed=10**400)
+    SamplingParams(seed=10**400, logit_bias={0: -100, 1: 100}, temperature=1e5)
+    SamplingParams(stop=("x" * 1024,) * 64, repetition_penalty=1e-5)
+    SamplingParams(repetition_penalty=1e5, stop_token_ids=tuple(range(100_000)))
 
 
 @pytest.mark.parametrize(
