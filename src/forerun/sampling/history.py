@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float32
+from jaxtyping import Float32
 from torch import Tensor
 
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.counts import Occurrences, TokenCounts
+from forerun.sampling.mask import TokenMask, follow
+from forerun.theory.tree import TokenTree
 
-__all__ = ["History", "RowHistory"]
+__all__ = ["History", "RowHistory", "occurrences", "runs"]
 
 
 class History:
     """State of one sample of a request, kept by the engine as tokens are committed.
 
-    Needed only where `params.needs_history`; for all other requests use None in its place.
+    Needed only where `params.needs_history` or a mask says so; for all other requests use None in
+    its place.
 
     Attributes:
         num_output: output tokens committed so far.
         bias: allowed tokens, logit bias and bad tokens in one row to add to the logits, or None.
         stop_ids: ids held back until min_tokens are out.
-        prompt_mask: tokens of the prompt, where penalties need them.
-        output_counts: occurrences of every token in the output, where penalties need them.
+        counts: tokens of prompt and output, where penalties need them.
+        mask: constraint on the next token, or None.
     """
 
     def __init__(
@@ -33,15 +37,15 @@ class History:
         bias: Float32[Tensor, " vocab"] | None,
         stop_ids: tuple[int, ...],
         min_tokens: int,
-        prompt_mask: Bool[Tensor, " vocab"] | None,
-        output_counts: Float32[Tensor, " vocab"] | None,
+        counts: TokenCounts | None,
+        mask: TokenMask | None,
     ) -> None:
         self.num_output = 0
         self.bias = bias
         self.stop_ids = stop_ids
         self.min_tokens = min_tokens
-        self.prompt_mask = prompt_mask
-        self.output_counts = output_counts
+        self.counts = counts
+        self.mask = mask
 
     @classmethod
     def of(
@@ -52,6 +56,7 @@ class History:
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
         device: torch.device | str = "cpu",
+        mask: TokenMask | None = None,
     ) -> History:
         """The history of a request that has put out nothing yet.
 
@@ -62,44 +67,92 @@ class History:
             eos_token_ids: the model's own; they end the text, so min_tokens holds them back unless
                 `ignore_eos` makes them harmless.
             device: where the logits are.
+            mask: constraint on the output; this sample's own, for it is advanced.
         """
         eos = () if params.ignore_eos else eos_token_ids
-        mask = counts = None
-        if params.has_penalties:
-            mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            mask[torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
-            counts = torch.zeros(vocab_size, device=device)
+        seen = prompt_ids if params.repetition_penalty != 1 else ()
         return cls(
             bias=_bias_row(params, vocab_size, device),
             stop_ids=tuple(sorted({*eos, *params.stop_token_ids})),
             min_tokens=params.min_tokens,
-            prompt_mask=mask,
-            output_counts=counts,
+            counts=TokenCounts(seen, device) if params.has_penalties else None,
+            mask=mask,
         )
 
     def append(self, token: int) -> None:
         """Count one more output token."""
         self.num_output += 1
-        if self.output_counts is not None:
-            self.output_counts[token] += 1
+        if self.counts is not None:
+            self.counts.add(token)
+        if self.mask is not None:
+            self.mask.advance(token)
 
     def at(self, path: Sequence[int] = ()) -> RowHistory:
         """History of the row predicting what follows `path`, draft tokens from the root down."""
-        return RowHistory(base=self, path=tuple(path))
+        row = RowHistory(base=self, mask=self.mask)
+        for token in path:
+            row = row.then(token)
+        return row
+
+    def along(self, tree: TokenTree, tokens: Sequence[int]) -> list[RowHistory]:
+        """Histories of the root row and of the row of every node, each one step from its parent's.
+
+        Args:
+            tree: of a proposal.
+            tokens: of its nodes.
+        """
+        rows = [self.at()]
+        for parent, token in zip(tree.parents, tokens, strict=True):
+            rows.append(rows[parent + 1].then(token))
+        return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowHistory:
-    """The history one logits row sees: the committed one, extended along its path in the tree."""
+    """The history one logits row sees: the committed one, extended along its path in the tree.
+
+    Attributes:
+        base: the committed one.
+        path: draft tokens from the root down.
+        mask: what may follow them; None without a mask, and past a token that it forbids.
+    """
 
     base: History
     path: tuple[int, ...] = ()
+    mask: TokenMask | None = None
+
+    def then(self, token: int) -> RowHistory:
+        """The history of a child that carries `token`."""
+        return RowHistory(base=self.base, path=(*self.path, token), mask=follow(self.mask, token))
 
     @property
     def held_back(self) -> tuple[int, ...]:
         """Ids that must not come yet because they would end the text before min_tokens."""
         too_short = self.base.num_output + len(self.path) < self.base.min_tokens
         return self.base.stop_ids if too_short else ()
+
+
+def runs(
+    histories: Sequence[RowHistory | None],
+) -> Iterator[tuple[History, int, Sequence[RowHistory]]]:
+    """Consecutive rows of one request: its history, the first row, and what each of them sees."""
+    run: list[RowHistory] = []
+    for row, history in enumerate([*histories, None]):
+        if run and (history is None or history.base is not run[0].base):
+            yield run[0].base, row - len(run), run
+            run = []
+        if history is not None:
+            run.append(history)
+
+
+def occurrences(histories: Sequence[RowHistory | None]) -> Occurrences | None:
+    """Tokens that occurred before each row, for the rows that count them; None if none does."""
+    found = [
+        base.counts.before_rows(first, [row.path for row in rows])
+        for base, first, rows in runs(histories)
+        if base.counts is not None
+    ]
+    return Occurrences.join(found) if found else None
 
 
 def _bias_row(

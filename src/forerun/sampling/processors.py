@@ -1,8 +1,8 @@
 """From logits to the probabilities a request asked for, every row under its own parameters.
 
-Order: allowed tokens, logit bias, bad tokens, min_tokens; repetition, frequency and presence
-penalty; temperature; min_p, top_k, top_p. The warpers keep what transformers' warpers keep (of
-exactly equal logits at the edge of top_p the higher ids, always: a plain pass and a verify pass
+Order: allowed tokens, logit bias, bad tokens, min_tokens, token masks; repetition, frequency and
+presence penalty; temperature; min_p, top_k, top_p. The warpers keep what transformers' warpers keep
+(of exactly equal logits at the edge of top_p the higher ids, always: a plain pass and a verify pass
 must agree); repetition is transformers' too, frequency and presence are OpenAI's and vLLM's. What
 no row asks for costs nothing.
 """
@@ -19,12 +19,15 @@ from torch import Tensor
 
 from forerun.sampling.chunks import row_chunks
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import RowHistory
+from forerun.sampling.history import RowHistory, occurrences, runs
+from forerun.sampling.kernels import kernels_for
 from forerun.sampling.largest import largest
 
 __all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
 
-Logits = Float32[Tensor, "rows vocab"]
+Logits = Float[Tensor, "rows vocab"]
+
+CPU = ("cpu", torch.device("cpu"))
 
 FIRST_LOOK = 64
 """Most likely tokens that top_p looks at before it looks at more; the nucleus is seldom larger."""
@@ -45,6 +48,8 @@ class RowParams:
         repetition_penalty: 1 is off.
         frequency_penalty: 0 is off.
         presence_penalty: 0 is off.
+        temperatures: of every row, 0 where it is greedy; only where nothing else shapes a law and
+            rows are on the CPU, for the kernels there.
     """
 
     greedy: Bool[Tensor, "rows 1"] | None
@@ -57,6 +62,7 @@ class RowParams:
     repetition_penalty: Float32[Tensor, "rows 1"] | None
     frequency_penalty: Float32[Tensor, "rows 1"] | None
     presence_penalty: Float32[Tensor, "rows 1"] | None
+    temperatures: Float32[Tensor, " rows"] | None
 
     def rows(self, chosen: slice) -> RowParams:
         """The parameters of some of the rows."""
@@ -91,6 +97,9 @@ def pack_params(
         return packed.to(device, non_blocking=True)
 
     shaping = [*params] if any(p.has_processors for p in params) else []
+    temperatures = None
+    if device in CPU and all(p.min_p == 0 and p.top_k <= 0 and p.top_p == 1 for p in shaping):
+        temperatures = torch.tensor([params[i].temperature for i in index], dtype=torch.float32)
     top_k = [max(p.top_k, 0) for p in shaping]
     return RowParams(
         greedy=column([p.greedy for p in params], False, torch.bool),
@@ -103,6 +112,7 @@ def pack_params(
         repetition_penalty=column([p.repetition_penalty for p in shaping], 1.0),
         frequency_penalty=column([p.frequency_penalty for p in shaping], 0.0),
         presence_penalty=column([p.presence_penalty for p in shaping], 0.0),
+        temperatures=temperatures,
     )
 
 
@@ -111,9 +121,11 @@ def target_probs(
     row_params: RowParams,
     histories: Sequence[RowHistory | None] = (),
     *,
-    out: Float32[Tensor, "rows vocab"] | None = None,
-) -> Float32[Tensor, "rows vocab"]:
-    """The law every row is drawn from, in fp32. `logits` are left as they are.
+    out: Float[Tensor, "rows vocab"] | None = None,
+) -> Float[Tensor, "rows vocab"]:
+    """The law every row is drawn from. `logits` are left as they are.
+
+    It is worked out in fp32; in fp64 where the logits are, as when laws are enumerated.
 
     A greedy row is one-hot at its most likely token, the lowest id on ties. A row whose logits are
     NaN or +inf, or leave no token possible, is NaN throughout: see `failed_rows`.
@@ -126,7 +138,8 @@ def target_probs(
     """
     num_rows, vocab_size = logits.shape
     if out is None:
-        out = torch.empty(num_rows, vocab_size, device=logits.device)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        out = torch.empty(num_rows, vocab_size, device=logits.device, dtype=dtype)
     chunks = list(row_chunks(num_rows, vocab_size))
     if len(chunks) == 1:
         _write_probs(logits, row_params, histories, out)
@@ -146,16 +159,20 @@ def _write_probs(
 ) -> None:
     scores = logits
     if any(history is not None for history in histories):
-        scores = logits.to(torch.float32, copy=True)  # masks write in place
+        scores = logits.to(out.dtype, copy=True)  # masks and penalties write in place
         _mask_and_bias(scores, histories)
-        scores = _penalise(scores, row_params, histories)
+        _penalise(scores, row_params, histories)
+    temperatures = row_params.temperatures
+    if temperatures is not None and (kernels := kernels_for(scores, out)):
+        kernels.softmax(scores, temperatures, out)
+        return
     if row_params.all_greedy:
         _write_one_hot(scores, out)
         return
     # From here on in place: the plain case needs no more memory than its result.
     if row_params.temperature is not None:
         scores = torch.div(scores, row_params.temperature, out=out)
-    elif scores.dtype != torch.float32:
+    elif scores.dtype != out.dtype:
         scores = out.copy_(scores)
     one_hot = None if row_params.greedy is None else _one_hot(scores)
     torch.softmax(_warp(scores, row_params), -1, out=out)
@@ -164,7 +181,7 @@ def _write_probs(
 
 
 def _one_hot(scores: Tensor) -> Logits:
-    one_hot = torch.empty(scores.shape, device=scores.device)
+    one_hot = torch.empty_like(scores)
     _write_one_hot(scores, one_hot)
     return one_hot
 
@@ -177,59 +194,38 @@ def _write_one_hot(scores: Tensor, out: Logits) -> None:
 
 
 def _mask_and_bias(scores: Logits, histories: Sequence[RowHistory | None]) -> None:
-    """Allowed tokens, logit bias, bad tokens, then min_tokens, in place."""
-    for row, history in enumerate(histories):
-        if history is None:
-            continue
-        if history.base.bias is not None:
-            scores[row] += history.base.bias.to(scores.device)
-        if history.held_back:
-            scores[row, list(history.held_back)] = -torch.inf
+    """Allowed tokens, logit bias, bad tokens, min_tokens, then masks, in place."""
+    for base, first, rows in runs(histories):
+        if base.bias is not None:
+            scores[first : first + len(rows)] += base.bias.to(scores.device)
+        held = [row for row, history in enumerate(rows, first) if history.held_back]
+        if held:
+            places = torch.tensor(held, device=scores.device)[:, None]
+            scores[places, torch.tensor(base.stop_ids, device=scores.device)] = -torch.inf
+        for row, history in enumerate(rows, first):
+            if history.mask is not None:
+                scores[row].masked_fill_(~history.mask.allowed().to(scores.device), -torch.inf)
 
 
 def _penalise(
     scores: Logits, row_params: RowParams, histories: Sequence[RowHistory | None]
-) -> Logits:
-    """Repetition, then frequency and presence penalty, over counts extended along each path."""
-    counts = _output_counts(scores, histories)
-    if counts is None:
-        return scores
+) -> None:
+    """Repetition, then frequency and presence penalty, in place where tokens occurred."""
+    found = occurrences(histories)
+    if found is None:
+        return
+    rows, tokens, counts = found.rows, found.tokens, found.counts
+    if scores.device != rows.device:  # a draft elsewhere than the target
+        rows, tokens, counts = (part.to(scores.device) for part in (rows, tokens, counts))
+    values = scores[rows, tokens]
     if row_params.repetition_penalty is not None:
-        seen = (counts > 0) | _prompt_masks(scores, histories)
-        penalty = row_params.repetition_penalty
-        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
-        scores = torch.where(seen, penalised, scores)
+        penalty = row_params.repetition_penalty[rows, 0]
+        values = torch.where(values < 0, values * penalty, values / penalty)
     if row_params.frequency_penalty is not None:
-        scores = scores - row_params.frequency_penalty * counts
+        values = values - row_params.frequency_penalty[rows, 0] * counts
     if row_params.presence_penalty is not None:
-        scores = scores - row_params.presence_penalty * (counts > 0)
-    return scores
-
-
-def _output_counts(scores: Logits, histories: Sequence[RowHistory | None]) -> Tensor | None:
-    """Occurrences of every token in each row's output, its path included; None if no row counts."""
-    counts: Tensor | None = None
-    path_tokens: list[tuple[int, int]] = []
-    for row, history in enumerate(histories):
-        if history is None or history.base.output_counts is None:
-            continue
-        counts = torch.zeros_like(scores) if counts is None else counts
-        counts[row] = history.base.output_counts
-        path_tokens += [(row, token) for token in history.path]
-    if counts is not None and path_tokens:
-        rows, tokens = torch.tensor(path_tokens, device=scores.device).unbind(-1)
-        counts.index_put_((rows, tokens), counts.new_ones(len(rows)), accumulate=True)
-    return counts
-
-
-def _prompt_masks(
-    scores: Logits, histories: Sequence[RowHistory | None]
-) -> Bool[Tensor, "rows vocab"]:
-    masks = torch.zeros_like(scores, dtype=torch.bool)
-    for row, history in enumerate(histories):
-        if history is not None and history.base.prompt_mask is not None:
-            masks[row] = history.base.prompt_mask
-    return masks
+        values = values - row_params.presence_penalty[rows, 0] * (counts > 0)
+    scores[rows, tokens] = values
 
 
 def _warp(scores: Logits, row_params: RowParams) -> Logits:

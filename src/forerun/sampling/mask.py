@@ -1,0 +1,44 @@
+"""Constraints that follow the text: which tokens may come next, along every path of a tree."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Bool
+from torch import Tensor
+
+__all__ = ["TokenMask", "follow"]
+
+
+@runtime_checkable
+class TokenMask(Protocol):
+    """A grammar, an automaton or a list of choices, after the output tokens it has been told.
+
+    A sample owns one, which stands where its committed output ends. For every draft node it is
+    forked from the node's parent and told the node's token, so each row of a pass is masked by what
+    leads to it. A drafter sees the same masks; one that ignores them is only rejected more often.
+    The mask itself decides where the text may end: by allowing the end-of-sequence token.
+    """
+
+    def fork(self) -> TokenMask:
+        """An independent copy, made once per draft node: share what does not change."""
+
+    def advance(self, token: int) -> None:
+        """Take one token that `allowed` holds true; the end-of-sequence token too, once."""
+
+    def allowed(self) -> Bool[Tensor, " vocab"]:
+        """True where a token may come next, for one token at least. Read only, best on the CPU."""
+
+
+def follow(mask: TokenMask | None, token: int) -> TokenMask | None:
+    """The mask one draft node further down.
+
+    Returns:
+        None where there was none, and past a token the mask forbids: nothing is accepted there, so
+        it does not matter what could follow.
+    """
+    if mask is None or not bool(mask.allowed()[token]):
+        return None
+    further = mask.fork()
+    further.advance(token)
+    return further
