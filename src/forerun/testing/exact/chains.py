@@ -129,6 +129,6 @@ def draft_chain(
         histories=histories,
         tokens=tokens,
         num_drafted=kept.cumprod(-1).sum(-1),
-        target=torch.stack([laws.target[start + i][:, p] for i, p in enumerate(prefixes)], 2),
+        target=torch.stack([laws.target_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
         draft=torch.stack([laws.draft[start + i][:, p] for i, p in enumerate(prefixes)], 2),
     )

@@ -48,6 +48,15 @@ class Laws:
         """Tokens whose joint law the tables determine."""
         return len(self.target)
 
+    def target_rows(self, num_committed: int, depth: int) -> Tensor:
+        """What verification sees of the target after `depth` draft tokens, for every prefix.
+
+        Args:
+            num_committed: tokens committed before the step.
+            depth: draft tokens after them.
+        """
+        return self.target[num_committed + depth]
+
     def joint(self) -> Float64[Tensor, "laws texts"]:
         """The target's law of the first `horizon` tokens."""
         return self.complete({0: torch.ones_like(self.target[0][..., 0])})

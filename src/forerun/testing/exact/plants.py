@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.sampling.chain import Rule, prefix_ratios, residual_weights
+from forerun.sampling.history import History, RowHistory
 from forerun.sampling.noise import Purpose, step_key
+from forerun.testing.exact.shaped import View
 from forerun.testing.exact.verifiers import ChainRows, ChainVerifier, engine_accept, engine_final
 
-__all__ = ["PLANTED"]
+__all__ = ["PLANTED", "PLANTED_VIEWS", "PlantedView"]
 
 
 def uncapped_accept(rows: ChainRows, rule: Rule) -> Tensor:
@@ -63,6 +66,31 @@ def confident_after(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
     return drawn_prob >= 0.25
 
 
+def committed_only(history: History, path: tuple[int, ...]) -> RowHistory:
+    """Give a draft node the counts of the committed text, not extended along its path."""
+    return history.at()
+
+
+def masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
+    """Mask the row of the last committed token and no draft node."""
+    return RowHistory(base=history, path=path, mask=None if path else history.mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlantedView:
+    """A bug in what rows know of the text before them.
+
+    Attributes:
+        name: of the bug.
+        shape: of the laws that depend on it, see `shaped.SHAPES`.
+        view: the flawed history of a row.
+    """
+
+    name: str
+    shape: str
+    view: View
+
+
 def planted(
     name: str, *, rules: tuple[Rule, ...] = ("token", "block"), **replaced: Any
 ) -> tuple[str, tuple[ChainVerifier, ...]]:
@@ -78,4 +106,11 @@ PLANTED = (
     planted("position-only accept noise", rules=("block",), verify_keys=position_verify_keys),
     planted("one noise for draft and acceptance", draft_key=accept_draft_key),
     planted("drawn token dropped by its own probability", keep=confident_after),
+)
+
+PLANTED_VIEWS = (
+    PlantedView(
+        name="penalty counts not extended along the path", shape="penalties", view=committed_only
+    ),
+    PlantedView(name="mask not applied at draft nodes", shape="token mask", view=masked_root_only),
 )

@@ -10,12 +10,14 @@ from typing import get_args
 import torch
 
 from forerun.sampling.chain import Rule
+from forerun.sampling.history import History
 from forerun.testing.exact.chains import Emitted, emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
 from forerun.testing.exact.histories import Inexact
 from forerun.testing.exact.laws import Laws, random_laws, structured_laws
-from forerun.testing.exact.plants import PLANTED
+from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS
 from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
+from forerun.testing.exact.shaped import SHAPES, Shape, View, shaped_laws
 from forerun.testing.exact.verifiers import ChainVerifier, confident_before
 from forerun.testing.exact.walks import Walker, emit_walks
 from forerun.theory.tree import TokenTree
@@ -24,7 +26,10 @@ __all__ = ["run_enumeration"]
 
 Progress = Callable[[str], None]
 Emit = Callable[[Laws, TokenTree], Emitted]
+LawSets = Iterator[tuple[Laws, TokenTree]]
 NUM_PLANTED_LAWS = 64
+SHAPED_SHARE = 5
+"""Laws shaped by the text are worked out row by row; one for so many others."""
 NUM_COUPLED_SEEDS = 2
 
 
@@ -56,8 +61,9 @@ def run_enumeration(
     """Enumerate the output law of the engine's verifiers, and of planted bugs.
 
     Every verifier meets `num_laws` random laws, spread over vocabularies of 3 and 4 tokens and
-    proposals of depth 1 to 3, and eight structured ones of each size. Two consecutive steps, all
-    drafts, all acceptance outcomes, the noise symbolic under the engine's real keys.
+    proposals of depth 1 to 3, and eight structured ones of each size; a fifth as many laws are
+    shaped by penalties and by a mask. Two consecutive steps, all drafts, all acceptance outcomes,
+    the noise symbolic under the engine's real keys.
 
     Args:
         num_laws: random laws per verifier.
@@ -88,6 +94,11 @@ def _check_verifiers(num_laws: int, seed: int, tell: Progress) -> Iterator[Verif
     for name, settings, emit in _verifiers():
         tell(name)
         yield _check(name, emit, _law_sets(settings, num_laws, seed))
+    for shape in SHAPES:
+        for rule, settings, emit in _shaped_verifiers():
+            tell(f"{rule}, {shape}")
+            sets = _shaped_sets(settings, -(-num_laws // SHAPED_SHARE), seed, SHAPES[shape])
+            yield _check(f"{rule}, {shape}", emit, sets)
     tell("coupled, any draft")
     yield _check_coupled(_law_sets(CHAINS[1:2] + TREES[2:], num_laws, seed))
 
@@ -101,6 +112,11 @@ def _check_planted(seed: int, tell: Progress) -> Iterator[PlantedResult]:
         ]
         worst = max(result.worst_tv for result in found)
         yield PlantedResult(name=name, num_laws=found[0].num_laws, worst_tv=worst)
+    for bug in PLANTED_VIEWS:
+        tell(f"planted: {bug.name}")
+        sets = _shaped_sets(CHAINS[1:2], NUM_PLANTED_LAWS, seed, SHAPES[bug.shape], bug.view)
+        result = _check(bug.name, _chains(ChainVerifier(rule="block")), sets)
+        yield PlantedResult(name=bug.name, num_laws=result.num_laws, worst_tv=result.worst_tv)
 
 
 def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
@@ -114,6 +130,12 @@ def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
     yield "walk, sampled chain", CHAINS, _walks(Walker(sampled=True))
 
 
+def _shaped_verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
+    for rule in get_args(Rule):
+        yield rule, CHAINS[1:2], _chains(ChainVerifier(rule=rule))
+    yield "walk", TREES[2:], _walks(Walker())
+
+
 def _chains(verifier: ChainVerifier) -> Emit:
     return lambda laws, tree: emit_chains(laws, verifier, len(tree.parents))
 
@@ -122,9 +144,7 @@ def _walks(walker: Walker) -> Emit:
     return lambda laws, tree: emit_walks(laws, walker, tree)
 
 
-def _law_sets(
-    settings: tuple[Setting, ...], num_laws: int, seed: int
-) -> Iterator[tuple[Laws, TokenTree]]:
+def _law_sets(settings: tuple[Setting, ...], num_laws: int, seed: int) -> LawSets:
     """`num_laws` random laws over all settings, with the structured ones of each."""
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
@@ -135,7 +155,22 @@ def _law_sets(
         yield structured_laws(*sizes, generator), setting.tree
 
 
-def _check(name: str, emit: Emit, sets: Iterator[tuple[Laws, TokenTree]]) -> VerifierResult:
+def _shaped_sets(
+    settings: tuple[Setting, ...],
+    num_laws: int,
+    seed: int,
+    shape: Shape,
+    view: View = History.at,
+) -> LawSets:
+    """`num_laws` random laws over all settings, their targets shaped by the text."""
+    generator = torch.Generator().manual_seed(seed)
+    for index, setting in enumerate(settings):
+        share = (num_laws + index) // len(settings)
+        for laws in random_laws(share, setting.vocab_size, setting.horizon, generator):
+            yield shaped_laws(laws, shape, max(setting.tree.depths), view), setting.tree
+
+
+def _check(name: str, emit: Emit, sets: LawSets) -> VerifierResult:
     num_laws = num_histories = 0
     worst, detail = 0.0, ""
     for laws, tree in sets:
@@ -153,7 +188,7 @@ def _check(name: str, emit: Emit, sets: Iterator[tuple[Laws, TokenTree]]) -> Ver
     )
 
 
-def _check_coupled(sets: Iterator[tuple[Laws, TokenTree]]) -> VerifierResult:
+def _check_coupled(sets: LawSets) -> VerifierResult:
     num_laws = num_compared = num_different = 0
     for laws, tree in sets:
         compared, different = compare_with_plain(laws, tree, range(NUM_COUPLED_SEEDS))

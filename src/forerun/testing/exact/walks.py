@@ -188,7 +188,7 @@ def target_texts(
     probs = torch.ones_like(histories.weights)[..., None]
     paths = histories.prefixes[:, None]
     for offset in range(num_tokens):
-        rows = laws.target[histories.length + offset][:, paths]
+        rows = laws.target_rows(histories.length, offset)[:, paths]
         probs = (probs[..., None] * rows).flatten(2)
         paths = (paths[..., None] * laws.vocab_size + vocab).flatten(1)
     return probs

@@ -1,0 +1,168 @@
+"""Laws that processors make of the text before them: definitions, and what the engine's rows say.
+
+The logits are free, given every prefix; penalties and masks shape them. The target's law is written
+down here once more, one text at a time. What verification sees comes from the engine's processors,
+every row under the history the engine gives it: committed tokens counted, draft tokens as a path.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.history import History, RowHistory
+from forerun.sampling.mask import TokenMask
+from forerun.sampling.processors import pack_params, target_probs
+from forerun.testing.exact.laws import Laws
+
+__all__ = ["SHAPES", "Shape", "ShapedLaws", "View", "shaped_laws"]
+
+Text = tuple[int, ...]
+View = Callable[[History, Text], RowHistory]
+"""The history of a row, from the committed one and the draft tokens above the row."""
+
+PROMPT = (0, 0, 1)
+OFFSET = 1.5
+"""Added to log-probabilities, so that logits of both signs meet the repetition penalty."""
+
+
+class NoRepeats:
+    """A mask: no token twice in a row."""
+
+    def __init__(self, vocab_size: int, last: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.last = last
+
+    def fork(self) -> NoRepeats:
+        """An independent copy."""
+        return NoRepeats(self.vocab_size, self.last)
+
+    def advance(self, token: int) -> None:
+        """Take one token."""
+        self.last = token
+
+    def allowed(self) -> Bool[Tensor, " vocab"]:
+        """All but the last token."""
+        row = torch.ones(self.vocab_size, dtype=torch.bool)
+        if self.last is not None:
+            row[self.last] = False
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One way for the text to shape the law.
+
+    Attributes:
+        params: what a request asks for.
+        define: logits of one prefix, (laws, vocab), and the output so far to shaped ones.
+        mask: a mask at the beginning of the output, from the size of the vocabulary.
+    """
+
+    params: SamplingParams
+    define: Callable[[Tensor, Text], Tensor]
+    mask: Callable[[int], TokenMask] | None = None
+
+
+def penalised(params: SamplingParams, logits: Tensor, output: Text) -> Tensor:
+    """Repetition over prompt and output; frequency and presence over the output."""
+    logits = logits.clone()
+    times = Counter(output)
+    for token in {*PROMPT, *output}:
+        column = logits[:, token]
+        worse = column * params.repetition_penalty
+        logits[:, token] = torch.where(column < 0, worse, column / params.repetition_penalty)
+    for token in set(output):
+        logits[:, token] -= params.frequency_penalty * times[token] + params.presence_penalty
+    return logits
+
+
+def without_repeats(logits: Tensor, output: Text) -> Tensor:
+    """The last token of the output is impossible."""
+    logits = logits.clone()
+    if output:
+        logits[:, output[-1]] = -torch.inf
+    return logits
+
+
+# Every number is exact in fp32, as which parameters reach the processors.
+PENALTIES = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.75, presence_penalty=0.5)
+SHAPES: Mapping[str, Shape] = {
+    "penalties": Shape(params=PENALTIES, define=partial(penalised, PENALTIES)),
+    "token mask": Shape(params=SamplingParams(), define=without_repeats, mask=NoRepeats),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShapedLaws(Laws):
+    """Laws by definition, with what verification sees of them.
+
+    Attributes:
+        seen: by committed tokens and draft tokens above the row, the rows for every prefix.
+    """
+
+    seen: Mapping[tuple[int, int], Tensor]
+
+    def target_rows(self, num_committed: int, depth: int) -> Tensor:
+        """What the engine's processors make of the logits `depth` nodes past the committed text."""
+        return self.seen[num_committed, depth]
+
+
+def shaped_laws(laws: Laws, shape: Shape, max_depth: int, view: View = History.at) -> ShapedLaws:
+    """Shape the target of `laws`; the draft knows nothing of it and proposes the impossible too.
+
+    Args:
+        laws: without zeros, for a mask has to leave something.
+        shape: what the text does to the law.
+        max_depth: of the proposals that will be verified.
+        view: the history of a row; a bug may be planted here.
+    """
+    vocab_size = laws.vocab_size
+    logits = [rows.log() + OFFSET for rows in laws.target]
+    texts = [list(product(range(vocab_size), repeat=level)) for level in range(laws.horizon)]
+    target = tuple(
+        torch.stack([shape.define(rows[:, i], text) for i, text in enumerate(of_level)], 1)
+        for rows, of_level in zip(logits, texts, strict=True)
+    )
+    return ShapedLaws(
+        target=tuple(rows.softmax(-1) for rows in target),
+        draft=laws.draft,
+        seen={
+            (level - depth, depth): seen_rows(logits[level], texts[level], depth, shape, view)
+            for level in range(laws.horizon)
+            for depth in range(min(level, max_depth) + 1)
+        },
+    )
+
+
+def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view: View) -> Tensor:
+    """Laws after `texts`, the last `depth` tokens of which are drafted, the others committed."""
+    num_laws, num_texts, vocab_size = logits.shape
+    bases: dict[Text, History] = {}
+    histories: list[RowHistory | None] = []
+    for text in texts:
+        committed, path = text[: len(text) - depth], text[len(text) - depth :]
+        if committed not in bases:
+            bases[committed] = history_after(committed, shape, vocab_size)
+        histories += [view(bases[committed], path)] * num_laws
+    rows = logits.transpose(0, 1).flatten(0, 1)
+    packed = pack_params([shape.params], rows=[0] * len(rows))
+    found = target_probs(rows, packed, histories)
+    return found.unflatten(0, (num_texts, num_laws)).transpose(0, 1)
+
+
+def history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
+    """The history of a request that has put out `committed`, allowed by its mask or not."""
+    mask = None if shape.mask is None else shape.mask(vocab_size)
+    history = History.of(shape.params, PROMPT, vocab_size=vocab_size, mask=mask)
+    for token in committed:
+        history.append(token)
+    return history
