@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import forerun
+from forerun.drafters.config import parse_drafter
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import tokenizer_hash, weights_hash
 from forerun.models.load import model_folder
@@ -83,7 +84,7 @@ def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
         target=target,
         target_hash=content_hash(target),
         draft=draft,
-        draft_hash=content_hash(draft) if draft is not None else None,
+        draft_hash=content_hash(draft) if draft and parse_drafter(draft) is None else None,
         tokenizer_hash=tokenizer_hash(model_folder(target)),
         device=device,
         versions={

@@ -11,7 +11,6 @@ from forerun.sampling.config import SamplingParams
 
 __all__ = ["draft_arms", "plain_arm", "warm_up"]
 
-METHOD = "draft_model"
 WARM_UP_TOKENS = 8
 
 
@@ -27,7 +26,7 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
     return tuple(
         Arm(
             name=f"{wanted.name} K={k}",
-            method=METHOD,
+            method=loaded.drafter.drafter.method,
             num_speculative_tokens=k,
             engine=target.with_draft(loaded.drafter.drafter, k),
             draft=wanted.draft,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
@@ -25,7 +26,7 @@ class DraftArms:
 
     Attributes:
         name: how tables call it.
-        draft: folder, hub name or zoo: name of the draft model.
+        draft: folder, hub name or zoo: name of the draft model, or the name of a drafter.
         ks: every K to measure, ascending.
     """
 
@@ -124,8 +125,9 @@ class BenchConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model that is loaded."""
-        return (self.target, *(arm.draft for arm in self.arms))
+        """Every model that is loaded; drafters without one of their own are not among them."""
+        drafts = (arm.draft for arm in self.arms if parse_drafter(arm.draft) is None)
+        return (self.target, *drafts)
 
     @property
     def engine(self) -> EngineConfig:

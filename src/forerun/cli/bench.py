@@ -213,6 +213,7 @@ COMMAND = Command(
     examples=(
         "forerun bench",
         "forerun bench --arms zoo:draft-domain@2,4 other=zoo:draft-off-the-shelf@2 --batch 1 8",
+        "forerun bench --arms zoo:draft-domain@3 suffix@8 self:2@3",
         "forerun bench --target DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
         "forerun bench --temperatures 0 --blocks 30 --json bench.json --plot bench.svg",
         "forerun bench --trace bench.parquet && forerun trace summarize bench.parquet",

@@ -10,6 +10,7 @@ from pathlib import Path
 from forerun.bench.compare import Arm
 from forerun.bench.comparison import Comparison
 from forerun.bench.prediction import Costs
+from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
@@ -64,10 +65,10 @@ def read_costs(paths: Sequence[Path], comparison: Comparison) -> Mapping[str, Co
 
 
 def by_draft(comparison: Comparison) -> dict[str, Arm]:
-    """The first arm of every draft."""
+    """The first arm of every draft model; what other drafters cost is not in passes alone."""
     arms: dict[str, Arm] = {}
     for arm in comparison.arms:
-        if arm.draft is not None:
+        if arm.draft is not None and parse_drafter(arm.draft) is None:
             arms.setdefault(arm.draft, arm)
     return arms
 

@@ -43,7 +43,8 @@ class ModelFlags:
     target: str = "zoo:target"
     """Folder, hub name or zoo: name of the model whose text is wanted."""
     draft: str = "auto"
-    """Draft model; "none" decodes plainly, "auto" takes the shipped draft for a shipped target."""
+    """Draft model; "suffix" copies from the text itself, "self:N" drafts with the target's first N
+    layers, "none" decodes plainly, "auto" takes the shipped draft for a shipped target."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"

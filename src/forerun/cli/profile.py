@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags
 from forerun.cli.paths import PICTURES, check_writable
+from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.probe.config import THOROUGH, ProbeConfig
@@ -72,6 +73,11 @@ def run(options: ProfileOptions) -> int:
     draft = options.models.draft_name
     if draft is None:
         raise InvalidRequest(f"a profile is of a pair: name a --draft for {options.models.target}")
+    if parse_drafter(draft) is not None:
+        raise InvalidRequest(
+            f"a profile is of two models, and {draft} is none; compare it: forerun bench --arms "
+            f"{draft}@{EngineConfig().num_speculative_tokens}"
+        )
     if options.plot is not None and options.plot.suffix not in PICTURES:
         raise InvalidRequest(f"--plot {options.plot} must end in {', '.join(PICTURES)}")
     for flag, path in (("--out", options.out), ("--plot", options.plot)):

@@ -12,16 +12,16 @@ from pathlib import Path
 from forerun.control.base import Controller
 from forerun.control.fixed import FixedController
 from forerun.drafters.base import Drafter
-from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.intake import Intake, Prompt
-from forerun.engine.loading import check_pair, eos_token_ids, load_pair_member
+from forerun.engine.loading import eos_token_ids, load_drafter, load_pair_member
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Stepper
 from forerun.engine.stopping import Stop
+from forerun.engine.turn import PLAIN
 from forerun.errors import InvalidRequest, NumericalError, QueueFull
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context
@@ -73,7 +73,10 @@ class Engine:
         self._stepper = Stepper(
             target=target,
             drafter=self.drafter,
-            controller=controller or FixedController(self.config.num_speculative_tokens),
+            controller=controller
+            or FixedController(
+                self.config.num_speculative_tokens, drafter.method if drafter else PLAIN.method
+            ),
             scheduler=self.scheduler,
             config=self.config,
         )
@@ -92,7 +95,8 @@ class Engine:
 
         Args:
             target: folder, hub name or "zoo:target".
-            draft: the same for a draft model; None decodes plainly.
+            draft: the same for a draft model, "suffix" or "self:N" (see `DRAFTERS`); None decodes
+                plainly.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
             device: "auto", "cpu", "cuda" or "mps".
             config: engine settings.
@@ -127,16 +131,11 @@ class Engine:
         if num_speculative_tokens is not None:
             config = replace(config, num_speculative_tokens=num_speculative_tokens)
         if isinstance(draft, str | Path):
-            device = str(self.target.device)
-            loaded = load_pair_member(draft, dtype=dtype, device=device, config=config)
-            check_pair(self.target, self.tokenizer, loaded)
-            drafter: Drafter | None = DraftModel(loaded[0], vocab_size=self.target.vocab_size)
-        else:
-            drafter = draft
+            draft = load_drafter(draft, self.target, self.tokenizer, dtype=dtype, config=config)
         return Engine(
             target=self.target,
             tokenizer=self.tokenizer,
-            drafter=drafter,
+            drafter=draft,
             config=config,
             eos_token_ids=self.eos_token_ids,
             on_record=self.on_record,

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from forerun.drafters.base import Drafter
+from forerun.drafters.config import parse_drafter
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.named import build_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.base import LanguageModel
@@ -12,7 +16,7 @@ from forerun.models.checkpoint import read_object
 from forerun.models.load import load_model, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 
-__all__ = ["check_pair", "eos_token_ids", "load_pair_member"]
+__all__ = ["check_pair", "eos_token_ids", "load_drafter", "load_pair_member"]
 
 logger = logging.getLogger("forerun.loading")
 
@@ -37,6 +41,31 @@ def load_pair_member(name: str | Path, *, dtype: str, device: str, config: Engin
             f"holds {model.max_context} tokens; choose a smaller K"
         )
     return model, load_tokenizer(name)
+
+
+def load_drafter(
+    draft: str | Path,
+    target: LanguageModel,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str,
+    config: EngineConfig,
+) -> Drafter:
+    """A drafter for a loaded target: one of `DRAFTERS` by its name, else a draft model.
+
+    A folder that is called like a drafter can be given as a Path, or with "./" in front.
+
+    Raises:
+        InvalidModel: the draft model is missing, damaged or of an unsupported kind.
+        IncompatibleDraft: the tokenizers differ.
+        InvalidRequest: a drafter's argument cannot be honoured.
+    """
+    named = parse_drafter(draft) if isinstance(draft, str) else None
+    if named is not None:
+        return build_drafter(named, target)
+    loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
+    check_pair(target, tokenizer, loaded)
+    return DraftModel(loaded[0], vocab_size=target.vocab_size)
 
 
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
