@@ -21,6 +21,8 @@ TORCH_FREE = (
     "forerun.engine.config",
     "forerun.probe.profile_file",
     "forerun.sampling.config",
+    "forerun.trace.files",
+    "forerun.trace.summary",
 )
 
 

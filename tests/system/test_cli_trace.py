@@ -1,0 +1,170 @@
+"""`forerun trace summarize`, and what --trace writes for it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.records import HEADER, REQUEST, STEP, plain, steps
+
+from forerun.cli.main import main
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.trace.files import SUFFIXES, open_trace, read_trace
+
+GREEDY = ("--temperature", "0", "--max-tokens", "24")
+
+
+@pytest.fixture(params=SUFFIXES)
+def path(request, tmp_path):
+    return tmp_path / f"trace{request.param}"
+
+
+@pytest.fixture
+def generate(tiny_pair, capsys):
+    def run(*arguments):
+        pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
+        code = main(["generate", "def f", *pair, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def records_by_kind(path):
+    kinds: dict[type, list] = {TraceHeader: [], StepRecord: [], RequestRecord: []}
+    for item in read_trace(path):
+        kinds[type(item)].append(item)
+    return kinds.values()
+
+
+def write(path, records):
+    with open_trace(path) as writer:
+        for record in records:
+            writer.add(record)
+
+
+def test_generate_writes_what_summarize_reads(generate, path, tmp_path, capsys):
+    code, out, _ = generate(*GREEDY, "--json", "--trace", str(path), "--trace-tokens")
+    assert code == 0
+    answer = json.loads(out)
+    (header,), found, (request,) = records_by_kind(path)
+    assert header.draft_hash is not None
+    assert [token for step in found for token in step.token_ids] == answer["token_ids"]
+    hashes = {step.num_drafted > 0: step.drafter_hash for step in found}
+    assert hashes == {False: None, True: header.draft_hash}
+    assert request.num_output_tokens == 24
+    picture = tmp_path / "p.svg"
+    assert main(["trace", "summarize", str(path), "--json", "--plot", str(picture)]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    figures = answer["figures"]
+    assert summary["overall"]["num_tokens"] == 24
+    assert summary["overall"]["acceptance_length"] == figures["acceptance_length"]
+    assert summary["overall"]["num_drafted"] == figures["num_drafted"]
+    assert "<svg" in picture.read_text()
+
+
+def test_a_full_disk_costs_no_token(generate, tmp_path):
+    full = tmp_path / "trace.jsonl"
+    full.symlink_to("/dev/full")
+    _, expected, _ = generate(*GREEDY, "--quiet")
+    code, out, err = generate(*GREEDY, "--trace", str(full), "--quiet")
+    assert (code, out) == (0, expected)
+    (warning,) = [line for line in err.splitlines() if "trace" in line]
+    assert "No space left on device" in warning
+    assert "the rest goes on" in warning
+
+
+def test_another_suffix_is_refused_before_anything_is_loaded(capsys):
+    code = main(["generate", "x", "--target", "/nonexistent", "--trace", "trace.txt"])
+    assert code == 2
+    assert "must end in .jsonl or .parquet" in " ".join(capsys.readouterr().err.split())
+
+
+def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"def f{i}(x):\n" for i in range(4)))
+    arms = ("--arms", f"near={tiny_pair.draft}@1,3", f"far={tiny_pair.small}@2")
+    small = ("--max-tokens", "18", "--max-context", "128", "--threads", "1")
+    code = main(
+        [
+            *("bench", "--target", str(tiny_pair.target), *arms, "--prompts", str(prompts), *small),
+            *("--blocks", "2", "--temperatures", "1", "--batch", "1", "2", "--no-prediction"),
+            *("--trace", str(path), "--trace-tokens", "--json", "-"),
+        ]
+    )
+    assert code == 0
+    content = json.loads(capsys.readouterr().out)
+    headers, found, requests = records_by_kind(path)
+    assert [header.draft for header in headers] == [str(tiny_pair.draft), str(tiny_pair.small)]
+    by_tag = {"plain": 0, "near K=1": 0, "near K=3": 0, "far K=2": 0, "T=1": 0}
+    for request in requests:
+        for tag in by_tag.keys() & set(request.tags):
+            by_tag[tag] += request.num_output_tokens
+    for row, *others in zip(*(cell["rows"] for cell in content["cells"]), strict=True):
+        assert by_tag[row["name"]] == sum(one["num_tokens"] for one in (row, *others))
+    far = [step.drafter_hash for step in found if step.request_id.startswith("far K=2/")]
+    assert set(far) == {None, headers[1].draft_hash}
+    assert sum(len(step.token_ids) for step in found) == by_tag["T=1"]
+
+    assert main(["trace", "summarize", str(path), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["num_unfinished"] == 0
+    assert summary["tags"].keys() == {*by_tag, "batch=1", "batch=2"}
+    near = summary["tags"]["near K=3"]
+    measured = [cell["rows"][2] for cell in content["cells"]]
+    assert near["num_drafted"] == sum(row["num_drafted"] for row in measured)
+    assert near["cycle_cost"]["estimate"] > 0
+
+
+def test_the_tables(path, capsys):
+    write(
+        path,
+        [HEADER, *steps(9), *(plain(cycle_id=i, t_s=float(i)) for i in range(20, 30)), REQUEST],
+    )
+    assert main(["trace", "summarize", str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "target target, draft draft, cpu" in text
+    assert "tau 3.000 over 9 drafting steps, kappa 1.476, decoding 2.03x" in text
+    assert "36 drafted, 18 accepted (22.5 expected), 50.0% wasted" in text
+    assert "draft 14.6%, verify 82.5%, other 2.9%" not in text
+    assert "1 9 9 1.000 (0.701–1.000) 1.000 ████████████████████████" in text
+    assert "python 1 37 3.00 1.48 50% 1.00 1.00 0.00" in text
+
+
+def test_damage_is_shown_beside_what_is_whole(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    write(path, [HEADER, STEP, STEP])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\x00" * 9 + b"\n" + lines[1] + lines[2][:40])
+    assert main(["trace", "summarize", str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 requests, 1 of them unfinished, 1 steps" in text
+    assert "not read (2 places)" in text
+    assert f"line 2 (byte {len(lines[0])}): no JSON" in text
+    assert "cut off in the middle" in text
+
+
+def test_empty_traces_are_no_error(path, capsys):
+    write(path, [])
+    assert main(["trace", "summarize", str(path)]) == 0
+    assert capsys.readouterr().out == "no steps\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("nowhere.jsonl",), 1, "No such file"),
+        (("good.jsonl", "--plot", "p.gif"), 2, "must end in .pdf, .png, .svg"),
+        (("good.jsonl", "--plot", "nowhere/p.png"), 2, "--plot nowhere/p.png cannot be written"),
+        (("bad.jsonl",), 1, "bad.jsonl holds no record of a trace"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(tmp_path, monkeypatch, capsys, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "good.jsonl", [HEADER, STEP])
+    (tmp_path / "bad.jsonl").write_bytes(b"\x89PNG\n")
+    assert main(["trace", "summarize", *arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in " ".join(captured.err.split())
+    assert "Traceback" not in captured.err

@@ -1,0 +1,363 @@
+"""Traces on disk: written, read back, cut short, damaged, in both formats."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from tests.records import FULL, HEADER, REQUEST, STEP, steps
+
+from forerun.errors import InvalidRequest, InvalidTrace
+from forerun.trace import jsonl
+from forerun.trace.files import SUFFIXES, open_trace, read_trace
+from forerun.trace.jsonl import JsonLines
+from forerun.trace.schema import Damage, Record
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(params=SUFFIXES)
+def path(request, tmp_path) -> Path:
+    return tmp_path / f"trace{request.param}"
+
+
+def write(path: Path, records: Sequence[Record]) -> None:
+    with open_trace(path) as writer:
+        for record in records:
+            writer.add(record)
+
+
+def damage_in(path: Path) -> list[str]:
+    return [str(item) for item in read_trace(path) if isinstance(item, Damage)]
+
+
+def records_in(path: Path) -> list[Record]:
+    return [item for item in read_trace(path) if not isinstance(item, Damage)]
+
+
+def test_what_is_written_is_read(path):
+    records = [HEADER, STEP, FULL, *steps(5000), REQUEST]
+    write(path, records)
+    assert list(read_trace(path)) == records
+
+
+def test_several_headers_and_requests_among_steps(path):
+    records = [HEADER, STEP, REQUEST, HEADER, FULL]
+    write(path, records)
+    found = list(read_trace(path))
+    assert sorted(map(repr, found)) == sorted(map(repr, records))
+    assert [r for r in found if r in (STEP, FULL)] == [STEP, FULL]
+
+
+def test_a_new_trace_replaces_the_old_one(path):
+    write(path, [HEADER, *steps(5000), REQUEST])
+    write(path, [HEADER, STEP])
+    assert list(read_trace(path)) == [HEADER, STEP]
+
+
+def test_a_trace_without_steps_is_whole(path):
+    write(path, [HEADER])
+    assert list(read_trace(path)) == [HEADER]
+
+
+def test_nothing_written_is_nothing_read(path):
+    write(path, [])
+    assert list(read_trace(path)) == []
+
+
+def test_an_exception_outside_loses_no_record(path):
+    with pytest.raises(ZeroDivisionError), open_trace(path) as writer:
+        writer.add(HEADER)
+        writer.add(STEP)
+        raise ZeroDivisionError
+    assert list(read_trace(path)) == [HEADER, STEP]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.records import HEADER, steps
+from forerun.trace.files import open_trace
+with open_trace(Path(sys.argv[1])) as writer:
+    for record in (HEADER, *steps(700)):
+        writer.add(record)
+    writer.flush()
+    for record in steps(100, request_id="never written"):
+        writer.add(record)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_a_killed_process_leaves_what_it_had_flushed(path):
+    assert child(KILLED, str(path)).returncode == -9
+    assert list(read_trace(path)) == [HEADER, *steps(700)]
+
+
+# No file may grow beyond 100 kB, which the system reports like a full disk.
+LIMITED = """
+import logging, resource, signal, sys
+from pathlib import Path
+from tests.records import FULL, HEADER, REQUEST, STEP, steps
+from forerun.trace.files import open_trace
+logging.basicConfig(format="%(message)s")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with open_trace(Path(sys.argv[1])) as writer:
+    for record in (HEADER, *steps(8)):
+        writer.add(record)
+    writer.flush()
+    for index, record in enumerate(steps(20_000)):
+        writer.add(type(record)(**record.to_dict() | {"verify_s": (index * 0.7310585) % 1.0}))
+print("went on", writer.failed)
+"""
+
+
+def test_a_disk_that_fills_up_costs_the_end_of_the_trace_only(path):
+    run = child(LIMITED, str(path))
+    assert run.stdout == "went on True\n"
+    (warning,) = run.stderr.splitlines()
+    assert warning.startswith(f"the trace {path} cannot be written (")
+    assert "the rest goes on" in warning
+    found = records_in(path)
+    assert found[:9] == [HEADER, *steps(8)]
+    assert len(damage_in(path)) <= 1  # half a line, where a line is what is written
+
+
+def test_a_device_that_is_always_full(tmp_path, caplog):
+    path = tmp_path / "trace.jsonl"
+    path.symlink_to("/dev/full")
+    write(path, [HEADER, *steps(1000)])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "No space left on device" in caplog.text
+    assert "after 0 records" in caplog.text
+
+
+class Sipping:
+    """A file that takes a few bytes at a time, as pipes and nearly full disks do."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def write(self, data: memoryview) -> int:
+        self.content += bytes(data[:7])
+        return min(7, len(data))
+
+
+def test_partial_writes_are_completed(tmp_path, unchecked):
+    file = Sipping()
+    JsonLines(file).write([HEADER, STEP])
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(file.content)
+    assert list(read_trace(path)) == [HEADER, STEP]
+
+
+# ------------------------------------------------------------------------------------ unwritable
+
+
+@pytest.mark.parametrize("name", ["trace.txt", "trace", "trace.json", "trace.parquet.gz"])
+def test_other_suffixes_are_refused(tmp_path, name):
+    with (
+        pytest.raises(InvalidRequest, match=r"must end in \.jsonl or \.parquet"),
+        open_trace(tmp_path / name),
+    ):
+        pass
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_unwritable_places_are_refused(tmp_path, suffix):
+    (tmp_path / "file").write_text("")
+    for parent in ("nowhere", "file"):
+        with (
+            pytest.raises(InvalidRequest, match="cannot be written"),
+            open_trace(tmp_path / parent / f"t{suffix}"),
+        ):
+            pass
+
+
+def test_what_is_no_trace_is_not_overwritten(tmp_path):
+    folder = tmp_path / "data.parquet"
+    folder.mkdir()
+    (folder / "years.csv").write_text("1,2")
+    with pytest.raises(InvalidRequest, match=r"holds years\.csv"), open_trace(folder):
+        pass
+    assert (folder / "years.csv").read_text() == "1,2"
+    file = tmp_path / "table.parquet"
+    file.write_bytes(b"PAR1")
+    with pytest.raises(InvalidRequest, match="cannot be written"), open_trace(file):
+        pass
+    assert file.read_bytes() == b"PAR1"
+
+
+# --------------------------------------------------------------------------------- damaged lines
+
+
+@pytest.fixture
+def lines(tmp_path) -> tuple[Path, list[bytes]]:
+    path = tmp_path / "trace.jsonl"
+    write(path, [HEADER, *steps(4), REQUEST])
+    return path, path.read_bytes().splitlines(keepends=True)
+
+
+def test_a_line_cut_off_at_the_end(lines):
+    path, content = lines
+    path.write_bytes(b"".join(content)[:-30])
+    assert records_in(path) == [HEADER, *steps(4)]
+    offset = sum(map(len, content[:-1]))
+    assert damage_in(path) == [f"line 6 (byte {offset}): cut off in the middle"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        (b"\x00" * 200 + b"\n", "no JSON"),
+        (b"\xff\xfe\x80{}\n", "no JSON"),
+        (b"[1, 2]\n", "no JSON object"),
+        (b"[" * 100_000 + b"\n", "no JSON"),
+        (b'{"record": "step"}\n', "no cycle_id"),
+        (b'{"cycle_id": 3}\n', "a record of kind None"),
+        (b'{"record": {"a": 1}}\n', "a record of kind {'a': 1}"),
+    ],
+)
+def test_damage_in_the_middle_costs_its_own_line(lines, bad, what):
+    path, content = lines
+    path.write_bytes(b"".join([*content[:3], bad, *content[3:]]))
+    assert records_in(path) == [HEADER, *steps(4), REQUEST]
+    assert damage_in(path) == [f"line 4 (byte {sum(map(len, content[:3]))}): {what}"]
+
+
+def test_a_number_too_large_for_a_float_is_damage(lines):
+    path, content = lines
+    content[2] = content[2].replace(b'"draft_s":0.01', b'"draft_s":1' + b"0" * 400)
+    path.write_bytes(b"".join(content))
+    assert len(damage_in(path)) == 1
+    assert len(records_in(path)) == 5
+
+
+def test_a_line_without_end_needs_no_memory(lines, monkeypatch):
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
+    path, content = lines
+    path.write_bytes(content[0] + b"\x00" * 5000 + b"\n" + content[1])
+    assert records_in(path) == [HEADER, *steps(1)]
+    assert damage_in(path) == [f"line 2 (byte {len(content[0])}): longer than 1000 bytes"]
+    path.write_bytes(content[0] + b"\x00" * 5000)
+    assert len(damage_in(path)) == 1
+
+
+def test_a_newer_schema_is_said(lines):
+    path, content = lines
+    content[0] = content[0].replace(b'"schema_version":1', b'"schema_version":2')
+    path.write_bytes(b"".join(content))
+    assert "schema version 2; this forerun reads 1" in damage_in(path)[0]
+
+
+# --------------------------------------------------------------------------------- damaged parts
+
+
+@pytest.fixture
+def parts(tmp_path) -> Path:
+    folder = tmp_path / "trace.parquet"
+    with open_trace(folder) as writer:
+        for start in range(3):
+            for record in (HEADER, *steps(50, request_id=str(start)), REQUEST):
+                writer.add(record)
+            writer.flush()
+    return folder
+
+
+def test_a_truncated_part_costs_itself(parts):
+    part = parts / "steps" / "00001.parquet"
+    part.write_bytes(part.read_bytes()[:-50])
+    found = [r for r in records_in(parts) if isinstance(r, type(STEP))]
+    assert found == [*steps(50, request_id="0"), *steps(50, request_id="2")]
+    (damage,) = damage_in(parts)
+    assert damage.startswith("steps/00001.parquet: ")
+
+
+def test_a_flipped_bit_in_a_part_is_noticed(parts):
+    part = parts / "steps" / "00002.parquet"
+    content = bytearray(part.read_bytes())
+    column = pq.ParquetFile(part).metadata.row_group(0).column(1)  # t_s
+    content[column.data_page_offset + column.total_compressed_size // 2] ^= 4
+    part.write_bytes(content)
+    (damage,) = damage_in(parts)
+    assert damage.startswith("steps/00002.parquet: ")
+
+
+def test_a_missing_part_and_an_unfinished_one_are_named(parts):
+    (parts / "steps" / "00000.parquet").unlink()
+    (parts / "steps" / "00003.parquet.unfinished").write_bytes(b"PAR1")
+    assert damage_in(parts) == [
+        "steps/00000.parquet: missing",
+        "steps/00003.parquet.unfinished: was being written when the process ended",
+    ]
+    assert len(records_in(parts)) == 3 + 100 + 3
+
+
+def test_a_part_of_another_table_is_damage(parts):
+    (parts / "steps" / "00001.parquet").write_bytes(
+        (parts / "requests" / "00001.parquet").read_bytes()
+    )
+    (damage,) = damage_in(parts)
+    assert "unknown fields" in damage
+
+
+def test_lost_headers_cost_nothing_else(parts):
+    (parts / "headers.jsonl").unlink()
+    assert damage_in(parts) == ["headers.jsonl: missing"]
+    assert len(records_in(parts)) == 153
+
+
+def test_parts_are_one_table_for_others(parts):
+    table = pq.read_table(parts / "steps")
+    assert table.num_rows == 150
+    assert table["verify_s"].to_pylist() == [STEP.verify_s] * 150
+
+
+# ------------------------------------------------------------------------------------ unreadable
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n" * 50, b"hello\nworld\n", b"PAR1\x00PAR1"])
+def test_what_is_no_trace_at_all_is_refused(tmp_path, content):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InvalidTrace, match="holds no record of a trace: line 1"):
+        list(read_trace(path))
+
+
+def test_a_folder_that_is_no_trace_is_refused(tmp_path):
+    with pytest.raises(InvalidTrace, match=r"headers\.jsonl: missing"):
+        list(read_trace(tmp_path))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InvalidTrace, match="No such file"):
+        list(read_trace(tmp_path / "t.jsonl"))
+
+
+def test_pyarrow_is_loaded_for_parquet_only(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from tests.records import HEADER
+from forerun.trace.files import open_trace, read_trace
+import forerun.trace.summary, forerun.cli.trace
+with open_trace(Path(sys.argv[1])) as writer:
+    writer.add(HEADER)
+list(read_trace(Path(sys.argv[1])))
+print(*sorted({"torch", "pyarrow", "matplotlib"} & sys.modules.keys()))
+"""
+    for suffix, loaded in ((".jsonl", ""), (".parquet", "pyarrow")):
+        run = child(code, str(tmp_path / f"t{suffix}"))
+        assert run.stdout == f"{loaded}\n", run.stderr
