@@ -36,7 +36,7 @@ class Completion:
 
     Attributes:
         index: sample index, 0 to n - 1.
-        text: decoded output; a matched stop string is cut off.
+        text: decoded output; a matched stop string is cut off unless the request keeps it.
         token_ids: emitted tokens, the end-of-sequence token included where it ended the text.
         finish_reason: "stop" (end-of-sequence, stop token or stop string), "length", "deadline" or
             "abort".

@@ -102,16 +102,21 @@ class Sequence:
 
     def _check(self, token: int) -> Stop | None:
         by_token = self.stops.check(token, self.num_output)
-        if by_token is not None and by_token.finish_reason == "stop":
+        ends = by_token is not None and by_token.finish_reason == "stop"
+        if ends and not self.params.include_stop_str_in_output:
             return by_token  # the ending token itself is not part of the text
         self.detokenizer.append(token)
+        if ends:
+            return by_token
         if self.params.stop:
             text, start = self.detokenizer.text, self.num_searched
             self.num_searched = len(text)
             found = find_stop_string(text, start, self.params.stop)
             if found is not None and self.num_output > self.params.min_tokens:
-                self.text_end = found[0]
-                return Stop(finish_reason="stop", stop_reason=found[1])
+                begin, stop = found
+                kept = len(stop) if self.params.include_stop_str_in_output else 0
+                self.text_end = begin + kept
+                return Stop(finish_reason="stop", stop_reason=stop)
         return by_token
 
     def take_chunk(self) -> StreamChunk:
@@ -119,7 +124,9 @@ class Sequence:
         if self.stop is not None and self.text_end is None:
             self.detokenizer.finish()
         text = self.text
-        end = len(text) if self.stop else len(text) - held_back(text, self.params.stop)
+        end = len(text)
+        if self.stop is None and not self.params.include_stop_str_in_output:
+            end -= held_back(text, self.params.stop)
         end = max(end, self.num_shown)
         chunk = StreamChunk(
             request_id=self.request_id,

@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.errors import InvalidRequest
 
-__all__ = ["MAX_BIAS", "Range", "as_bias", "as_tuple", "is_token", "shortened"]
+__all__ = ["MAX_BIAS", "Range", "as_bias", "as_tuple", "is_stop", "is_token", "shortened"]
 
 MAX_BIAS = 100.0
 """As in the OpenAI API; it decides against any logits met in practice."""
@@ -50,6 +50,11 @@ class Range:
 def is_token(token: object) -> bool:
     """Whether it could be a token id."""
     return isinstance(token, int) and not isinstance(token, bool) and token >= 0
+
+
+def is_stop(text: object) -> bool:
+    """Whether it could be a stop string."""
+    return isinstance(text, str) and text != ""
 
 
 def as_tuple(name: str, values: object) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import Range, as_bias, as_tuple, is_token, shortened
+from forerun.sampling.checks import Range, as_bias, as_tuple, is_stop, is_token, shortened
 from forerun.sampling.choice import Choice
 
 __all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]
@@ -164,7 +164,7 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
-        if not all(isinstance(text, str) and text for text in self.stop):
+        if not all(map(is_stop, self.stop)):
             raise InvalidRequest(f"stop is {shortened(self.stop)}; it must hold non-empty strings")
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(

@@ -104,12 +104,12 @@ class TokenCounts:
                 else:
                     new.append((first_row + row, token, times))
         if known:
-            places, times = torch.tensor(known, device=device).unbind(-1)
-            found.counts.index_add_(0, places, times.to(torch.float32))
+            more = torch.tensor(known, device=device)
+            found.counts.index_add_(0, more[:, 0], more[:, 1].to(torch.float32))
         if not new:
             return found
-        rows, tokens, times = torch.tensor(new, device=device).unbind(-1)
-        drafted = Occurrences(rows=rows, tokens=tokens, counts=times.to(torch.float32))
+        rows, tokens, fresh = torch.tensor(new, device=device).unbind(-1)
+        drafted = Occurrences(rows=rows, tokens=tokens, counts=fresh.to(torch.float32))
         return Occurrences.join([found, drafted])
 
 

@@ -156,7 +156,7 @@ def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view:
     rows = logits.transpose(0, 1).flatten(0, 1)
     packed = pack_params([shape.params], rows=[0] * len(rows))
     found = target_probs(rows, packed, histories)
-    return found.unflatten(0, (num_texts, num_laws)).transpose(0, 1)
+    return found.view(num_texts, num_laws, vocab_size).transpose(0, 1)
 
 
 def history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
