@@ -1,0 +1,71 @@
+"""docs/theory.md holds: its blocks of Python run and assert, its links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "theory.md"
+PART = re.compile(
+    r"^```python\n(?P<code>.*?)^```$|^#+ (?P<heading>[^\n]*)$", re.DOTALL | re.MULTILINE
+)
+"""A block, whose comments are no headings, or a heading."""
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Heading and code of every block."""
+    found, heading = [], ""
+    for part in PART.finditer(text):
+        if part["code"] is None:
+            heading = part["heading"]
+        else:
+            found.append((heading, part["code"]))
+    return found
+
+
+def run(code: str) -> None:
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
+
+
+BLOCKS = blocks(PAGE.read_text())
+
+
+@pytest.mark.parametrize("code", [c for _, c in BLOCKS], ids=[heading for heading, _ in BLOCKS])
+def test_blocks_run_and_claim_something(code):
+    assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(code)))
+    run(code)
+
+
+def test_a_wrong_claim_would_be_noticed():
+    assert len(BLOCKS) == PAGE.read_text().count("```python")
+    ((heading, code),) = blocks(
+        "# A\n\n## B\ntext\n```python\n# no heading\nassert 1 == 2\n```\n\n## C\n"
+    )
+    assert heading == "B"
+    with pytest.raises(AssertionError):
+        run(code)
+
+
+def anchor(heading: str) -> str:
+    """As renderers make it of a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.lower())
+    return kept.replace(" ", "-")
+
+
+def test_every_folk_claim_has_its_verdict_and_its_block():
+    text = PAGE.read_text()
+    claims = re.findall(r"^\| \[.*?\]\(#(.*?)\) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    sections = [anchor(heading) for heading in re.findall(r"^### (.*)$", text, re.MULTILINE)]
+    assert [target for target, _, _ in claims] == sections
+    assert set(sections) <= {anchor(heading) for heading, _ in BLOCKS}
+
+
+def test_links_lead_to_pages():
+    pages = {link.partition("#")[0] for link in re.findall(r"\]\(([^)#][^)]*)\)", PAGE.read_text())}
+    missing = {page for page in pages if page.endswith(".md") and not (DOCS / page).exists()}
+    assert pages
+    assert not missing
