@@ -22,7 +22,7 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Stepper
 from forerun.engine.stopping import Stop
 from forerun.engine.turn import PLAIN
-from forerun.errors import InvalidRequest, NumericalError, QueueFull
+from forerun.errors import InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context
 from forerun.models.tokenizers import Tokenizer
@@ -178,7 +178,8 @@ class Engine:
         ids: list[str] = []
         try:
             for prompt_ids, its_params in checked:
-                while self.scheduler.num_open < its_params.n:
+                most = self.intake.max_unfinished - its_params.n
+                while self.scheduler.num_unfinished > most:
                     self.step()
                 ids.append(self.add_request(prompt_ids, its_params, terms=terms))
             while any(s.stop is None for i in ids for s in self._requests[i]):
@@ -238,30 +239,29 @@ class Engine:
         params = params or SamplingParams()
         ids = self.intake.check(prompt, params)
         request_id = request_id or self._unused_id()
-        self._check_open(params.n)
-        samples = self.intake.sequences(request_id, ids, params, terms or RequestTerms())
-        keys = {sample.key for sample in samples}
+        self.intake.check_open(params.n, self.scheduler.num_unfinished)
+        self.enlist(self.intake.sequences(request_id, ids, params, terms or RequestTerms()))
+        return request_id
+
+    def enlist(self, samples: list[Sequence]) -> None:
+        """Queue the samples of a request that `intake` has made.
+
+        Raises:
+            InvalidRequest: their id is in use.
+        """
+        request_id, keys = samples[0].request_id, {sample.key for sample in samples}
         if request_id in self._requests or keys & self._keys:
             raise InvalidRequest(f"request id {request_id!r} is already in use")
         self._keys |= keys
         self._requests[request_id] = samples
         for sample in samples:
             self._queue(sample)
-        return request_id
 
     def _unused_id(self) -> str:
         while (request_id := f"request-{self._num_requests}") in self._requests:
             self._num_requests += 1
         self._num_requests += 1
         return request_id
-
-    def _check_open(self, num_samples: int) -> None:
-        if num_samples > self.scheduler.num_open:
-            raise QueueFull(
-                f"{len(self.scheduler.waiting)} sequences wait and there is room for "
-                f"{self.scheduler.num_open} more, not for {num_samples}: try again later, or raise "
-                f"max_waiting, {self.config.max_waiting}, or max_batch, {self.config.max_batch}"
-            )
 
     def _queue(self, sequence: Sequence) -> None:
         priority, _ = sequence.rank

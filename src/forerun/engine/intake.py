@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.sequence import Sequence
 from forerun.engine.stopping import TokenStops
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, QueueFull
 from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
@@ -50,6 +50,11 @@ class Intake:
         """Prompt plus output tokens one sequence may have."""
         return min(self.config.max_context, self.target.max_context)
 
+    @property
+    def max_unfinished(self) -> int:
+        """Sequences that may run and wait at once."""
+        return self.config.max_batch + self.config.max_waiting
+
     def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The ids of a prompt that can be continued under these parameters.
 
@@ -65,11 +70,24 @@ class Intake:
         return self._prompt_ids(prompt)
 
     def _check_samples(self, n: int) -> None:
-        most = self.config.max_batch + self.config.max_waiting
-        if n > most:
+        if n > self.max_unfinished:
             raise InvalidRequest(
-                f"n is {n}, but at most {most} sequences may run and wait (max_batch and "
-                "max_waiting): ask for fewer samples, or raise max_waiting"
+                f"n is {n}, but at most {self.max_unfinished} sequences may run and wait "
+                f"(max_batch {self.config.max_batch} and max_waiting {self.config.max_waiting}): "
+                "ask for fewer samples, or raise max_waiting"
+            )
+
+    def check_open(self, n: int, num_unfinished: int) -> None:
+        """Refuse `n` sequences where too many run and wait.
+
+        Raises:
+            QueueFull: not all of them have a place.
+        """
+        if num_unfinished + n > self.max_unfinished:
+            raise QueueFull(
+                f"{num_unfinished} sequences run and wait, at most {self.max_unfinished} may "
+                f"(max_batch {self.config.max_batch} and max_waiting {self.config.max_waiting}), "
+                f"so there is no room for {n} more: try again later, or raise max_waiting"
             )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:

@@ -42,10 +42,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def num_open(self) -> int:
-        """Sequences that may still be added: places in the batch and in the queue."""
-        most = self.config.max_batch + self.config.max_waiting
-        return most - len(self.running) - len(self.waiting)
+    def num_unfinished(self) -> int:
+        """Sequences that wait or run."""
+        return len(self.waiting) + len(self.running)
 
     @property
     def is_settled(self) -> bool:
