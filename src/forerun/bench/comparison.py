@@ -84,11 +84,7 @@ class Comparison:
             )
         self.tell("loading models")
         dtype, wanted = self.config.dtype, self.config.num_threads
-        if wanted is None:
-            target, _ = on_best_threads(self.target, self.prompts[0], self.clock)
-        else:
-            torch.set_num_threads(wanted)
-            target = self.target(wanted)
+        target, _ = on_best_threads(self.target, self.prompts[0], self.clock, wanted)
         self.num_threads = target.config.num_threads
         drafts = [arm for d in self.config.arms for arm in draft_arms(target, d, dtype=dtype)]
         self.arms = (plain_arm(target), *drafts)

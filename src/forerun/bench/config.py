@@ -162,6 +162,8 @@ class DemoConfig:
         exact_tokens: tokens per prompt there.
         max_batch: sequences decoded at once where nothing is timed.
         max_context: prompt and completion.
+        runner: what carries the passes.
+        num_threads: threads of the kernels; None takes the number plain decoding is fastest with.
     """
 
     seconds: float = 60.0
@@ -177,6 +179,13 @@ class DemoConfig:
     exact_tokens: int = 32
     max_batch: int = SCOUT_BATCH
     max_context: int = 1024
+    runner: Runner = "auto"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work, by name."""
+        if self.num_threads is not None and self.num_threads < 1:
+            raise InvalidRequest(f"num_threads is {self.num_threads}; it must be at least 1")
 
     @property
     def max_k(self) -> int:
@@ -195,5 +204,6 @@ class DemoConfig:
             num_speculative_tokens=self.max_k,
             max_batch=self.max_batch,
             max_context=self.max_context,
+            runner=self.runner,
             sharing="none",  # every arm reads its prompts
         )

@@ -237,7 +237,7 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Arms
         engine = replace(config.engine, num_threads=num_threads)
         return Engine.load(config.target, config=engine)
 
-    target, step_s = on_best_threads(load, text, clock)
+    target, step_s = on_best_threads(load, text, clock, config.num_threads)
     general = DraftArms(name="off-the-shelf", draft=config.general_draft, ks=(config.general_k,))
     domain = DraftArms(name="domain draft", draft=config.domain_draft, ks=config.domain_ks)
     return Arms(

@@ -22,7 +22,10 @@ NUM_TOKENS = 8
 
 
 def on_best_threads(
-    load: Callable[[int], Loaded], text: str, clock: Callable[[], float]
+    load: Callable[[int], Loaded],
+    text: str,
+    clock: Callable[[], float],
+    num_threads: int | None = None,
 ) -> tuple[Loaded, float]:
     """Load with one thread and with all of them, and keep whichever decodes faster.
 
@@ -33,14 +36,16 @@ def on_best_threads(
         load: an engine that decodes plainly, for a number of threads.
         text: what it continues.
         clock: seconds.
+        num_threads: the number asked for, if one is: no other is tried then.
 
     Returns:
         The engine, and its seconds per token, prefill included.
     """
     found: list[tuple[float, int, Loaded]] = []
-    for num_threads in sorted({1, torch.get_num_threads()}):
-        torch.set_num_threads(num_threads)
-        engine = load(num_threads)
+    candidates = {1, torch.get_num_threads()} if num_threads is None else {num_threads}
+    for candidate in sorted(candidates):
+        torch.set_num_threads(candidate)
+        engine = load(candidate)
         pace_s = seconds_per_token(engine, text, clock)
         found.append((pace_s, torch.get_num_threads(), engine))
     pace_s, num_torch_threads, best = min(found, key=lambda entry: entry[0])

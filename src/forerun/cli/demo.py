@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from forerun.bench.config import DemoConfig
 from forerun.cli.command import Command
 from forerun.errors import InvalidRequest
+from forerun.models.runner.config import Runner
 
 if TYPE_CHECKING:
     from forerun.bench.demo import Demo
@@ -24,6 +25,10 @@ class DemoOptions:
 
     seconds: float = DemoConfig().seconds
     """Time budget, loading included; a slow machine may need a little more."""
+    runner: Runner = DemoConfig().runner
+    """What carries the passes; see `forerun generate --help`."""
+    threads: int | None = None
+    """Threads of the kernels; by default whichever number plain decoding is fastest with."""
     out: Path | None = None
     """Write demo.json, demo.png and demo.svg into this folder."""
     json: bool = False
@@ -33,7 +38,7 @@ class DemoOptions:
 def run(options: DemoOptions) -> int:
     """Run the demonstration; returns 1 where speculative text differs from plain text."""
     started_s = time.perf_counter()
-    config = DemoConfig(seconds=options.seconds)
+    config = DemoConfig(seconds=options.seconds, runner=options.runner, num_threads=options.threads)
     if options.out is not None:
         make_folder(options.out)
 

@@ -51,6 +51,8 @@ class ModelFlags:
     """auto, cpu, cuda or mps."""
     runner: Runner = EngineConfig().runner
     """What carries the passes: native (CPU kernels), graphs (torch), eager (transformers); auto."""
+    threads: int | None = None
+    """Threads that carry the passes; by default as many as torch takes."""
 
     @property
     def draft_name(self) -> str | None:

@@ -7,17 +7,16 @@ and mistakes answer at once.
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import forerun
 from forerun.cli.command import Command
+from forerun.cli.notices import notices_on_stderr
 from forerun.errors import ForerunError, InvalidRequest
 
 __all__ = ["main"]
@@ -103,7 +102,7 @@ def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
 def guarded(action: Callable[[], int]) -> int:
     """Do it; every foreseen failure becomes one line on stderr and an exit code."""
     try:
-        with warnings_on_stderr():
+        with notices_on_stderr():
             code = action()
         sys.stdout.flush()
         return code
@@ -117,19 +116,6 @@ def guarded(action: Callable[[], int]) -> int:
         # The reader (head, less) has gone. Nothing is wrong, and the exit flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-
-
-@contextmanager
-def warnings_on_stderr() -> Iterator[None]:
-    """Show what the package logs as warnings, marked as ours."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("forerun: %(message)s"))
-    logger = logging.getLogger("forerun")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 def overview() -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags
 from forerun.cli.paths import PICTURES, check_writable
+from forerun.cli.threads import use_threads
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
@@ -40,8 +41,6 @@ class ProfileOptions:
     """Every row count, more batches and contexts: minutes instead of seconds."""
     budget_s: float | None = None
     """Measure for at most so many seconds, as far as the least number of rounds allows."""
-    threads: int | None = None
-    """Threads that carry the passes; by default as many as torch takes. A profile holds for one."""
     rows: str | None = None
     """Rows per sequence of the measured passes, such as 1,2,4,8."""
     batches: str | None = None
@@ -83,20 +82,18 @@ def run(options: ProfileOptions) -> int:
     for flag, path in (("--out", options.out), ("--plot", options.plot)):
         if path is not None:
             check_writable(flag, path)
-    show(measured(options.models, draft, config, options.threads), options)
+    show(measured(options.models, draft, config), options)
     return 0
 
 
-def measured(
-    models: ModelFlags, draft: str, config: ProbeConfig, num_threads: int | None
-) -> Profile:
+def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
     from rich.console import Console
 
     from forerun.probe.measurement import measure_pair
     from forerun.probe.pair import facts_of, load_pair
 
-    engine = EngineConfig(runner=models.runner, num_threads=use_threads(num_threads))
+    engine = EngineConfig(runner=models.runner, num_threads=use_threads(models.threads))
     with Console(stderr=True).status("loading models"):
         pair, config = load_pair(
             models.target,
@@ -149,17 +146,6 @@ def show(profile: Profile, options: ProfileOptions) -> None:
         write_profile(profile, options.out)
     if options.plot is not None:
         plot([profile], [options.plot])
-
-
-def use_threads(num_threads: int | None) -> int:
-    """Let torch use so many threads in this whole process; returns how many it uses."""
-    import torch
-
-    if num_threads is not None:
-        if num_threads < 1:
-            raise InvalidRequest(f"--threads is {num_threads}; it must be at least 1")
-        torch.set_num_threads(num_threads)
-    return torch.get_num_threads()
 
 
 def numbers(name: str, text: str) -> Sequence[int]:

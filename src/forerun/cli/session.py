@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
 from forerun.cli.figures import Figures
 from forerun.cli.flags import PairFlags
+from forerun.cli.threads import use_threads
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.tracing import request_records
 from forerun.sampling.config import SamplingParams
-from forerun.theory.record import StepRecord
+from forerun.theory.record import Json, StepRecord
 from forerun.trace.writer import TraceWriter
 
 __all__ = ["Session", "load_engine"]
+
+NOTHING: Mapping[str, Json] = {}
 
 
 def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
     """The engine the flags describe, with room for as many samples as one request has."""
     max_batch = min(num_samples, EngineConfig().max_batch)
-    config = EngineConfig(num_speculative_tokens=pair.k, max_batch=max_batch, runner=pair.runner)
+    config = EngineConfig(
+        num_speculative_tokens=pair.k,
+        max_batch=max_batch,
+        runner=pair.runner,
+        num_threads=use_threads(pair.threads),
+    )
     return Engine.load(
         pair.target, pair.draft_name, dtype=pair.dtype, device=pair.device, config=config
     )
@@ -42,7 +49,7 @@ class Session:
         self.engine = engine
         self.trace = trace
         self.trace_tokens = trace_tokens
-        self.drafter_hash = drafter_hash
+        self.drafter: Mapping[str, Json] = {"drafter_hash": drafter_hash}
         self.records: list[StepRecord] = []
         self.num_prompt_tokens = 0
         self.started_s = self.ended_s = time.perf_counter()
@@ -90,9 +97,10 @@ class Session:
             return
         # A step's records and chunks are of the same samples in the same order.
         for record, chunk in zip(records, chunks, strict=True):
-            token_ids = chunk.token_ids if self.trace_tokens else None
-            drafter_hash = self.drafter_hash if record.num_drafted else None
-            self.trace.add(replace(record, token_ids=token_ids, drafter_hash=drafter_hash))
+            changes = self.drafter if record.num_drafted else NOTHING
+            if self.trace_tokens:
+                changes = {**changes, "token_ids": chunk.token_ids}
+            self.trace.add(record, changes)
 
     def _trace_request(self, output: RequestOutput, params: SamplingParams) -> None:
         if self.trace is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -43,6 +45,11 @@ STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "F64": torch.float32,
     }
 )
+logger = logging.getLogger("forerun.preparation")
+
+LARGE_BYTES = 1 << 28
+"""Weights that take long enough to read for the user to wonder."""
+
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -96,7 +103,13 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
         device=chosen_device,
         num_threads=num_threads,
     )
-    return run_by(runner, files)
+    if needed.weights_bytes < LARGE_BYTES:
+        return run_by(runner, files)
+    logger.info("preparing %.1f GB of weights of %s ...", needed.weights_bytes / 1e9, source)
+    start_s = time.monotonic()
+    model = run_by(runner, files)
+    logger.info("prepared them in %.1f s", time.monotonic() - start_s)
+    return model
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:

@@ -26,7 +26,7 @@ from forerun.native.cache import cache_folder, find_kept, keep
 
 __all__ = ["compiled_kernels"]
 
-logger = logging.getLogger("forerun.runner")
+logger = logging.getLogger("forerun.preparation")
 
 SOURCES = Path(__file__).parent / "kernels"
 MAIN = "kernels.cpp"

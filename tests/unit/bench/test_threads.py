@@ -34,6 +34,11 @@ def test_the_faster_number_is_kept(clock, threads, seconds, best):
     assert pace_s == pytest.approx(1.0 / NUM_TOKENS)
 
 
+def test_the_number_asked_for_is_the_only_one_tried(clock, threads):
+    engine, _ = on_best_threads(lambda n: Engine(clock, n, {3: 1.0}[n]), "x", clock, 3)
+    assert (engine.num_threads, threads["now"]) == (3, 3)
+
+
 def test_a_runner_that_sets_torch_to_one_thread_finds_it_so(clock, threads):
     def load(num_threads):
         threads["now"] = 1

@@ -146,6 +146,8 @@ def test_a_shape_is_recorded_once_and_said(caplog):
     assert recorder.num_asked == 2
     first, second = caplog.messages
     assert first.startswith("recorded passes of 1 x 3 rows over up to 192 keys in ")
+    assert first.endswith("; other shapes follow when they are first met")
+    assert caplog.records[0].name == "forerun.preparation"
     assert second.startswith("recorded chains of 4 tokens after passes of 1 x 3 rows")
 
 

@@ -20,6 +20,7 @@ from forerun.models.runner.graphs.rectangle import Bucket, RectangleLimits, buck
 __all__ = ["Programs"]
 
 logger = logging.getLogger("forerun.graphs")
+preparation = logging.getLogger("forerun.preparation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,14 @@ class Programs:
         inputs.fill(batch)
         program = Program(inputs=inputs, play=self.recorder.record(self._function(shape, inputs)))
         duration_s = time.perf_counter() - started_s
-        logger.info("recorded %s in %.2f s", described(shape), duration_s)
+        if self._programs:
+            logger.info("recorded %s in %.2f s", described(shape), duration_s)
+        else:
+            preparation.info(
+                "recorded %s in %.2f s; other shapes follow when they are first met",
+                described(shape),
+                duration_s,
+            )
         return program
 
     def _function(self, shape: Bucket | Chain, inputs: Inputs) -> Callable[[], Tensor]:

@@ -1,0 +1,110 @@
+"""--runner and --threads: every command that runs a model has both, and they mean the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.cli import demo as demo_command
+from forerun.cli.main import main
+from forerun.engine.engine import Engine
+from forerun.models import load
+from forerun.models.huggingface import HuggingFaceModel
+from forerun.models.runner.graphs.model import TorchModel
+from forerun.models.runner.native import NativeModel
+
+MODELS = {"native": NativeModel, "graphs": TorchModel, "eager": HuggingFaceModel}
+COMMANDS = ("generate", "bench", "profile", "demo")
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Every engine that is loaded, as it comes."""
+    engines: list[Engine] = []
+    real = Engine.load
+
+    def note(*arguments, **options):
+        engines.append(real(*arguments, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(Engine, "load", note)
+    return engines
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_both(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert "--runner {auto,native,graphs,eager}" in text
+    assert "--threads" in text
+
+
+@pytest.mark.parametrize("runner", MODELS)
+def test_generate(tiny_pair, loaded, runner, capsys):
+    pair = ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.small)]
+    greedy = ["--temperature", "0", "--max-tokens", "9", "--json", "--quiet"]
+    arguments = ["--runner", runner, "--threads", "1"]
+    assert main(["generate", "def f", *pair, *greedy, *arguments]) == 0
+    (engine,) = loaded
+    assert type(engine.target) is MODELS[runner]
+    assert engine.config.num_threads == 1
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)["token_ids"]) == 9
+    assert captured.err == ""
+
+
+def test_bench(tiny_pair, loaded, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def f\nimport\n")
+    arguments = ["--target", str(tiny_pair.target), "--arms", f"{tiny_pair.draft}@2"]
+    small = ["--prompts", str(prompts), "--blocks", "2", "--max-tokens", "18", "--batch", "1"]
+    chosen = ["--runner", "eager", "--threads", "1", "--no-prediction", "--temperatures", "0"]
+    assert main(["bench", *arguments, *small, *chosen]) == 0
+    (engine,) = loaded
+    assert type(engine.target) is HuggingFaceModel
+    assert engine.config.num_threads == 1
+
+
+def test_demo(monkeypatch, capsys):
+    configs = []
+
+    class Stop(Exception):
+        pass
+
+    class Demo:
+        def __init__(self, config, *_, **__):
+            configs.append(config)
+            raise Stop
+
+    monkeypatch.setattr("forerun.bench.demo.Demo", Demo)
+    with pytest.raises(Stop):
+        main(["demo", "--runner", "graphs", "--threads", "3"])
+    (config,) = configs
+    assert (config.engine.runner, config.num_threads) == ("graphs", 3)
+    assert demo_command.DemoOptions().runner == "auto"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_threads_are_refused(name, tiny_pair, tmp_path, capsys):
+    given = {
+        "generate": ["x"],
+        "bench": ["--target", str(tiny_pair.target), "--arms", f"{tiny_pair.draft}@2"],
+        "profile": ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft)],
+        "demo": [],
+    }
+    assert main([name, *given[name], "--threads", "0"]) == 2
+    assert "threads is 0; it must be at least 1" in capsys.readouterr().err
+
+
+def test_what_is_prepared_is_said_on_stderr_alone(tiny_pair, monkeypatch, capsys):
+    """As if the tiny weights were large."""
+    monkeypatch.setattr(load, "LARGE_BYTES", 0)
+    pair = ["--target", str(tiny_pair.target), "--draft", "none", "--threads", "1"]
+    assert main(["generate", "x", *pair, "--max-tokens", "3", "--json", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    first, second = captured.err.splitlines()
+    assert first == f"forerun: preparing 0.0 GB of weights of {tiny_pair.target} ..."
+    assert second.startswith("forerun: prepared them in ")
