@@ -14,7 +14,7 @@ from forerun.control.fixed import FixedController
 from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
-from forerun.engine.intake import Intake, Prompt
+from forerun.engine.intake import Intake, Prompt, as_prompts
 from forerun.engine.loading import eos_token_ids, load_drafter, load_pair_member
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
@@ -27,6 +27,7 @@ from forerun.models.base import LanguageModel
 from forerun.models.context import Context
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.mask import TokenMask
 from forerun.theory.record import StepRecord
 
 __all__ = ["Engine"]
@@ -172,7 +173,7 @@ class Engine:
         Raises:
             InvalidRequest: a prompt is empty or too long, or a parameter cannot be honoured.
         """
-        batch: Seq[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        batch = as_prompts(prompts)
         each = self._params_for(batch, params)
         checked = [(self.intake.check(p, s), s) for p, s in zip(batch, each, strict=True)]
         ids: list[str] = []
@@ -196,6 +197,8 @@ class Engine:
             params = SamplingParams()
         if isinstance(params, SamplingParams):
             return [params] * len(batch)
+        if not isinstance(params, Seq):
+            raise InvalidRequest(f"params is {params!r}; give SamplingParams, or a list of them")
         if len(params) != len(batch):
             raise InvalidRequest(f"{len(params)} sampling parameters for {len(batch)} prompts")
         return params
@@ -225,8 +228,16 @@ class Engine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
     ) -> str:
         """Queue a prompt; its samples join the batch at the next steps with a free place.
+
+        Args:
+            prompt: a text or a list of token ids.
+            params: how its tokens are chosen.
+            request_id: its name; made up where None.
+            terms: how it is treated among others.
+            mask: a grammar its output has to follow, at its beginning; every sample has a fork.
 
         Returns:
             The request's id.
@@ -238,9 +249,11 @@ class Engine:
         """
         params = params or SamplingParams()
         ids = self.intake.check(prompt, params)
+        if mask is not None:
+            self.intake.check_mask(mask)
         request_id = request_id or self._unused_id()
         self.intake.check_open(params.n, self.scheduler.num_unfinished)
-        self.enlist(self.intake.sequences(request_id, ids, params, terms or RequestTerms()))
+        self.enlist(self.intake.sequences(request_id, ids, params, terms or RequestTerms(), mask))
         return request_id
 
     def enlist(self, samples: list[Sequence]) -> None:

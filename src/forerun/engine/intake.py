@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from operator import index
 
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.sequence import Sequence
@@ -15,9 +17,10 @@ from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
+from forerun.sampling.mask import TokenMask
 from forerun.sampling.noise import request_key
 
-__all__ = ["Intake", "Prompt"]
+__all__ = ["Intake", "Prompt", "as_prompts"]
 
 Prompt = str | Seq[int]
 
@@ -61,13 +64,67 @@ class Intake:
         Raises:
             InvalidRequest: it cannot; the message says why and what to do.
         """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"the parameters are {params!r}; they must be SamplingParams")
         self._check_samples(params.n)
+        self._check_tokens(params)
+        self._check_possible(params)
+        ids = self._prompt_ids(prompt)
+        room = self.max_context - len(ids)
+        if params.min_tokens > room:
+            raise InvalidRequest(
+                f"min_tokens is {params.min_tokens}; after a prompt of {len(ids)} tokens the "
+                f"context has room for {room}: lower it, shorten the prompt or raise max_context"
+            )
+        return ids
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        vocab_size = self.target.vocab_size
         for name, token in params.named_tokens():
-            if token >= self.target.vocab_size:
-                raise InvalidRequest(
-                    f"{name} names token {token}, outside 0..{self.target.vocab_size - 1}"
-                )
-        return self._prompt_ids(prompt)
+            if token >= vocab_size:
+                raise InvalidRequest(f"{name} names token {token}, outside 0..{vocab_size - 1}")
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            raise InvalidRequest(
+                f"logprobs is {params.logprobs}; the model has {vocab_size} tokens: ask for fewer"
+            )
+
+    def _check_possible(self, params: SamplingParams) -> None:
+        """Refuse parameters that leave no token, be it only until min_tokens are out."""
+        ends: set[int] = set()
+        if params.min_tokens:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        forbidden = {*params.bad_token_ids, *ends}
+        allowed: Iterable[int] = range(self.target.vocab_size)
+        if params.allowed_token_ids is not None:
+            allowed = params.allowed_token_ids
+        if any(token not in forbidden for token in allowed):
+            return
+        if not ends:
+            raise InvalidRequest(
+                f"bad_token_ids names all {self.target.vocab_size} tokens; leave at least one"
+            )
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, but every token that allowed_token_ids and "
+            f"bad_token_ids leave ends the text ({sorted(ends)[:8]}): allow another, set "
+            "ignore_eos, or set min_tokens to 0"
+        )
+
+    def check_mask(self, mask: TokenMask) -> None:
+        """Refuse a mask that cannot be one for this model.
+
+        Raises:
+            InvalidRequest: it lacks a method, is of another width, or begins without a token.
+        """
+        if not isinstance(mask, TokenMask):
+            raise InvalidRequest(f"the mask is {mask!r}; it needs fork, advance and allowed")
+        allowed = mask.allowed()
+        if allowed.shape != (self.target.vocab_size,):
+            raise InvalidRequest(
+                f"the mask is over {tuple(allowed.shape)} tokens; it must be over the model's "
+                f"{self.target.vocab_size}, padding ids included"
+            )
+        if not bool(allowed.any()):
+            raise InvalidRequest("the mask allows no first token; it must allow at least one")
 
     def _check_samples(self, n: int) -> None:
         if n > self.max_unfinished:
@@ -91,7 +148,7 @@ class Intake:
             )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
         if len(ids) >= self.max_context:
@@ -107,9 +164,14 @@ class Intake:
         return ids
 
     def sequences(
-        self, request_id: str, ids: list[int], params: SamplingParams, terms: RequestTerms
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        terms: RequestTerms,
+        mask: TokenMask | None = None,
     ) -> list[Sequence]:
-        """One sequence per sample of a checked request, arrived now."""
+        """One sequence per sample of a checked request, arrived now; each forks the mask."""
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         room = self.max_context - len(ids)
         max_new = room if params.max_tokens is None else min(room, params.max_tokens)
@@ -124,7 +186,7 @@ class Intake:
                 noise_key=request_key(seed, index),
                 stops=TokenStops(params, self.eos_token_ids, max_new),
                 detokenizer=Detokenizer(self.tokenizer),
-                history=self._history(params, ids),
+                history=self._history(params, ids, mask),
                 arrived_at_s=arrived_at_s,
                 scope=self.config.scope_of(terms.tenant),
                 rank=(terms.priority, 0),
@@ -133,9 +195,11 @@ class Intake:
             for index in range(params.n)
         ]
 
-    def _history(self, params: SamplingParams, ids: list[int]) -> History | None:
+    def _history(
+        self, params: SamplingParams, ids: list[int], mask: TokenMask | None
+    ) -> History | None:
         """Token counts and masks, for requests whose processors need them."""
-        if not params.needs_history:
+        if mask is None and not params.needs_history:
             return None
         return History.of(
             params,
@@ -143,4 +207,50 @@ class Intake:
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             device=self.target.device,
+            mask=None if mask is None else mask.fork(),
         )
+
+
+def as_prompts(prompts: object) -> list[Prompt]:
+    """A batch of prompts; a single text is a batch of one.
+
+    Raises:
+        InvalidRequest: it is one prompt of token ids, or no list at all.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        raise InvalidRequest(f"prompts is {prompts!r}; it must be a text or a list of prompts")
+    batch = list(prompts)
+    if any(is_id(prompt) for prompt in batch):
+        raise InvalidRequest(
+            f"prompts holds token ids ({batch[:8]!r}); it must hold prompts: for one prompt of "
+            "token ids put them into a list of their own, as in [[1, 2, 3]]"
+        )
+    return batch
+
+
+def as_ids(prompt: object) -> list[int]:
+    """The ids of a prompt that is no text, as plain integers.
+
+    Raises:
+        InvalidRequest: it is no list, or holds something else.
+    """
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+        raise InvalidRequest(f"the prompt is {prompt!r}; it must be a text or a list of token ids")
+    tokens = list(prompt)
+    wrong = next((token for token in tokens if not is_id(token)), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"the prompt holds {wrong!r}; it must be a text or a list of token ids"
+        )
+    return [index(token) for token in tokens]
+
+
+def is_id(value: object) -> bool:
+    """Whether it is an integer, one of numpy's or torch's included."""
+    try:
+        index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return False
+    return not isinstance(value, bool)

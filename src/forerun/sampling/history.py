@@ -65,7 +65,7 @@ class History:
             prompt_ids: tokens of the prompt.
             vocab_size: width of the logits.
             eos_token_ids: the model's own; they end the text, so min_tokens holds them back unless
-                `ignore_eos` makes them harmless.
+                `ignore_eos` makes them harmless. Some tokenizers have ids the logits lack.
             device: where the logits are.
             mask: constraint on the output; this sample's own, for it is advanced.
         """
@@ -73,7 +73,7 @@ class History:
         seen = prompt_ids if params.repetition_penalty != 1 else ()
         return cls(
             bias=_bias_row(params, vocab_size, device),
-            stop_ids=tuple(sorted({*eos, *params.stop_token_ids})),
+            stop_ids=tuple(sorted(t for t in {*eos, *params.stop_token_ids} if t < vocab_size)),
             min_tokens=params.min_tokens,
             counts=TokenCounts(seen, device) if params.has_penalties else None,
             mask=mask,
