@@ -110,8 +110,7 @@ class Turn:
         history = self.sequence.history
         if history is None:
             return [None] * self.num_rows
-        paths = [self.tree.path(node) for node in range(len(drafted))]
-        return [history.at(), *(history.at([drafted[n] for n in path]) for path in paths)]
+        return [*history.along(self.tree, drafted)]
 
     def commit(self) -> None:
         """Keep the rows of the fed tokens and of the accepted path; the others are gone."""
