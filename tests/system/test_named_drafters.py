@@ -10,7 +10,7 @@ import torch
 from tests import natives, tiny
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest
+from forerun.drafters.base import DraftRequest, Pause
 from forerun.drafters.config import NamedDrafter
 from forerun.drafters.named import build_drafter
 from forerun.drafters.suffix.config import SuffixConfig
@@ -136,10 +136,10 @@ class Mistaken(SuffixDrafter):
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
-    ) -> list[Proposal | None]:
+    ) -> list[Proposal | Pause]:
         return [
-            None
-            if proposal is None
+            proposal
+            if isinstance(proposal, Pause)
             else Proposal(
                 tokens=proposal.tokens + self.shift, tree=proposal.tree, choice=proposal.choice
             )

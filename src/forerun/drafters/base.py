@@ -12,7 +12,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
-__all__ = ["DraftRequest", "Drafter", "Outcome"]
+__all__ = ["DraftRequest", "Drafter", "Outcome", "Pause"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +43,16 @@ class DraftRequest:
     context: Context | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Nothing to propose, and nothing expected before `num_tokens` more are committed.
+
+    Until then the sequence decodes plainly, at no cost of drafting.
+    """
+
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
     """What became of one proposal."""
@@ -61,7 +71,7 @@ class Drafter(Protocol):
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
-    ) -> list[Proposal | None]:
+    ) -> Sequence[Proposal | Pause | None]:
         """One proposal of at most K nodes per request; None where there is nothing to propose.
 
         Whether a sampled node is proposed must not depend on what was drawn for it: to raise, to

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 
-from forerun.drafters.base import Drafter, DraftRequest, Outcome
+from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
 from forerun.engine.proposal_check import check_proposals
 from forerun.engine.sequence import Sequence
 from forerun.engine.turn import Turn
@@ -52,12 +52,15 @@ class GuardedDrafter:
 
     def _propose(self, turns: Seq[Turn]) -> None:
         requests = [self._request(turn.sequence) for turn in turns]
-        proposals = self.drafter.propose(requests, [turn.plan for turn in turns])
-        if len(proposals) != len(turns):
-            raise DrafterError(f"{len(proposals)} proposals for {len(turns)} requests")
+        answers = self.drafter.propose(requests, [turn.plan for turn in turns])
+        if len(answers) != len(turns):
+            raise DrafterError(f"{len(answers)} proposals for {len(turns)} requests")
+        proposals = [None if isinstance(answer, Pause) else answer for answer in answers]
         check_proposals(turns, proposals, self.vocab_size)
-        for turn, proposal in zip(turns, proposals, strict=True):
+        for turn, proposal, answer in zip(turns, proposals, answers, strict=True):
             turn.proposal = proposal
+            if isinstance(answer, Pause):
+                turn.sequence.drafts_from = len(turn.sequence.ids) + answer.num_tokens
 
     def _request(self, sequence: Sequence) -> DraftRequest:
         """The drafter's view of a sequence, the same object at every step."""

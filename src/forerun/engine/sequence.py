@@ -52,6 +52,7 @@ class Sequence:
     first_token_at_s: float | None = None
     finished_at_s: float | None = None
     drafting_failed: bool = False
+    drafts_from: int = 0
     observing_failed: bool = False
     rank: tuple[int, int] = (0, 0)
     scope: str | None = None

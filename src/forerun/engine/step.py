@@ -51,7 +51,9 @@ class Stepper:
         clock = StepClock(self.target.device)
         turns = [turn_of(sequence) for sequence in self.scheduler.running]
         if self.drafter is not None:
-            self._plan([turn for turn in turns if turn.decodes])
+            asked = [t for t in turns if t.decodes and t.sequence.drafts_from <= len(t.sequence.ids)]
+            if asked:
+                self._plan(asked)
         clock.mark()
         if self.drafter is not None:
             self.drafter.propose([turn for turn in turns if turn.plan.num_speculative_tokens])
@@ -73,7 +75,7 @@ class Stepper:
         return records
 
     def _plan(self, turns: Seq[Turn]) -> None:
-        """Plans of the sequences that decode; those still prefilling do not draft."""
+        """Plans of sequences that decode; those still prefilling do not draft."""
         states = [state_of(turn.sequence) for turn in turns]
         for turn, plan in zip(turns, self.controller.decide(states, self.capacity), strict=True):
             turn.plan = bounded(plan, turn.sequence.max_new)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest
+from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.copying import NOTHING, OwnMatch, copy_on
 from forerun.drafters.suffix.drafter import SuffixDrafter
@@ -40,8 +40,8 @@ def asked(
 
 
 def proposed(drafter: SuffixDrafter, request: DraftRequest, k: int = 8) -> Proposal | None:
-    (proposal,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=k)])
-    return proposal
+    (answer,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=k)])
+    return None if isinstance(answer, Pause) else answer
 
 
 def drafted(drafter: SuffixDrafter, request: DraftRequest, k: int = 8) -> list[int]:
@@ -155,6 +155,17 @@ def test_a_request_that_does_not_copy_is_left_alone_and_noticed_when_it_does():
         request.ids.append(token)
     assert sum(lengths[200:390]) < 20
     assert lengths[-1] == 8
+
+
+def test_pauses_grow_until_something_is_copied():
+    drafter, request = SuffixDrafter(), asked([0])
+    pauses = []
+    for token in [*LINE[:12], *LINE[:4]]:
+        (answer,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=8)])
+        pauses.append(answer.num_tokens if isinstance(answer, Pause) else 0)
+        request.ids.append(token)
+    assert pauses[:12] == [1, 2, 2, 4, 4, 8, 8, 16, 16, 16, 16, 16]
+    assert pauses[-1] == 0
 
 
 def test_prompts_are_not_observations():

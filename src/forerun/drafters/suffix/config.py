@@ -19,7 +19,8 @@ class SuffixConfig:
         tokens_per_match: budget per token of the match, the alpha of SuffixDecoding's
             MAX_SPEC = alpha x p (Oliaro et al. 2024, arXiv:2411.04975): a match of p tokens is
             continued by at most as many times alpha.
-        step_cost: what drafting in a step costs before the first row.
+        step_cost: what drafting in a step costs before the first row; mostly overhead, so the
+            default is for small models.
         row_cost: what verifying one more row costs.
         store_tokens: outputs of finished requests kept for later ones of the same scope, in tokens
             over all scopes; 0 keeps none, and then a request draws on its own text only.
@@ -29,8 +30,8 @@ class SuffixConfig:
     """
 
     tokens_per_match: float = 2.0
-    step_cost: float = 0.05
-    row_cost: float = 0.08
+    step_cost: float = 0.1
+    row_cost: float = 0.06
     store_tokens: int = 0
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, Outcome
+from forerun.drafters.base import DraftRequest, Outcome, Pause
 from forerun.drafters.suffix.automaton import NONE
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.copying import NOTHING, Copy, Match, OwnMatch, StoredMatch, copy_on
@@ -24,6 +24,9 @@ from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
 
 __all__ = ["SuffixDrafter"]
+
+LONGEST_PAUSE = 16
+"""Tokens after which a request that copies nothing is looked at again at the latest."""
 
 
 class SuffixDrafter:
@@ -42,10 +45,10 @@ class SuffixDrafter:
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
-    ) -> list[Proposal | None]:
-        """A chain of at most K tokens per request; None where copying would not pay."""
+    ) -> list[Proposal | Pause]:
+        """A chain of at most K tokens per request; a pause where copying would not pay."""
         return [
-            proposal_of(self._reader(request).draft(plan.num_speculative_tokens, self.config))
+            self._reader(request).propose(plan.num_speculative_tokens, self.config)
             for request, plan in zip(requests, plans, strict=True)
         ]
 
@@ -80,12 +83,13 @@ class Reader:
         matches: of its end, one per text to copy from; the first is its own.
     """
 
-    __slots__ = ("matches", "num_read", "request")
+    __slots__ = ("matches", "num_idle", "num_read", "request")
 
     def __init__(self, request: DraftRequest, matches: Sequence[Match]) -> None:
         self.request = request
         self.matches = matches
         self.num_read = 0
+        self.num_idle = 0
 
     def read(self) -> None:
         """Take in what was committed since the last time; of the output, learn what copies hit."""
@@ -98,7 +102,16 @@ class Reader:
                 match.advance(token)
         self.num_read = len(ids)
 
-    def draft(self, most: int, config: SuffixConfig) -> Copy:
+    def propose(self, most: int, config: SuffixConfig) -> Proposal | Pause:
+        """What is worth most; the longer nothing is worth drafting, the longer the pause."""
+        copy = self._best(most, config)
+        if copy.tokens:
+            self.num_idle = 0
+            return proposal_of(copy)
+        self.num_idle += 1
+        return Pause(num_tokens=min(LONGEST_PAUSE, 1 << self.num_idle // 2))
+
+    def _best(self, most: int, config: SuffixConfig) -> Copy:
         """The copy expected to be worth most."""
         best = NOTHING
         for match in self.matches:
@@ -116,10 +129,8 @@ def judge(match: Match, token: int) -> None:
         match.rates.observe(length, share, favourite == token)
 
 
-def proposal_of(copy: Copy) -> Proposal | None:
+def proposal_of(copy: Copy) -> Proposal:
     """A chain for the engine."""
-    if not copy.tokens:
-        return None
     return Proposal(
         tokens=torch.tensor(copy.tokens),
         tree=TokenTree.chain(len(copy.tokens)),
