@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm memory zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm memory soak zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (10 minutes, nothi
 memory: $(STAMP) $(PAIRS)  ## peak memory against computed, start to first token
 	$(BIN)/python benchmarks/memory.py --target build/pairs/292m/target \
 	  --draft build/pairs/292m/draft --threads 2 $(ARGS)
+
+soak: $(STAMP)  ## 10,000 random requests against plain decoding (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)
 
 zoo: $(STAMP)  ## retrain the shipped pair (hours; resumable): make zoo ARGS="--corpora DIR --out DIR"
 	$(BIN)/python recipes/zoo/build.py $(ARGS)

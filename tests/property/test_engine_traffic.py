@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,14 +15,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests import tiny
+from tests.naive import naive_tokens
 
 from forerun.drafters.draft_model import DraftModel
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
-from forerun.sampling.history import History
-from forerun.sampling.noise import position_key, request_key
-from forerun.sampling.processors import pack_params, target_probs
-from forerun.sampling.race import race
 
 VOCAB_SIZE = 6
 NUM_SLOTS = 3
@@ -49,25 +45,6 @@ sampling = st.builds(
 def laws() -> tuple[TabularModel, TabularModel]:
     target = tiny.tabular(0, vocab_size=VOCAB_SIZE, num_slots=NUM_SLOTS)
     return target, tiny.cousin(target, 5)
-
-
-def naive(prompt: tuple[int, ...], params: SamplingParams, index: int) -> tuple[int, ...]:
-    """One token after the other from the written-down law; no engine, no batch, no draft."""
-    target, _ = laws()
-    history = History.of(params, prompt, vocab_size=VOCAB_SIZE, eos_token_ids={tiny.EOS})
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (tiny.EOS,))}
-    key = request_key(params.seed, index)
-    ids = list(prompt)
-    while len(ids) < len(prompt) + params.max_tokens:
-        logits = target.log_probs[target.state_of(ids)][None].float()
-        probs = target_probs(logits, pack_params([params]), [history.at()])
-        keys = torch.tensor([position_key(key, len(ids))])
-        token = int(probs.argmax() if params.greedy else race(probs, keys))
-        ids.append(token)
-        history.append(token)
-        if token in ends:
-            break
-    return tuple(ids[len(prompt) :])
 
 
 class Traffic(RuleBasedStateMachine):
@@ -128,7 +105,9 @@ class Traffic(RuleBasedStateMachine):
             assert completion.acceptance.num_steps <= len(completion.token_ids)
         found = [completion.token_ids for completion in output.completions]
         if params.greedy or params.verification in ("auto", "walk"):
-            assert found == [naive(prompt, params, index) for index in range(params.n)]
+            assert found == [
+                naive_tokens(laws()[0], prompt, params, index) for index in range(params.n)
+            ]
         else:
             # The block and token rules reproduce a text for the same draft and K.
             (alone,) = self.engine.generate([list(prompt)], params)
