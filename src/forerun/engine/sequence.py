@@ -76,6 +76,11 @@ class Sequence:
         return len(self.ids) - self.num_prompt
 
     @property
+    def may_draft(self) -> bool:
+        """Whether the drafter's pause is over."""
+        return self.drafts_from <= len(self.ids)
+
+    @property
     def max_new(self) -> int:
         """Tokens that may still be emitted."""
         return self.stops.max_new - self.num_output

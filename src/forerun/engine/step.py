@@ -51,7 +51,7 @@ class Stepper:
         clock = StepClock(self.target.device)
         turns = [turn_of(sequence) for sequence in self.scheduler.running]
         if self.drafter is not None:
-            asked = [t for t in turns if t.decodes and t.sequence.drafts_from <= len(t.sequence.ids)]
+            asked = [turn for turn in turns if turn.decodes and turn.sequence.may_draft]
             if asked:
                 self._plan(asked)
         clock.mark()
