@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests import tiny
 from tests.natives import native_model
 from tests.recorders import Again, Traced, torch_model
 from torch import Tensor
@@ -84,6 +85,8 @@ NETWORKS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
 }
+# What no runner but the eager one carries.
+EAGER_ONLY = tuple(family for family in tiny.FAMILIES if family not in tiny.LEAN)
 
 
 RUNNERS: dict[str, Callable[[PreTrainedModel], LanguageModel]] = {
@@ -97,17 +100,24 @@ RUNNERS: dict[str, Callable[[PreTrainedModel], LanguageModel]] = {
 
 
 def network_case(name: str, runner: str) -> Case:
-    network = NETWORKS[name]().eval().requires_grad_(False)
-    # Biases start at 0 and norms at 1, which would hide their being forgotten.
-    generator = torch.Generator().manual_seed(0)
-    for parameter in network.parameters():
-        parameter.add_(torch.empty_like(parameter).normal_(0, 0.12, generator=generator))
+    network = random_network(name)
     model = RUNNERS[runner](network)
 
     def expected(ids: Sequence[int]) -> Tensor:
         return network(torch.tensor([list(ids)])).logits[0]
 
     return Case(model=model, expected=expected)
+
+
+def random_network(name: str) -> PreTrainedModel:
+    if name in EAGER_ONLY:
+        return tiny.network(name, scale=0.25, vocab_size=VOCAB_SIZE, max_context=512)
+    network = NETWORKS[name]().eval().requires_grad_(False)
+    # Biases start at 0 and norms at 1, which would hide their being forgotten.
+    generator = torch.Generator().manual_seed(0)
+    for parameter in network.parameters():
+        parameter.add_(torch.empty_like(parameter).normal_(0, 0.12, generator=generator))
+    return network
 
 
 def tabular_case(order: int) -> Case:
@@ -125,6 +135,7 @@ def tabular_case(order: int) -> Case:
 # Tracing is slow, and sees no difference between networks of the same operations.
 CASES = [
     *((name, runner) for runner in RUNNERS for name in NETWORKS if runner != "traced"),
+    *((name, "eager") for name in EAGER_ONLY),
     ("llama", "traced"),
     ("qwen2", "traced"),
     ("qwen3", "traced"),

@@ -53,7 +53,7 @@ def passes(model: TorchModel) -> Iterator[RowBatch]:
             context.ids.append(5)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.LEAN)
 def test_texts_are_those_of_transformers(cuda, family):
     network = tiny.network(family)
     oracle = adapt(tiny.network(family).to(cuda), num_slots=4, max_context=tiny.MAX_CONTEXT)
@@ -67,7 +67,7 @@ def test_texts_are_those_of_transformers(cuda, family):
     assert target.programs.num_recorded > 3
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.LEAN)
 def test_a_replay_is_the_pass_itself(cuda, family):
     network = tiny.network(family)
     ours, again = recorded(network, cuda), torch_model(network, Again(), device=str(cuda))

@@ -1,7 +1,7 @@
 """In fp32 speculation changes nothing: greedy and seeded texts are those of plain decoding.
 
-Random networks of every supported family, drafts that never, sometimes and always agree, every
-setting that may change how rows are batched. The oracle of greedy text is transformers itself.
+Drafts that never, sometimes and always agree, every setting that may change how rows are batched.
+What every family owes, with transformers as the oracle, is in tests/contract/test_families.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import torch
 from tests import tiny
-from transformers import PreTrainedModel
 
 from forerun.engine.engine import Engine
 from forerun.models.huggingface import HuggingFaceModel
@@ -130,44 +128,7 @@ def test_no_draft_temperature_changes_a_text(target, temperature):
     )
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_other_families(family):
-    target = draft("itself", family)
-    expected = answers(tiny.engine_over(target))
-    for name in ("cousin", "itself"):
-        assert (
-            answers(tiny.engine_over(target, tiny.drafting(draft(name, family)), k=4)) == expected
-        )
-
-
 def test_a_draft_of_another_family():
     target = draft("itself", "qwen3")
     engine = tiny.engine_over(target, tiny.drafting(draft("itself", "llama")))
     assert answers(engine) == answers(tiny.engine_over(target))
-
-
-def greedy_by_transformers(network: PreTrainedModel, ids: list[int]) -> list[int]:
-    tokens = torch.tensor([ids])
-    generated = network.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        pad_token_id=tiny.EOS,
-    )
-    return generated[0, len(ids) :].tolist()
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_greedy_text_is_that_of_transformers(family):
-    network = tiny.network(family)
-    target = tiny.adapted(network)
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    engines = [
-        tiny.engine_over(target),
-        tiny.engine_over(target, tiny.drafting(draft("cousin", family)), prefill_chunk=7),
-    ]
-    prompts = [tiny.tokenizer().encode(text) for text in tiny.PROMPTS]
-    expected = [greedy_by_transformers(network, ids) for ids in prompts]
-    for engine in engines:
-        assert [list(o.token_ids) for o in engine.generate(prompts, params)] == expected

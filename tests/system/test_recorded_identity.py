@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 RECORDERS = {"torch": None, "rectangles": Again(), "traced": Traced()}
 CASES = [
-    *((family, runner) for family in tiny.FAMILIES for runner in ("torch", "rectangles")),
+    *((family, runner) for family in tiny.LEAN for runner in ("torch", "rectangles")),
     ("llama", "traced"),
 ]
 

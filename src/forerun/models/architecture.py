@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import InvalidModel
 
 __all__ = ["ROPE_TYPES", "SUPPORTED", "Architecture", "read_architecture"]
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED = (
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+# Their positions are rows of a table: there is nothing to look up past its end.
+LEARNED_POSITIONS = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 # Rotations that depend on the position alone. Others rescale with the longest position of the call,
 # which differs between a pass of many rows and the same rows one by one.
 ROPE_TYPES = ("default", "linear", "llama3")
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Settings that make of a supported model one whose output we would not reproduce.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "add_cross_attention": "attention to an encoder",
+        "attn_logit_softcapping": "capped attention scores",
+        "is_encoder_decoder": "an encoder",
+        "use_bidirectional_attention": "attention to later tokens",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +59,9 @@ class Architecture:
         hidden_size: width of the residual stream.
         vocab_size: width of the logits.
         max_positions: longest context the model was made for.
+        learned_positions: whether positions are looked up in a table of `max_positions` rows.
+        windows: how many positions back layers see, their own included; None: all. Each value once,
+            in the order of the first layer that has it.
     """
 
     name: str
@@ -40,6 +72,8 @@ class Architecture:
     hidden_size: int
     vocab_size: int
     max_positions: int
+    learned_positions: bool = False
+    windows: tuple[int | None, ...] = (None,)
 
 
 def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
@@ -55,19 +89,42 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     if name not in SUPPORTED:
         raise InvalidModel(f"{name} is not supported; supported are {', '.join(SUPPORTED)}")
     refuse_quantised(settings)
-    refuse_sliding_window(name, settings)
+    refuse_settings(name, settings)
     refuse_rope(name, settings)
-    num_heads, hidden_size = settings["num_attention_heads"], settings["hidden_size"]
+    num_heads = size(settings, "num_attention_heads", "n_head")
+    hidden_size = size(settings, "hidden_size", "n_embd")
     return Architecture(
         name=name,
-        num_layers=settings["num_hidden_layers"],
+        num_layers=size(settings, "num_hidden_layers", "n_layer"),
         num_heads=num_heads,
         num_kv_heads=settings.get("num_key_value_heads") or num_heads,
         head_dim=settings.get("head_dim") or hidden_size // num_heads,
         hidden_size=hidden_size,
         vocab_size=settings["vocab_size"],
-        max_positions=settings["max_position_embeddings"],
+        max_positions=size(settings, "max_position_embeddings", "n_positions"),
+        learned_positions=name in LEARNED_POSITIONS,
+        windows=windows_of(name, settings),
     )
+
+
+def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:
+    """A size under its usual name, or under the one GPT-2 has for it."""
+    return int(settings[name] if name in settings else settings[gpt2_name])
+
+
+def windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The windows of the layers, each once; without a list of layer types all have the same."""
+    window = settings.get("sliding_window")
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        return (window,)
+    for kind in kinds:
+        if kind not in LAYER_TYPES:
+            raise InvalidModel(
+                f"{name} with layers of type {kind!r} is not supported; "
+                f"supported are {', '.join(LAYER_TYPES)}"
+            )
+    return tuple(dict.fromkeys(window if kind == "sliding_attention" else None for kind in kinds))
 
 
 def refuse_quantised(settings: Mapping[str, Any]) -> None:
@@ -80,21 +137,27 @@ def refuse_quantised(settings: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_sliding_window(name: str, settings: Mapping[str, Any]) -> None:
-    """Attention to a window needs a mask, and a store, that forget."""
-    window = settings.get("sliding_window")
-    if window is not None or "sliding_attention" in (settings.get("layer_types") or ()):
-        raise InvalidModel(
-            f"{name} with sliding-window attention (sliding_window={window}) is not supported; "
-            "use a model whose layers attend to the whole context"
-        )
+def refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Options of a supported model that its attention here does not have."""
+    for setting, meaning in REFUSED.items():
+        if settings.get(setting):
+            raise InvalidModel(
+                f"{name} with {meaning} ({setting}={settings[setting]}) is not supported"
+            )
 
 
 def refuse_rope(name: str, settings: Mapping[str, Any]) -> None:
     """The rotation of a token must not depend on what else is in the pass."""
-    rope = (settings.get("rope_parameters") or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise InvalidModel(
-            f"{name} with rope_type {rope!r} is not supported; "
-            f"supported are {', '.join(ROPE_TYPES)}"
-        )
+    for kind in rope_types(settings.get("rope_parameters") or {}):
+        if kind not in ROPE_TYPES:
+            raise InvalidModel(
+                f"{name} with rope_type {kind!r} is not supported; "
+                f"supported are {', '.join(ROPE_TYPES)}"
+            )
+
+
+def rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Of one set of parameters for all layers, or of one per layer type."""
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    for rope in nested or [parameters]:
+        yield rope.get("rope_type", "default")

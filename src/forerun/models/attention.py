@@ -1,41 +1,41 @@
 """Attention over packed rows and a KV store, as an attention function of transformers.
 
-What differs between passes (who writes where, who sees what) is worked out once per pass; a layer
-then only copies its keys and values into the store and attends, block by block. The query heads
-that share a key/value head are folded into the row dimension, so keys and values are read once, not
-repeated.
+What differs between passes (who writes where, who sees what) is worked out once per pass, and once
+per window where layers differ in theirs; a layer then only copies its keys and values into the
+store and attends, block by block. The query heads that share a key/value head are folded into the
+row dimension, so keys and values are read once, not repeated.
+
+Layers with a sliding window read the keys inside it only. The store keeps the older ones all the
+same: what such a layer could save in memory it does not save yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface
 
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.theory.tree import TokenTree
+from forerun.models.masks import Biases, Piece, pieces_of
 
 __all__ = [
     "ATTENTION_NAME",
     "AttentionPass",
     "attend",
-    "attend_pass",
+    "attend_blocks",
     "packed_attention",
     "plan_pass",
     "register",
 ]
 
 ATTENTION_NAME = "forerun"
-
-# Long chains attend in blocks: the mask stays small, and keys behind a block are not even read.
-BLOCK_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +60,8 @@ class Block:
     Attributes:
         first: first row in the pass.
         num_rows: rows.
-        views: [1, kv_heads, num_keys, head_dim]; keys of layer l at 2l, values at 2l + 1.
+        views: [1, kv_heads, num_keys, head_dim]; keys of layer l at 2l, values at 2l + 1; the last
+            are the rows' own.
         bias: [groups * num_rows, num_keys], 0 where seen and -inf where not; None: all seen.
     """
 
@@ -70,12 +71,61 @@ class Block:
     bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionPass:
-    """All that attention needs to know of a pass; the same for every layer."""
+    """All that attention needs to know of a pass; the same for every layer of one window.
 
-    writes: tuple[Write, ...]
-    blocks: tuple[Block, ...]
+    Args:
+        writes: where keys and values go.
+        pieces: rows attending together.
+        store: where the keys and values before them are.
+        num_groups: query heads per key/value head.
+    """
+
+    def __init__(
+        self,
+        *,
+        writes: tuple[Write, ...],
+        pieces: tuple[Piece, ...],
+        store: ContiguousKVStore,
+        num_groups: int,
+    ) -> None:
+        self.writes = writes
+        self.pieces = pieces
+        self._store = store
+        self._num_groups = num_groups
+        self._blocks: dict[int | None, tuple[Block, ...]] = {}
+
+    def write(
+        self,
+        index: int,
+        key: Float[Tensor, "1 kv_heads rows head_dim"],
+        value: Float[Tensor, "1 kv_heads rows head_dim"],
+    ) -> None:
+        """Store the keys and values of layer `index`."""
+        for write in self.writes:
+            write.views[2 * index].copy_(key.narrow(2, write.first, write.num_rows))
+            write.views[2 * index + 1].copy_(value.narrow(2, write.first, write.num_rows))
+
+    def blocks(self, window: int | None) -> tuple[Block, ...]:
+        """What layers attend to that see the last `window` positions (None: all).
+
+        Worked out when the first of them asks: what a layer hands to its attention function is the
+        only statement of its window that cannot be misread.
+        """
+        if window not in self._blocks:
+            biases = Biases(self.pieces, self._num_groups, window, like=self.writes[0].views[0])
+            self._blocks[window] = tuple(
+                Block(
+                    first=piece.first,
+                    num_rows=piece.num_rows,
+                    views=self._store.window(
+                        piece.slot, piece.num_keys - piece.num_seen(window), piece.num_keys
+                    ),
+                    bias=biases.of(piece),
+                )
+                for piece in self.pieces
+            )
+        return self._blocks[window]
 
 
 @runtime_checkable
@@ -94,38 +144,35 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     *,
     scaling: float,
     attention_pass: AttentionPass,
+    sliding_window: int | None = None,
     **_: object,  # transformers' calling convention: dropout, position_ids, use_cache and others
-) -> tuple[Float[Tensor, "1 rows kv_heads groups head_dim"], None]:
+) -> tuple[Float[Tensor, "1 rows heads head_dim"], None]:
     """Store this layer's keys and values, then attend.
 
     Returns:
         The heads' outputs, and no attention weights.
     """
-    return attend_pass(module.layer_idx, query, key, value, scaling, attention_pass), None
+    attention_pass.write(module.layer_idx, key, value)
+    blocks = attention_pass.blocks(sliding_window)
+    return attend_blocks(module.layer_idx, query, blocks, scaling).flatten(2, 3), None
 
 
-def attend_pass(
+def attend_blocks(
     index: int,
     query: Float[Tensor, "1 heads rows head_dim"],
-    key: Float[Tensor, "1 kv_heads rows head_dim"],
-    value: Float[Tensor, "1 kv_heads rows head_dim"],
+    blocks: Sequence[Block],
     scaling: float,
-    attention_pass: AttentionPass,
 ) -> Float[Tensor, "1 rows kv_heads groups head_dim"]:
-    """Store the keys and values of layer `index`, then attend; the heads' outputs."""
-    layer = 2 * index
-    for write in attention_pass.writes:
-        write.views[layer].copy_(key.narrow(2, write.first, write.num_rows))
-        write.views[layer + 1].copy_(value.narrow(2, write.first, write.num_rows))
+    """Every block's attention in layer `index`; together they hold all rows, in order."""
     outputs = [
         attend(
             query.narrow(2, block.first, block.num_rows),
-            block.views[layer],
-            block.views[layer + 1],
+            block.views[2 * index],
+            block.views[2 * index + 1],
             block.bias,
             scaling,
         )
-        for block in attention_pass.blocks
+        for block in blocks
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -156,7 +203,7 @@ def register() -> None:
 
 
 def plan_pass(spans: Sequence[Span], store: ContiguousKVStore, num_groups: int) -> AttentionPass:
-    """Stage the rows of a pass and work out who attends to what.
+    """Stage the rows of a pass and cut them into blocks.
 
     Args:
         spans: the sequences of the pass, in row order.
@@ -174,105 +221,6 @@ def plan_pass(spans: Sequence[Span], store: ContiguousKVStore, num_groups: int) 
         writes.append(Write(first=row, num_rows=span.num_rows, views=views))
         pieces += pieces_of(span, row)
         row += span.num_rows
-    biases = Biases(pieces, num_groups, writes[0].views[0])
-    blocks = tuple(
-        Block(
-            first=piece.first,
-            num_rows=piece.num_rows,
-            views=store.window(piece.slot, 0, piece.num_keys),
-            bias=biases.of(piece),
-        )
-        for piece in pieces
+    return AttentionPass(
+        writes=tuple(writes), pieces=tuple(pieces), store=store, num_groups=num_groups
     )
-    return AttentionPass(writes=tuple(writes), blocks=blocks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A block before it has tensors.
-
-    Attributes:
-        first: first row in the pass.
-        num_rows: rows; they are the last of the keys.
-        slot: whose keys.
-        num_keys: keys [0, num_keys) are attended to, subject to causality and tree.
-        tree: shape of the last rows if they are no chain.
-    """
-
-    first: int
-    num_rows: int
-    slot: int
-    num_keys: int
-    tree: TokenTree | None = None
-
-
-def pieces_of(span: Span, first: int) -> Iterator[Piece]:
-    """Cut a span into blocks: its chain by BLOCK_ROWS, a tree together with the chain's last block.
-
-    Args:
-        span: rows of one sequence.
-        first: their first row in the pass.
-    """
-    tree = None if span.tree.is_chain else span.tree
-    num_chain = span.num_rows if tree is None else span.num_chain
-    for start in range(0, num_chain, BLOCK_ROWS):
-        is_last = start + BLOCK_ROWS >= num_chain
-        end = span.num_rows if is_last else start + BLOCK_ROWS
-        yield Piece(
-            first=first + start,
-            num_rows=end - start,
-            slot=span.slot,
-            num_keys=span.start + end,
-            tree=tree if is_last else None,
-        )
-
-
-class Biases:
-    """Additive masks of one pass.
-
-    Chain blocks with equally many rows differ only in how many keys precede them, which all rows
-    see: they share one mask, cut to length from the left.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], num_groups: int, like: Tensor) -> None:
-        self.num_groups = num_groups
-        self.like = like
-        self.widest: dict[int, int] = {}
-        for piece in pieces:
-            if piece.tree is None:
-                widest = max(piece.num_keys, self.widest.get(piece.num_rows, 0))
-                self.widest[piece.num_rows] = widest
-        self.chains: dict[int, Tensor] = {}
-
-    def of(self, piece: Piece) -> Float[Tensor, "folded keys"] | None:
-        """The mask of one block; None when its rows see all keys."""
-        if piece.num_rows == 1:
-            return None
-        if piece.tree is not None:
-            return self._widen(hidden_rows(piece.num_rows, piece.tree), piece.num_keys)
-        if piece.num_rows not in self.chains:
-            hidden = hidden_rows(piece.num_rows)
-            self.chains[piece.num_rows] = self._widen(hidden, self.widest[piece.num_rows])
-        widest = self.chains[piece.num_rows]
-        return widest[:, widest.shape[1] - piece.num_keys :]
-
-    def _widen(
-        self, hidden: Bool[Tensor, "rows rows"], num_keys: int
-    ) -> Float[Tensor, "folded keys"]:
-        """An additive mask over `num_keys` keys of which the last are the rows themselves."""
-        num_rows = len(hidden)
-        bias = self.like.new_zeros((self.num_groups, num_rows, num_keys))
-        bias[:, :, num_keys - num_rows :].masked_fill_(hidden.to(bias.device), -torch.inf)
-        return bias.view(-1, num_keys)
-
-
-def hidden_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "rows rows"]:
-    """Which rows of a block each row must not see: later ones; in the tree, all but ancestors."""
-    hidden = torch.ones(num_rows, num_rows, dtype=torch.bool).triu_(1)
-    if tree is not None:
-        num_nodes = len(tree.parents)
-        # A buffer of bytes: a tensor from nested tuples costs an object per element.
-        seen = bytearray().join(map(bytes, tree.ancestor_mask()))
-        ancestors = torch.frombuffer(seen, dtype=torch.bool).view(num_nodes, num_nodes)
-        hidden[num_rows - num_nodes :, num_rows - num_nodes :] = ~ancestors
-    return hidden

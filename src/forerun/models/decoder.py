@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,25 @@ ReadTensor = Callable[[str], Tensor]
 
 # transformers calls the same function by both names.
 SILU = ("silu", "swish")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How one family differs from the others; see `Decoder` for the attributes."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+# The families that are this decoder. A family not named here is not, however alike its settings.
+FORMS: Mapping[str, Form] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Form(),
+        "MistralForCausalLM": Form(),
+        "Qwen2ForCausalLM": Form(qkv_bias=True),
+        "Qwen3ForCausalLM": Form(qk_norm=True),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,21 +117,27 @@ class EndWeights:
     head: Float[Tensor, "vocab hidden"]
 
 
-def unsupported(settings: Mapping[str, Any]) -> str | None:
+def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str | None:
     """What of a supported architecture this form has no place for; None when it has all.
 
     Args:
+        architecture: its sizes.
         settings: configuration as transformers normalises it (`config.to_dict()`).
     """
-    if settings.get("hidden_act") not in SILU:
-        return f"hidden_act {settings.get('hidden_act')!r}"
-    if settings.get("mlp_bias"):
-        return "biases in the feed-forward (mlp_bias)"
-    if settings.get("attention_bias"):
-        return "a bias on the attention output (attention_bias)"
-    if float((settings.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)) != 1.0:
-        return "rotation of a part of each head (partial_rotary_factor)"
-    return None
+    rope = settings.get("rope_parameters") or {}
+    objections = {
+        architecture.name: architecture.name not in FORMS,
+        f"sliding-window attention (sliding_window={settings.get('sliding_window')})": (
+            settings.get("sliding_window") is not None
+        ),
+        f"hidden_act {settings.get('hidden_act')!r}": settings.get("hidden_act") not in SILU,
+        "biases in the feed-forward (mlp_bias)": settings.get("mlp_bias"),
+        "a bias on the attention output (attention_bias)": settings.get("attention_bias"),
+        "rotation of a part of each head (partial_rotary_factor)": (
+            float(rope.get("partial_rotary_factor", 1.0)) != 1.0
+        ),
+    }
+    return next((objection for objection, holds in objections.items() if holds), None)
 
 
 def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Decoder:
@@ -121,6 +147,7 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         architecture: its sizes.
         settings: its configuration, as for `unsupported`.
     """
+    form = FORMS[architecture.name]
     inv_freq, rope_scale = rotation(architecture, settings)
     return Decoder(
         architecture=architecture,
@@ -128,8 +155,8 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         norm_eps=settings["rms_norm_eps"],
         inv_freq=inv_freq,
         rope_scale=rope_scale,
-        qkv_bias=architecture.name == "Qwen2ForCausalLM",
-        qk_norm=architecture.name == "Qwen3ForCausalLM",
+        qkv_bias=form.qkv_bias,
+        qk_norm=form.qk_norm,
         tied=settings["tie_word_embeddings"],
     )
 

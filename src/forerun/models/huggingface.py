@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from forerun.errors import InvalidModel
+from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register
 from forerun.models.base import RowBatch, Scores
@@ -24,25 +26,19 @@ __all__ = ["HuggingFaceModel", "adapt", "read_weights"]
 
 
 class HuggingFaceModel:
-    """A LanguageModel over the decoder and the head of a transformers model; see `adapt`.
+    """A LanguageModel over a transformers model; see `adapt`.
 
     Args:
-        decoder: token ids to final hidden states, attending through `packed_attention`.
-        head: hidden states to logits.
+        network: token ids to logits, attending through `packed_attention`. It scales and caps its
+            logits itself, where its family does.
         store: KV of the sequences.
         architecture: sizes of the model.
     """
 
     def __init__(
-        self,
-        *,
-        decoder: nn.Module,
-        head: nn.Module,
-        store: ContiguousKVStore,
-        architecture: Architecture,
+        self, *, network: nn.Module, store: ContiguousKVStore, architecture: Architecture
     ) -> None:
-        self.decoder = decoder
-        self.head = head
+        self.network = network
         self.architecture = architecture
         self._store = store
 
@@ -53,9 +49,13 @@ class HuggingFaceModel:
 
     @property
     def num_parameters(self) -> int:
-        """Size of decoder and head, tied parameters counted once."""
-        parameters = [*self.decoder.parameters(), *self.head.parameters()]
-        return sum({id(p): p.numel() for p in parameters}.values())
+        """Size of the model, tied parameters counted once."""
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
+    @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+        return self.architecture.num_layers
 
     @property
     def max_context(self) -> int:
@@ -85,17 +85,20 @@ class HuggingFaceModel:
             NotEnoughMemory: rows do not fit into their slot.
             ValueError: rows overwrite committed ones or leave a gap.
         """
-        groups = self.architecture.num_heads // self.architecture.num_kv_heads
-        outputs = self.decoder(
+        sizes = self.architecture
+        positions = batch.positions
+        if sizes.learned_positions:
+            # Rows staged past the end of the table can never be committed: any position does.
+            positions = positions.clamp(max=sizes.max_positions - 1)
+        groups = sizes.num_heads // sizes.num_kv_heads
+        outputs = self.network(
             input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
+            position_ids=positions[None],
             use_cache=False,
+            logits_to_keep=batch.logit_rows,
             attention_pass=plan_pass(batch.spans, self._store, groups),
         )
-        hidden = outputs.last_hidden_state[0]
-        if not len(batch.logit_rows):
-            return Scores(logits=hidden.new_empty((0, self.vocab_size)))
-        return Scores(logits=self.head(hidden.index_select(0, batch.logit_rows)))
+        return Scores(logits=outputs.logits[0])
 
     @torch.inference_mode()
     def greedy_chain(
@@ -108,6 +111,25 @@ class HuggingFaceModel:
             ValueError: rows overwrite committed ones or leave a gap.
         """
         return chain_by_forward(self, batch, num_tokens, vocab_size)
+
+    def first_layers(self, num_layers: int) -> HuggingFaceModel:
+        """The model without the layers above; weights and store are shared."""
+        return HuggingFaceModel(
+            network=without_upper_layers(self.network, self.num_layers, num_layers),
+            store=self._store,
+            architecture=replace(self.architecture, num_layers=num_layers),
+        )
+
+
+def without_upper_layers(network: nn.Module, num_layers: int, num_kept: int) -> nn.Module:
+    """A copy of the modules of a network with its first layers only, over the same tensors."""
+    tensors = [*network.parameters(), *network.buffers()]
+    shorter = copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
+    # Whatever a family calls it, the outermost list with as many members is that of the layers.
+    lists = (module for module in shorter.modules() if isinstance(module, nn.ModuleList))
+    layers = next(found for found in lists if len(found) == num_layers)
+    del layers[num_kept:]
+    return shorter
 
 
 def adapt(
@@ -123,8 +145,14 @@ def adapt(
 
     Raises:
         InvalidModel: the model is not supported.
+        InvalidRequest: its table of positions ends before `max_context`.
     """
     architecture = read_architecture(type(model).__name__, model.config.to_dict())
+    if architecture.learned_positions and max_context > architecture.max_positions:
+        raise InvalidRequest(
+            f"max_context is {max_context}; {architecture.name} has {architecture.max_positions} "
+            "positions and no more"
+        )
     geometry = geometry_of(
         architecture,
         num_slots=num_slots,
@@ -137,8 +165,7 @@ def adapt(
     untyped: Any = model  # the methods below carry no annotations
     untyped.eval().requires_grad_(False)
     return HuggingFaceModel(
-        decoder=untyped.get_decoder(),
-        head=untyped.get_output_embeddings(),
+        network=model,
         store=ContiguousKVStore(geometry, model.device),
         architecture=architecture,
     )

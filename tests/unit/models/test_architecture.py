@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from forerun.errors import InvalidModel
-from forerun.models.architecture import read_architecture
+from forerun.models.architecture import SUPPORTED, read_architecture
 
 
 def test_sizes_of_a_configuration():
@@ -31,27 +39,81 @@ def test_head_dim_may_be_left_to_the_hidden_size():
     assert read_architecture("Qwen2ForCausalLM", config.to_dict()).head_dim == 8
 
 
-def test_other_architectures_are_refused():
-    with pytest.raises(InvalidModel, match=r"GPT2LMHeadModel is not supported.*LlamaForCausalLM"):
-        read_architecture("GPT2LMHeadModel", {})
+def test_gpt2_has_names_of_its_own():
+    config = GPT2Config(n_embd=64, n_head=8, n_layer=3, n_positions=77, vocab_size=99)
+    architecture = read_architecture("GPT2LMHeadModel", config.to_dict())
+    assert (architecture.hidden_size, architecture.num_layers) == (64, 3)
+    assert (architecture.num_heads, architecture.num_kv_heads, architecture.head_dim) == (8, 8, 8)
+    assert (architecture.max_positions, architecture.learned_positions) == (77, True)
+
+
+# Recurrent state, local attention that slices its cache, an encoder, biases by distance.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MambaForCausalLM",
+        "JambaForCausalLM",
+        "GPTNeoForCausalLM",
+        "T5ForConditionalGeneration",
+        "BloomForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "LlamaForCausalLM2",
+    ],
+)
+def test_other_architectures_are_refused_with_what_is_supported(name):
+    with pytest.raises(InvalidModel, match=rf"{name} is not supported") as refused:
+        read_architecture(name, {})
+    assert all(supported in str(refused.value) for supported in SUPPORTED)
 
 
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "windows"),
     [
-        ("MistralForCausalLM", MistralConfig()),
-        ("Qwen2ForCausalLM", Qwen2Config(use_sliding_window=True, max_window_layers=0)),
-        ("Qwen3ForCausalLM", Qwen3Config(use_sliding_window=True, max_window_layers=0)),
+        ("LlamaForCausalLM", LlamaConfig(), (None,)),
+        ("MistralForCausalLM", MistralConfig(), (4096,)),
+        ("MistralForCausalLM", MistralConfig(sliding_window=None), (None,)),
+        ("Qwen2ForCausalLM", Qwen2Config(sliding_window=4096), (None,)),
+        (
+            "Qwen2ForCausalLM",
+            Qwen2Config(use_sliding_window=True, max_window_layers=3),
+            (None, 4096),
+        ),
+        ("Qwen3ForCausalLM", Qwen3Config(use_sliding_window=True, max_window_layers=0), (4096,)),
+        ("Gemma3ForCausalLM", Gemma3TextConfig(sliding_window=512), (512, None)),
+        ("Phi3ForCausalLM", Phi3Config(sliding_window=2047), (2047,)),
     ],
 )
-def test_sliding_window_is_refused(name, config):
-    with pytest.raises(InvalidModel, match=rf"{name} .*sliding_window=4096"):
+def test_windows_of_the_layers(name, config, windows):
+    assert read_architecture(name, config.to_dict()).windows == windows
+
+
+def test_other_layer_types_are_refused():
+    settings = Qwen3Config(num_hidden_layers=2).to_dict()
+    settings["layer_types"] = ["full_attention", "chunked_attention"]
+    with pytest.raises(InvalidModel, match="layers of type 'chunked_attention'"):
+        read_architecture("Qwen3ForCausalLM", settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        (
+            "Gemma3ForCausalLM",
+            Gemma3TextConfig(use_bidirectional_attention=True),
+            r"attention to later tokens \(use_bidirectional_attention=True\)",
+        ),
+        (
+            "Gemma3ForCausalLM",
+            Gemma3TextConfig(attn_logit_softcapping=50.0),
+            "capped attention scores",
+        ),
+        ("GPT2LMHeadModel", GPT2Config(add_cross_attention=True), "attention to an encoder"),
+    ],
+)
+def test_options_of_supported_models_that_are_refused(name, config, message):
+    with pytest.raises(InvalidModel, match=f"{name} with {message}"):
         read_architecture(name, config.to_dict())
-
-
-def test_unused_sliding_window_is_no_obstacle():
-    config = Qwen2Config(use_sliding_window=False, sliding_window=4096)
-    assert read_architecture("Qwen2ForCausalLM", config.to_dict()).num_layers == 32
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
@@ -65,6 +127,23 @@ def test_old_spelling_of_rope_is_refused_too():
     config = LlamaConfig(rope_scaling={"type": "dynamic", "factor": 2.0})
     with pytest.raises(InvalidModel, match="rope_type 'dynamic'"):
         read_architecture("LlamaForCausalLM", config.to_dict())
+
+
+def test_rope_is_read_layer_type_by_layer_type():
+    default = {"rope_type": "default", "rope_theta": 10000.0}
+    dynamic = default | {"rope_type": "dynamic", "factor": 2.0}
+    settings = Gemma3TextConfig().to_dict()
+    settings["rope_parameters"] = {"sliding_attention": default, "full_attention": dynamic}
+    with pytest.raises(InvalidModel, match="Gemma3ForCausalLM with rope_type 'dynamic'"):
+        read_architecture("Gemma3ForCausalLM", settings)
+
+
+def test_phi3_made_long_is_refused():
+    factors = [1.0] * 48
+    rope = {"type": "longrope", "short_factor": factors, "long_factor": factors}
+    config = Phi3Config(rope_scaling=rope, max_position_embeddings=131072)
+    with pytest.raises(InvalidModel, match="rope_type 'longrope'"):
+        read_architecture("Phi3ForCausalLM", config.to_dict())
 
 
 def test_quantised_weights_are_refused():

@@ -7,9 +7,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from forerun.models import attention
-from forerun.models.attention import hidden_rows, pieces_of, plan_pass
+from forerun.models.attention import plan_pass
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.masks import hidden_rows, pieces_of
 from forerun.theory.tree import TokenTree
 
 FORK = TokenTree((-1, -1, 0))
@@ -72,7 +73,7 @@ def make_store() -> ContiguousKVStore:
 def test_masks_repeat_per_group_and_end_at_the_own_row():
     store = make_store()
     spans = [Span(slot=store.reserve(), start=0, num_chain=3, tree=FORK)]
-    (block,) = plan_pass(spans, store, num_groups=2).blocks
+    (block,) = plan_pass(spans, store, num_groups=2).blocks(None)
     seen = (block.bias == 0).view(2, 6, 6)
     assert torch.equal(seen[0], ~hidden_rows(6, FORK))
     assert torch.equal(seen[0], seen[1])
@@ -81,7 +82,7 @@ def test_masks_repeat_per_group_and_end_at_the_own_row():
 def test_single_row_needs_no_mask():
     store = make_store()
     plan = plan_pass([Span(slot=store.reserve(), start=0, num_chain=1)], store, num_groups=2)
-    assert [block.bias for block in plan.blocks] == [None]
+    assert [block.bias for block in plan.blocks(None)] == [None]
 
 
 def test_chains_of_equal_size_share_a_mask():
@@ -91,12 +92,61 @@ def test_chains_of_equal_size_share_a_mask():
         store.stage(slot, 0, length)
         store.commit(slot, range(length))
     spans = [Span(slot=slot, start=store.length(slot), num_chain=4) for slot in slots]
-    blocks = plan_pass(spans, store, num_groups=1).blocks
+    blocks = plan_pass(spans, store, num_groups=1).blocks(None)
     assert [tuple(block.bias.shape) for block in blocks] == [(4, 9), (4, 44), (4, 13)]
     assert len({block.bias.untyped_storage().data_ptr() for block in blocks}) == 1
     for block in blocks:
         assert torch.equal(block.bias[:, -4:] == 0, ~hidden_rows(4))
         assert (block.bias[:, :-4] == 0).all()
+
+
+def held(store: ContiguousKVStore, length: int) -> int:
+    """A slot with `length` committed tokens."""
+    slot = store.reserve()
+    store.stage(slot, 0, length)
+    store.commit(slot, range(length))
+    return slot
+
+
+def test_rows_of_a_window_see_that_many_positions_and_read_no_others():
+    store = make_store()
+    span = Span(slot=held(store, 10), start=10, num_chain=3)
+    (block,) = plan_pass([span], store, num_groups=1).blocks(4)
+    assert block.views[0].shape[2] == 6  # what the first row sees, and the rows after it
+    assert (block.bias == 0).int().tolist() == [
+        [1, 1, 1, 1, 0, 0],
+        [0, 1, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1, 1],
+    ]
+    assert torch.equal(block.views[0], store.window(span.slot, 7, 13)[0])
+
+
+def test_a_window_wider_than_the_text_hides_nothing():
+    store = make_store()
+    spans = [Span(slot=held(store, 10), start=10, num_chain=3, tree=FORK)]
+    plan = plan_pass(spans, store, num_groups=2)
+    for wide, everything in zip(plan.blocks(16), plan.blocks(None), strict=True):
+        assert torch.equal(wide.bias, everything.bias)
+
+
+def test_a_window_in_a_tree_is_counted_along_paths():
+    store = make_store()
+    spans = [Span(slot=held(store, 10), start=10, num_chain=1, tree=FORK)]
+    (block,) = plan_pass(spans, store, num_groups=1).blocks(2)
+    assert (block.bias == 0).int().tolist() == [
+        [1, 1, 0, 0, 0],  # pending: the last committed token and itself
+        [0, 1, 1, 0, 0],  # both roots: pending and themselves
+        [0, 1, 0, 1, 0],
+        [0, 0, 1, 0, 1],  # the first root's child: its parent and itself
+    ]
+
+
+def test_single_row_of_a_window_needs_no_mask():
+    store = make_store()
+    span = Span(slot=held(store, 10), start=10, num_chain=1)
+    (block,) = plan_pass([span], store, num_groups=1).blocks(4)
+    assert block.bias is None
+    assert torch.equal(block.views[1], store.window(span.slot, 7, 11)[1])
 
 
 def test_transformers_builds_no_mask_for_us():

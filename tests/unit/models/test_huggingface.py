@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from forerun.errors import InvalidModel, NotEnoughMemory
+from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.context import Context, pack
 from forerun.models.huggingface import adapt
 from forerun.theory.tree import TokenTree
@@ -27,26 +36,54 @@ def network() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def gpt2(num_positions: int) -> GPT2LMHeadModel:
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 10, "n_positions": num_positions}
+    config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, initializer_range=0.3)
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config).eval()
+
+
 def test_unsupported_models_are_refused():
-    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10, n_positions=8)
-    with pytest.raises(InvalidModel, match="GPT2LMHeadModel is not supported"):
-        adapt(GPT2LMHeadModel(config), num_slots=1, max_context=8)
+    config = GemmaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4
+    )
+    with pytest.raises(InvalidModel, match="GemmaForCausalLM is not supported"):
+        adapt(GemmaForCausalLM(config), num_slots=1, max_context=8)
+
+
+def test_a_table_of_positions_bounds_the_context():
+    with pytest.raises(InvalidRequest, match="max_context is 9; GPT2LMHeadModel has 8 positions"):
+        adapt(gpt2(num_positions=8), num_slots=1, max_context=9)
+
+
+def test_rows_staged_past_a_table_of_positions_disturb_nothing():
+    """A tree near the end of the context has nodes that could never be committed."""
+    network = gpt2(num_positions=8)
+    model = adapt(copy.deepcopy(network), num_slots=1, max_context=8)
+    context = Context(model.store, list(range(7)))
+    tokens = torch.tensor([*range(7), 7, 8, 9])
+    batch = pack([context.span(7, TokenTree((-1, 0, -1)))], tokens, [6, 7, 9], model.device)
+    logits = model.forward(batch).logits
+    for row, last in enumerate([[], [7], [9]]):
+        expected = network(torch.tensor([[*range(7), *last]])).logits[0, -1]
+        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_nothing_is_left_to_train_or_to_drop_out():
     model = adapt(network().train(), num_slots=1, max_context=8)
-    assert not model.decoder.training
-    assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
+    assert not model.network.training
+    assert not any(parameter.requires_grad for parameter in model.network.parameters())
 
 
 def test_head_sees_only_wanted_rows():
     model = adapt(network(), num_slots=1, max_context=64)
     sizes = []
-    model.head.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    head = model.network.get_output_embeddings()
+    head.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[:-1].numel()))
     context = Context(model.store, list(range(40)))
     for wanted in ([39], []):
         model.forward(pack([context.span(40)], torch.arange(40), wanted, model.device))
-    assert sizes == [1]
+    assert sizes == [1, 0]
 
 
 def test_sequence_longer_than_its_slot_is_refused():

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory, RunnerUnavailable
 from forerun.models import load, memory
 from forerun.models.checkpoint import WEIGHTS
 from forerun.models.context import Context, pack
+from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model, load_tokenizer, model_folder
 
 
@@ -39,7 +40,7 @@ def test_context_is_by_default_all_the_model_allows(folder):
 def test_dtype(folder, dtype, expected):
     model = load_model(folder, dtype=dtype, device="cpu", runner="eager")
     assert model.dtype == expected
-    assert {parameter.dtype for parameter in model.decoder.parameters()} == {expected}
+    assert {parameter.dtype for parameter in model.network.parameters()} == {expected}
     assert logits_of(model, [1, 2]).dtype == expected
 
 
@@ -75,15 +76,20 @@ def test_parameters_of_another_size_are_refused(folder, configure):
 
 
 def test_unsupported_architecture(folder, configure):
-    configure(architectures=["GPT2LMHeadModel"])
-    with pytest.raises(InvalidModel, match="GPT2LMHeadModel is not supported"):
+    configure(architectures=["MambaForCausalLM"])
+    with pytest.raises(InvalidModel, match="MambaForCausalLM is not supported"):
         load_model(folder)
 
 
-def test_sliding_window(folder, configure):
+def test_what_only_the_eager_runner_carries_is_said_once(folder, configure, caplog):
     configure(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
-    with pytest.raises(InvalidModel, match="sliding_window=64"):
-        load_model(folder)
+    assert isinstance(load_model(folder, device="cpu"), HuggingFaceModel)
+    message = "only the eager runner supports sliding-window attention (sliding_window=64)"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder} runs slower than it could: {message}"
+    ]
+    with pytest.raises(RunnerUnavailable, match="sliding_window=64"):
+        load_model(folder, device="cpu", runner="native")
 
 
 def test_quantised(folder, configure):

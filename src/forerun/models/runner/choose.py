@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
 from forerun.models.kv_store import KVGeometry
 from forerun.models.runner.config import Runner
-from forerun.models.tensor_files import check_parameters, tensor_reader
+from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 
 __all__ = ["ModelFiles", "run_by"]
 
@@ -55,11 +55,14 @@ def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
     """
     if runner != "auto":
         return LOADERS[runner](files)
+    reasons: list[str] = []
     for name in PREFERRED[files.device.type]:
         try:
             return LOADERS[name](files)
         except RunnerUnavailable as error:
-            logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
+            if str(error) not in reasons:  # the fast runners have the same form, and its limits
+                reasons.append(str(error))
+                logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
     return LOADERS["eager"](files)
 
 
@@ -117,9 +120,11 @@ def decoder_of(files: ModelFiles) -> Decoder:
         RunnerUnavailable: the model has something that form has no place for.
         InvalidModel: the weights do not fit the configuration.
     """
-    if objection := unsupported(files.settings):
+    if objection := unsupported(files.architecture, files.settings):
         raise RunnerUnavailable(f"only the eager runner supports {objection}")
     decoder = read_decoder(files.architecture, files.settings)
+    if decoder.tied and has_own_head(files.checkpoint, files.geometry.dtype):
+        decoder = replace(decoder, tied=False)
     check_parameters(files.checkpoint, parameter_shapes(decoder))
     return decoder
 

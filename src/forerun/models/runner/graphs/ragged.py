@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from forerun.models.attention import AttentionPass, attend_pass, plan_pass
+from forerun.models.attention import AttentionPass, attend_blocks, plan_pass
 from forerun.models.base import RowBatch
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
@@ -44,7 +44,8 @@ class RaggedAttention:
         heads = heads_of(self.decoder, layer, qkv, self.rotation)
         query, key, value = (part.transpose(0, 1)[None] for part in heads)
         scaling = self.decoder.architecture.head_dim**-0.5
-        attended = attend_pass(index, query, key, value, scaling, self.plan)
+        self.plan.write(index, key, value)
+        attended = attend_blocks(index, query, self.plan.blocks(None), scaling)
         return attended.reshape(len(qkv), -1)
 
 

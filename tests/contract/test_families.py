@@ -1,0 +1,159 @@
+"""What every supported family owes: a line in `tiny.FAMILIES` is all it takes to be asked for it.
+
+The oracle is transformers' own greedy generation, with its own attention and cache. What passes owe
+below the engine (trees, committed paths, chunks, shared passes) is in test_language_model.py, which
+takes its families from the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests import tiny
+from tests.contract.test_language_model import BRANCHED, BRANCHED_TOKENS, feed, score, text
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forerun.errors import RunnerUnavailable
+from forerun.models import masks
+from forerun.models.attention import AttentionPass
+from forerun.models.base import LanguageModel
+from forerun.models.context import Context
+from forerun.models.huggingface import HuggingFaceModel
+from forerun.models.load import load_model
+from forerun.sampling.config import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+NUM_TOKENS = 18
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=NUM_TOKENS)
+
+Ids = list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A family's random network, and the same behind a LanguageModel."""
+
+    family: str
+    network: PreTrainedModel
+    model: HuggingFaceModel
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def member(request: pytest.FixtureRequest) -> Member:
+    network = tiny.network(request.param)
+    return Member(family=request.param, network=network, model=tiny.adapted(network))
+
+
+def prompts() -> Ids:
+    return [tiny.tokenizer().encode(prompt) for prompt in tiny.PROMPTS]
+
+
+def by_transformers(network: PreTrainedModel) -> Ids:
+    return [continued(network, ids) for ids in prompts()]
+
+
+def continued(network: PreTrainedModel, ids: list[int]) -> list[int]:
+    tokens = torch.tensor([ids])
+    generated = network.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=tiny.EOS,
+    )
+    return generated[0, len(ids) :].tolist()
+
+
+def texts(
+    target: LanguageModel,
+    params: SamplingParams,
+    drafter: HuggingFaceModel | None = None,
+    **changes: int,
+) -> Ids:
+    engine = tiny.engine_over(target, drafter and tiny.drafting(drafter), k=3, **changes)
+    return [list(output.token_ids) for output in engine.generate(prompts(), params)]
+
+
+def test_texts_are_worth_comparing(member):
+    expected = by_transformers(member.network)
+    assert len({tuple(ids) for ids in expected}) == len(expected)
+    assert min(len(set(ids)) for ids in expected) > 4
+
+
+def test_plain_text_is_that_of_transformers(member):
+    expected = by_transformers(member.network)
+    assert texts(member.model, GREEDY) == expected
+    assert texts(member.model, GREEDY, prefill_chunk=5) == expected
+
+
+@pytest.mark.parametrize("kind", ["stranger", "cousin"])
+def test_speculation_changes_no_text(member, kind):
+    """A draft that shares nothing but the vocabulary, and one that often agrees."""
+    stranger = kind == "stranger"
+    draft = tiny.adapted(
+        tiny.network(seed=50) if stranger else tiny.network(member.family, jitter=0.02)
+    )
+    for params in (GREEDY, SEEDED):
+        assert texts(member.model, params, draft) == texts(member.model, params)
+    assert member.model.store.num_free == 4
+
+
+def test_ragged_batch_is_one_by_one(member):
+    for params in (GREEDY, SEEDED):
+        assert texts(member.model, params, max_batch=1) == texts(member.model, params)
+
+
+def test_a_folder_loads_with_the_fastest_runner_that_carries_it(member, tmp_path):
+    member.network.save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cpu", max_batch=4, max_context=tiny.MAX_CONTEXT)
+    assert isinstance(model, HuggingFaceModel) == (member.family not in tiny.LEAN)
+    assert model.num_parameters == member.model.num_parameters
+    assert texts(model, GREEDY) == by_transformers(member.network)
+    if member.family not in tiny.LEAN:
+        for runner in ("native", "graphs"):
+            with pytest.raises(RunnerUnavailable, match="only the eager runner supports"):
+                load_model(tmp_path, device="cpu", runner=runner)
+
+
+@pytest.mark.parametrize("change", [None, -1, 1], ids=["ignored", "too short", "too long"])
+@pytest.mark.parametrize("family", tiny.SLIDING)
+def test_a_window_not_kept_to_is_noticed(family, change, monkeypatch):
+    """The tests above can fail: without the window, and with one that is off by one."""
+    network = tiny.network(family)
+    blocks = AttentionPass.blocks
+    monkeypatch.setattr(
+        AttentionPass,
+        "blocks",
+        lambda self, window: blocks(self, change and window and window + change),
+    )
+    assert texts(tiny.adapted(network), GREEDY) != by_transformers(network)
+
+
+@pytest.mark.parametrize("family", tiny.SLIDING)
+def test_a_window_counts_positions_and_not_places(family, monkeypatch):
+    """Nodes of a tree lie further from the committed text in the store than in the text."""
+    network = tiny.network(family)
+    ids = text(20)
+    leaf = len(BRANCHED_TOKENS) - 1
+    path = [BRANCHED_TOKENS[node] for node in BRANCHED.path(leaf)]
+    expected = network(torch.tensor([[*ids, *path]])).logits[0, -1]
+
+    torch.testing.assert_close(leaf_logits(network, ids), expected, atol=1e-3, rtol=1e-3)
+    monkeypatch.setattr(masks, "positions_in", lambda num_rows, _: torch.arange(num_rows))
+    assert (leaf_logits(network, ids) - expected).abs().max() > 0.05
+
+
+def leaf_logits(network: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """Of the last node of a tree behind `ids`."""
+    model = tiny.adapted(network)
+    context = Context(model.store, list(ids))
+    feed(model, context, len(ids) - 1)
+    span = context.span(1, BRANCHED)
+    return score(model, [(span, [ids[-1], *BRANCHED_TOKENS])])[-1]
