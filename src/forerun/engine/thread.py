@@ -21,6 +21,7 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.ticket import Ticket
 from forerun.errors import EngineStopped, ForerunError, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.mask import TokenMask
 
 __all__ = ["EngineThread"]
 
@@ -83,8 +84,9 @@ class EngineThread:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
     ) -> Ticket:
-        """Queue a prompt. Reading and checking it happens on the caller's thread.
+        """`Engine.add_request` from any thread; reading and checking happens on the caller's.
 
         Raises:
             InvalidRequest: as `Engine.add_request`.
@@ -94,6 +96,8 @@ class EngineThread:
         params = params or SamplingParams()
         intake = self.engine.intake
         ids = intake.check(prompt, params)
+        if mask is not None:
+            intake.check_mask(mask)
         with self._lock:
             self._check_running()
             intake.check_open(params.n, self._num_unfinished)
@@ -103,7 +107,7 @@ class EngineThread:
             abort = partial(self._inbox.put, partial(self._abort, request_id))
             ticket = self._tickets[request_id] = Ticket(request_id, params.n, abort)
             self._num_unfinished += params.n
-        samples = intake.sequences(request_id, ids, params, terms or RequestTerms())
+        samples = intake.sequences(request_id, ids, params, terms or RequestTerms(), mask)
         self._inbox.put(partial(self._enlist, ticket, samples))
         return ticket
 
