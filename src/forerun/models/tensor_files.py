@@ -13,10 +13,12 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import ReadTensor
 
-__all__ = ["check_parameters", "tensor_reader"]
+__all__ = ["check_parameters", "has_own_head", "tensor_reader"]
 
 # Constants some checkpoints carry along, which every implementation computes itself.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+HEAD = "lm_head.weight"
 
 
 def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ReadTensor:
@@ -50,7 +52,7 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
         for name, shape in shapes_in(path).items()
         if not name.endswith(IGNORED_SUFFIXES)
     }
-    tied_head = {"lm_head.weight"} if "lm_head.weight" not in expected else set()
+    tied_head = {HEAD} if HEAD not in expected else set()
     misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
     problems = {
         "missing": expected.keys() - found.keys(),
@@ -63,6 +65,17 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
                 f"the weights in {checkpoint.folder} do not fit its configuration: "
                 f"{len(names)} {problem}, the first {min(names)}"
             )
+
+
+def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
+    """Whether the files hold a head that is not the embedding.
+
+    transformers then takes it, even where the configuration says that the two are tied.
+    """
+    if not any(HEAD in shapes_in(path) for path in checkpoint.weight_files):
+        return False
+    read = tensor_reader(checkpoint, dtype, torch.device("cpu"))
+    return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
