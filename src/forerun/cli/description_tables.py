@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,6 +20,7 @@ def print_model(model: ModelDescription) -> None:
     rows = {
         "architecture": f"{sizes.name}, {sizes.num_layers} layers, width {sizes.hidden_size}, "
         f"{sizes.num_heads} heads of {sizes.head_dim} over {sizes.num_kv_heads} KV heads",
+        "attention": reach(sizes.windows),
         "parameters": f"{model.num_parameters:,} in {model.dtype}",
         "context": f"{model.context:,} tokens of {sizes.max_positions:,}",
         "vocabulary": f"{model.num_tokens:,} tokens, logits {sizes.vocab_size:,} wide",
@@ -36,6 +39,14 @@ def print_model(model: ModelDescription) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console(highlight=False).print(table)
+
+
+def reach(windows: Sequence[int | None]) -> str:
+    """How far the layers of a model see, from `Architecture.windows`."""
+    ranges = [f"{window:,} tokens back" if window else "the whole context" for window in windows]
+    if len(ranges) == 1:
+        return f"every layer sees {ranges[0]}"
+    return f"some layers see {', others '.join(ranges)}"
 
 
 def print_fit(fit: DraftFit) -> None:
