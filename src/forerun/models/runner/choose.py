@@ -55,11 +55,14 @@ def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
     """
     if runner != "auto":
         return LOADERS[runner](files)
+    reasons: list[str] = []
     for name in PREFERRED[files.device.type]:
         try:
             return LOADERS[name](files)
         except RunnerUnavailable as error:
-            logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
+            if str(error) not in reasons:  # the fast runners have the same form, and its limits
+                reasons.append(str(error))
+                logger.warning("%s runs slower than it could: %s", files.checkpoint.folder, error)
     return LOADERS["eager"](files)
 
 
@@ -117,7 +120,7 @@ def decoder_of(files: ModelFiles) -> Decoder:
         RunnerUnavailable: the model has something that form has no place for.
         InvalidModel: the weights do not fit the configuration.
     """
-    if objection := unsupported(files.settings):
+    if objection := unsupported(files.architecture, files.settings):
         raise RunnerUnavailable(f"only the eager runner supports {objection}")
     decoder = read_decoder(files.architecture, files.settings)
     if decoder.tied and has_own_head(files.checkpoint, files.geometry.dtype):
