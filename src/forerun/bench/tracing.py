@@ -10,7 +10,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.engine.tracing import request_records
 from forerun.sampling.config import SamplingParams
-from forerun.theory.record import StepRecord
+from forerun.theory.record import Json, StepRecord
 from forerun.trace.writer import TraceWriter
 
 __all__ = ["BenchTrace", "TracedEngine"]
@@ -63,17 +63,15 @@ class TracedEngine:
             texts = {output.request_id: iter(output.token_ids) for output in call.outputs}
             for record in call.records:
                 emitted = tuple(next(texts[record.request_id]) for _ in range(record.num_emitted))
-                trace.add(
-                    replace(
-                        record,
-                        request_id=self._name(record.request_id),
-                        drafter_hash=self.drafter_hash if record.num_drafted else None,
-                        token_ids=emitted if with_tokens else None,
-                    )
-                )
+                changes: Mapping[str, Json] = {
+                    "request_id": self._name(record.request_id),
+                    "drafter_hash": self.drafter_hash if record.num_drafted else None,
+                    "token_ids": emitted if with_tokens else None,
+                }
+                trace.add(record, changes)
             for output, params in zip(call.outputs, call.params, strict=True):
                 for request in request_records(output, params, self.tags):
-                    trace.add(replace(request, request_id=self._name(request.request_id)))
+                    trace.add(request, {"request_id": self._name(request.request_id)})
         self.calls.clear()
 
     def _name(self, request_id: str) -> str:

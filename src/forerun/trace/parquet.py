@@ -12,25 +12,22 @@ version, are one column of JSON text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forerun.theory.record import Json, RequestRecord, StepRecord, TraceHeader
 from forerun.trace.jsonl import JsonLines, read_json_lines
-from forerun.trace.schema import KINDS, Damage, Item, Record, record_from
+from forerun.trace.schema import FIELDS, KINDS, Damage, Item, Row, record_from
 from forerun.trace.writer import FlushRule
 
 __all__ = ["FOLDERS", "HEADERS", "ParquetParts", "read_parquet"]
 
 HEADERS = "headers.jsonl"
-FOLDERS: Mapping[str, type[StepRecord] | type[RequestRecord]] = {
-    "steps": StepRecord,
-    "requests": RequestRecord,
-}
+FOLDERS: Mapping[str, str] = {"steps": "step", "requests": "request"}
+"""Which kind of record a folder holds."""
 SUFFIX = ".parquet"
 UNFINISHED = ".unfinished"
 JSON_TEXT = "dict[str, Json]"
@@ -63,15 +60,16 @@ class ParquetParts:
         self.headers = headers
         self.num_parts = dict.fromkeys(FOLDERS, 0)
 
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, rows: Iterable[Row]) -> None:
         """One part per kind of record."""
-        headers = [record for record in records if isinstance(record, TraceHeader)]
-        if headers:
-            self.headers.write(headers)
+        sorted_rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+        for row in rows:
+            sorted_rows[row.kind].append(row)
+        if sorted_rows["header"]:
+            self.headers.write(sorted_rows["header"])
         for name, kind in FOLDERS.items():
-            some = [record for record in records if isinstance(record, kind)]
-            if some:
-                self._write_part(name, table_of(kind, some))
+            if sorted_rows[kind]:
+                self._write_part(name, table_of(kind, sorted_rows[kind]))
 
     def close(self) -> None:
         """Close what is open; parts are closed already."""
@@ -89,19 +87,15 @@ class ParquetParts:
         self.num_parts[name] += 1
 
 
-def table_of(
-    kind: type[StepRecord] | type[RequestRecord], records: Sequence[StepRecord | RequestRecord]
-) -> pa.Table:
-    """Records as columns."""
-    rows = [record.to_dict() for record in records]
+def table_of(kind: str, rows: Sequence[Row]) -> pa.Table:
+    """Rows of one kind as columns."""
     columns = []
-    for field in fields(kind):
-        values: list[Json] = [row[field.name] for row in rows]
+    by_field = zip(*(row.values for row in rows), strict=True)
+    for field, values in zip(fields(KINDS[kind]), by_field, strict=True):
         annotation = str(field.type)
-        if annotation == JSON_TEXT:
-            values = list(map(json.dumps, values))
-        columns.append(pa.array(values, TYPES[annotation.removesuffix(" | None")]))
-    return pa.Table.from_arrays(columns, names=[field.name for field in fields(kind)])
+        column = map(json.dumps, values) if annotation == JSON_TEXT else values
+        columns.append(pa.array(column, TYPES[annotation.removesuffix(" | None")]))
+    return pa.Table.from_arrays(columns, names=FIELDS[kind])
 
 
 def read_parquet(folder: Path) -> Iterator[Item]:
@@ -139,7 +133,7 @@ def read_part(path: Path, where: str) -> Iterator[Item]:
     if path.suffix == UNFINISHED:
         yield Damage(where=where, what="was being written when the process ended")
         return
-    kind = next(name for name, made in KINDS.items() if made is FOLDERS[path.parent.name])
+    kind = FOLDERS[path.parent.name]
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as part:
             for batch in part.iter_batches():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from operator import attrgetter
+from typing import NamedTuple
 
-from forerun.theory.record import SCHEMA_VERSION, RequestRecord, StepRecord, TraceHeader
+from forerun.theory.record import SCHEMA_VERSION, Json, RequestRecord, StepRecord, TraceHeader
 
-__all__ = ["KINDS", "Damage", "Item", "Record", "kind_of", "record_from"]
+__all__ = ["FIELDS", "KINDS", "Damage", "Item", "Record", "Row", "kind_of", "record_from", "row_of"]
 
 Record = TraceHeader | RequestRecord | StepRecord
 
@@ -18,6 +20,20 @@ KINDS: Mapping[str, type[TraceHeader] | type[RequestRecord] | type[StepRecord]] 
     "step": StepRecord,
 }
 """What a record is called in a file."""
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(made)) for kind, made in KINDS.items()
+}
+"""Names of a kind's fields, in the order of a row."""
+
+GETTERS = {kind: attrgetter(*names) for kind, names in FIELDS.items()}
+
+
+class Row(NamedTuple):
+    """The values of one record, in the order of `FIELDS`: what files are made of."""
+
+    kind: str
+    values: list[Json]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +63,18 @@ def kind_of(record: Record) -> str:
     return "request" if isinstance(record, RequestRecord) else "header"
 
 
+def row_of(record: Record, changes: Mapping[str, Json] | None = None) -> Row:
+    """A record's row; `changes` replace values by field name."""
+    kind = kind_of(record)
+    values = list(GETTERS[kind](record))
+    if changes is not None:
+        for name, value in changes.items():
+            values[FIELDS[kind].index(name)] = value
+    return Row(kind, values)
+
+
 def record_from(kind: object, values: Mapping[str, object]) -> Record:
-    """The record of a kind that `to_dict` gave these values.
+    """The record of a kind that has these values.
 
     Raises:
         ValueError: the kind is unknown, a field is missing, unknown or of another type, or counts

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from forerun.theory.record import StepRecord
-from forerun.trace.schema import Record
+from forerun.theory.record import Json, StepRecord
+from forerun.trace.schema import Record, Row, row_of
 
 __all__ = ["FlushRule", "Sink", "TraceWriter"]
 
@@ -36,8 +36,8 @@ class Sink(Protocol):
     def flush_rule(self) -> FlushRule:
         """When to write: formats differ in what a write costs."""
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Write records so that what is written stays readable whatever happens afterwards.
+    def write(self, rows: Iterable[Row]) -> None:
+        """Write rows so that what is written stays readable whatever happens afterwards.
 
         Raises:
             OSError: they could not be written; earlier ones are still there.
@@ -68,15 +68,21 @@ class TraceWriter:
         self.name = name
         self.num_written = 0
         self.failed = False
-        self._waiting: list[Record] = []
+        self._waiting: list[tuple[Record, Mapping[str, Json] | None]] = []
         self._since_s: float | None = None
 
-    def add(self, record: Record) -> None:
-        """Keep a record, and write all that wait when it is time."""
+    def add(self, record: Record, changes: Mapping[str, Json] | None = None) -> None:
+        """Keep a record, and write all that wait when it is time.
+
+        Args:
+            record: of any kind.
+            changes: values by field name that take the place of the record's: what the caller knows
+                and the engine does not.
+        """
         if self.failed:
             return
         waiting, rule = self._waiting, self.sink.flush_rule
-        waiting.append(record)
+        waiting.append((record, changes))
         if len(waiting) >= rule.num_records:
             self.flush()
         elif isinstance(record, StepRecord):
@@ -91,7 +97,7 @@ class TraceWriter:
         if self.failed or not waiting:
             return
         try:
-            self.sink.write(waiting)
+            self.sink.write(row_of(record, changes) for record, changes in waiting)
         except OSError as error:
             self._fail(error)
         else:

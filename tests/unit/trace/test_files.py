@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,10 +14,11 @@ import pytest
 from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
 from forerun.errors import InvalidRequest, InvalidTrace
+from forerun.theory.record import StepRecord
 from forerun.trace import jsonl
 from forerun.trace.files import SUFFIXES, open_trace, read_trace
 from forerun.trace.jsonl import JsonLines
-from forerun.trace.schema import Damage, Record
+from forerun.trace.schema import FIELDS, Damage, Record, row_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,6 +46,26 @@ def test_what_is_written_is_read(path):
     records = [HEADER, STEP, FULL, *steps(5000), REQUEST]
     write(path, records)
     assert list(read_trace(path)) == records
+
+
+def test_lines_are_json_whatever_is_in_them(tmp_path):
+    path = tmp_path / "t.jsonl"
+    odd = replace(FULL, request_id='a "b" \\ %s %d\n\u2028é\x00', method="", t_s=1e9, draft_s=0)
+    write(path, [odd, replace(REQUEST, parameters={"stop": ["%s"], "x": {"y": None}})])
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert lines[0] == {"record": "step", **json.loads(json.dumps(odd.to_dict()))}
+    assert lines[1]["parameters"] == {"stop": ["%s"], "x": {"y": None}}
+    assert list(lines[0]) == ["record", *FIELDS["step"]]
+    assert records_in(path)[0] == odd
+
+
+def test_lines_keep_nanoseconds(tmp_path):
+    path = tmp_path / "t.jsonl"
+    write(path, [replace(STEP, t_s=123456.123456789123, draft_s=0.0012345678949)])
+    (found,) = records_in(path)
+    assert isinstance(found, StepRecord)
+    assert found.t_s == 123456.123456789
+    assert found.draft_s == 0.001234568
 
 
 def test_several_headers_and_requests_among_steps(path):
@@ -156,7 +179,7 @@ class Sipping:
 
 def test_partial_writes_are_completed(tmp_path, unchecked):
     file = Sipping()
-    JsonLines(file).write([HEADER, STEP])
+    JsonLines(file).write([row_of(HEADER), row_of(STEP)])
     path = tmp_path / "trace.jsonl"
     path.write_bytes(file.content)
     assert list(read_trace(path)) == [HEADER, STEP]
@@ -279,7 +302,7 @@ def parts(tmp_path) -> Path:
 def test_a_truncated_part_costs_itself(parts):
     part = parts / "steps" / "00001.parquet"
     part.write_bytes(part.read_bytes()[:-50])
-    found = [r for r in records_in(parts) if isinstance(r, type(STEP))]
+    found = [r for r in records_in(parts) if isinstance(r, StepRecord)]
     assert found == [*steps(50, request_id="0"), *steps(50, request_id="2")]
     (damage,) = damage_in(parts)
     assert damage.startswith("steps/00001.parquet: ")

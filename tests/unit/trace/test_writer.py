@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from tests.records import HEADER, REQUEST, STEP, steps
 
-from forerun.trace.schema import Record
+from forerun.trace.schema import FIELDS, Record, Row, record_from
 from forerun.trace.writer import FlushRule, TraceWriter
 
 
@@ -24,11 +25,16 @@ class Pile:
         self.refuse_close = refuse_close
         self.num_tries = 0
 
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, rows: Iterable[Row]) -> None:
         self.num_tries += 1
         if self.num_tries > self.refuse_from:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.writes.append(list(records))
+        self.writes.append(
+            [
+                record_from(kind, dict(zip(FIELDS[kind], values, strict=True)))
+                for kind, values in rows
+            ]
+        )
 
     def close(self) -> None:
         if self.refuse_close:
@@ -67,6 +73,16 @@ def test_nothing_is_written_twice_or_where_nothing_waits():
     assert pile.writes == [[STEP]]
 
 
+def test_a_caller_may_say_what_the_engine_does_not_know():
+    pile = Pile()
+    writer = TraceWriter(pile, "t")
+    writer.add(STEP, {"drafter_hash": "d0", "token_ids": (1, 2)})
+    writer.add(REQUEST, {"request_id": "K=2/r"})
+    writer.close()
+    changed = replace(STEP, drafter_hash="d0", token_ids=(1, 2))
+    assert pile.writes == [[changed, replace(REQUEST, request_id="K=2/r")]]
+
+
 def test_a_full_disk_is_said_once_and_ends_the_trace_only(caplog):
     pile = Pile(refuse_from=1)
     writer = TraceWriter(pile, "runs/t.jsonl")
@@ -99,7 +115,7 @@ def test_a_file_that_fails_on_closing_is_said_too(caplog):
 
 def test_a_defect_of_a_sink_is_not_hidden(monkeypatch):
     pile = Pile()
-    monkeypatch.setattr(pile, "write", lambda records: 1 / 0)
+    monkeypatch.setattr(pile, "write", lambda rows: 1 / 0)
     writer = TraceWriter(pile, "t")
     writer.add(STEP)
     with pytest.raises(ZeroDivisionError):
