@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
@@ -462,7 +462,7 @@ def main() -> None:
         "networks": soak_networks(options.networks, seed=options.seed, every=100),
     }
     content = {"arguments": sys.argv[1:], "provenance": collect({}).to_dict()}
-    content |= {name: asdict(report) for name, report in reports.items()}
+    content |= {name: vars(report) for name, report in reports.items()}
     text = json.dumps(content, indent=1)
     print(text)
     if options.out is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 import pytest
@@ -14,11 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from forerun.errors import NotEnoughMemory
 from forerun.models.base import KVPrefix, KVStore
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.prefixes import MIN_SHARED_TOKENS, Prefix
 from forerun.models.tabular import TokenStore
 
 NUM_SLOTS = 3
 CAPACITY = 12
 MAX_STAGED_ROWS = 4
+NUM_BEGINNING = 24
 
 
 class Subject(Protocol):
@@ -34,13 +38,13 @@ class Subject(Protocol):
 class Contiguous:
     """Every layer, head and channel holds the row's number plus its own offset."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
         geometry = KVGeometry(
             num_layers=2,
             num_kv_heads=2,
             head_dim=3,
             num_slots=NUM_SLOTS,
-            capacity=CAPACITY,
+            capacity=capacity,
             max_staged_rows=MAX_STAGED_ROWS,
             dtype=torch.float64,
         )
@@ -61,8 +65,8 @@ class Contiguous:
 
 
 class Tokens:
-    def __init__(self) -> None:
-        self.store = TokenStore(NUM_SLOTS, CAPACITY, MAX_STAGED_ROWS)
+    def __init__(self, capacity: int) -> None:
+        self.store = TokenStore(NUM_SLOTS, capacity, MAX_STAGED_ROWS)
 
     def write(self, slot: int, start: int, values: list[int]) -> None:
         self.store.stage(slot, start, values)
@@ -82,11 +86,11 @@ class Naive:
 class History(RuleBasedStateMachine):
     """Interleaved sequences coming, growing, branching and going."""
 
-    make: type[Subject]
+    make: Callable[[int], Subject]
 
     def __init__(self) -> None:
         super().__init__()
-        self.subject = self.make()
+        self.subject = self.make(CAPACITY)
         self.store = self.subject.store
         self.slots: dict[int, Naive] = {}
         self.prefixes: list[tuple[KVPrefix, list[int]]] = []
@@ -181,6 +185,70 @@ class History(RuleBasedStateMachine):
             assert self.subject.read(slot, len(expected)) == expected
 
 
+class Beginnings(RuleBasedStateMachine):
+    """Sequences out of few beginnings and two scopes: whoever begins with what another has stored
+    finds its own tokens, and nothing that anybody still needs is taken."""
+
+    make: Callable[[int], Subject]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.subject = self.make(NUM_BEGINNING + 4)
+        self.store = self.subject.store
+        self.live: dict[int, tuple[list[int], str]] = {}
+
+    @precondition(lambda self: len(self.live) < NUM_SLOTS)
+    @rule(
+        beginning=st.integers(0, 2),
+        part=st.integers(1, NUM_BEGINNING),
+        rest=st.lists(st.integers(0, 1), max_size=4),
+        scope=st.sampled_from("ab"),
+    )
+    def begin(self, beginning: int, part: int, rest: list[int], scope: str) -> None:
+        ids = [*([beginning] * part), *rest]
+        most = max((self.shared(ids, scope, slot) for slot in self.live), default=0)
+        slot = self.store.begin(Prefix(ids=ids, scope=scope))
+        assert slot not in self.live
+        length = self.store.length(slot)
+        assert length < len(ids)
+        assert length >= (most if most >= MIN_SHARED_TOKENS else 0)
+        assert length == 0 or length >= MIN_SHARED_TOKENS
+        self.live[slot] = (ids, scope)
+
+    def shared(self, ids: list[int], scope: str, slot: int) -> int:
+        """Tokens a live slot has for a new sequence."""
+        others, its_scope = self.live[slot]
+        if scope != its_scope:
+            return 0
+        same = (a == b for a, b in zip(ids[:-1], others[: self.store.length(slot)], strict=False))
+        return sum(takewhile(bool, same))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_kept=st.booleans(), num_fed=st.integers(0, 40))
+    def grow(self, data: st.DataObject, is_kept: bool, num_fed: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.live)), label="slot")
+        ids, _ = self.live[slot]
+        start = self.store.length(slot)
+        values = ids[start : start + num_fed]
+        if values:
+            self.subject.write(slot, start, values)
+            self.store.commit(slot, range(len(values)) if is_kept else ())
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), share=st.sampled_from([0, 1, 2]))
+    def end(self, data: st.DataObject, share: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.live)), label="slot")
+        self.store.keep(slot, self.store.length(slot) * share // 2)
+        del self.live[slot]
+
+    @invariant()
+    def every_sequence_finds_its_own_tokens(self) -> None:
+        assert self.store.num_free == NUM_SLOTS - len(self.live)
+        for slot, (ids, _) in self.live.items():
+            length = self.store.length(slot)
+            assert length == 0 or self.subject.read(slot, length) == ids[:length]
+
+
 class ContiguousHistory(History):
     make = Contiguous
 
@@ -190,6 +258,20 @@ class TokenHistory(History):
 
 
 HISTORIES = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+class ContiguousBeginnings(Beginnings):
+    make = Contiguous
+
+
+class TokenBeginnings(Beginnings):
+    make = Tokens
+
+
+TestContiguousBeginnings = ContiguousBeginnings.TestCase
+TestContiguousBeginnings.settings = HISTORIES
+TestTokenBeginnings = TokenBeginnings.TestCase
+TestTokenBeginnings.settings = HISTORIES
 TestContiguousKVStore = ContiguousHistory.TestCase
 TestContiguousKVStore.settings = HISTORIES
 TestTokenStore = TokenHistory.TestCase
