@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -65,11 +66,12 @@ class TraceWriter:
 
     def __init__(self, sink: Sink, name: str) -> None:
         self.sink = sink
+        self._rule = sink.flush_rule
         self.name = name
         self.num_written = 0
         self.failed = False
         self._waiting: list[tuple[Record, Mapping[str, Json] | None]] = []
-        self._since_s: float | None = None
+        self._due_s = math.inf
 
     def add(self, record: Record, changes: Mapping[str, Json] | None = None) -> None:
         """Keep a record, and write all that wait when it is time.
@@ -81,19 +83,18 @@ class TraceWriter:
         """
         if self.failed:
             return
-        waiting, rule = self._waiting, self.sink.flush_rule
-        waiting.append((record, changes))
-        if len(waiting) >= rule.num_records:
+        self._waiting.append((record, changes))
+        if len(self._waiting) >= self._rule.num_records:
             self.flush()
-        elif isinstance(record, StepRecord):
-            if self._since_s is None:
-                self._since_s = record.t_s
-            elif record.t_s - self._since_s >= rule.seconds:
+        elif type(record) is StepRecord:
+            if record.t_s >= self._due_s:
                 self.flush()
+            elif self._due_s == math.inf:
+                self._due_s = record.t_s + self._rule.seconds
 
     def flush(self) -> None:
         """Write all that wait."""
-        waiting, self._waiting, self._since_s = self._waiting, [], None
+        waiting, self._waiting, self._due_s = self._waiting, [], math.inf
         if self.failed or not waiting:
             return
         try:

@@ -18,7 +18,7 @@ from forerun.theory.record import StepRecord
 from forerun.trace import jsonl
 from forerun.trace.files import SUFFIXES, open_trace, read_trace
 from forerun.trace.jsonl import JsonLines
-from forerun.trace.schema import FIELDS, Damage, Record, row_of
+from forerun.trace.schema import Damage, Record, row_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,7 +55,7 @@ def test_lines_are_json_whatever_is_in_them(tmp_path):
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert lines[0] == {"record": "step", **json.loads(json.dumps(odd.to_dict()))}
     assert lines[1]["parameters"] == {"stop": ["%s"], "x": {"y": None}}
-    assert list(lines[0]) == ["record", *FIELDS["step"]]
+    assert list(lines[0])[:3] == ["record", "cycle_id", "t_s"]
     assert records_in(path)[0] == odd
 
 
