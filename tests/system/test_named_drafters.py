@@ -30,7 +30,7 @@ PARAMS = (
     {},
     {"temperature": 0.5, "top_p": 0.9},
     {"temperature": 0, "repetition_penalty": 1.2},
-    {"logit_bias": {5: 6.0, 9: 5.0, 12: 5.0}},
+    {"temperature": 0, "allowed_token_ids": (5, 9, 12)},
     {"temperature": 0.3, "presence_penalty": 0.4, "verification": "walk"},
 )
 REQUESTS = [

@@ -71,7 +71,7 @@ def test_what_followed_before_is_proposed_as_a_deterministic_chain():
     assert proposal.tree.is_chain
     assert proposal.choice is Choice.DETERMINISTIC
     assert proposal.draft_probs is None
-    assert proposal.score == pytest.approx(sum(0.8**n for n in range(1, 7)))
+    assert proposal.score == pytest.approx(sum(0.85**n for n in range(1, 7)))
 
 
 def test_nothing_is_proposed_where_nothing_repeats():
@@ -160,12 +160,15 @@ def test_a_request_that_does_not_copy_is_left_alone_and_noticed_when_it_does():
 def test_pauses_grow_until_something_is_copied():
     drafter, request = SuffixDrafter(), asked([0])
     pauses = []
-    for token in [*LINE[:12], *LINE[:4]]:
+    for token in [*LINE[:14], *LINE[:12]]:
         (answer,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=8)])
         pauses.append(answer.num_tokens if isinstance(answer, Pause) else 0)
         request.ids.append(token)
-    assert pauses[:12] == [1, 2, 2, 4, 4, 8, 8, 16, 16, 16, 16, 16]
+    assert pauses[:14] == [1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32, 32, 32, 32]
     assert pauses[-1] == 0
+    request.ids[-1] = 999  # the copying is over, and long copies have made the pauses short again
+    (answer,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=8)])
+    assert 1 <= answer.num_tokens <= 4
 
 
 def test_prompts_are_not_observations():

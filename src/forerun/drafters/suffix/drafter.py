@@ -25,8 +25,8 @@ from forerun.theory.tree import TokenTree
 
 __all__ = ["SuffixDrafter"]
 
-LONGEST_PAUSE = 16
-"""Tokens after which a request that copies nothing is looked at again at the latest."""
+MOST_IDLE = 10
+"""Requests that copy nothing are looked at again after 2^(MOST_IDLE / 2) tokens at the latest."""
 
 
 class SuffixDrafter:
@@ -94,22 +94,28 @@ class Reader:
     def read(self) -> None:
         """Take in what was committed since the last time; of the output, learn what copies hit."""
         ids, num_prompt = self.request.ids, self.request.num_prompt
-        for position in range(self.num_read, len(ids)):
-            token = ids[position]
-            for match in self.matches:
-                if position >= num_prompt:
-                    judge(match, token)
-                match.advance(token)
-        self.num_read = len(ids)
+        first, end = self.num_read, len(ids)
+        output = max(first, num_prompt)
+        for match in self.matches:
+            advance = match.advance
+            for token in ids[first:output]:
+                advance(token)
+            for token in ids[output:end]:
+                judge(match, token)
+                advance(token)
+        self.num_read = end
 
     def propose(self, most: int, config: SuffixConfig) -> Proposal | Pause:
-        """What is worth most; the longer nothing is worth drafting, the longer the pause."""
+        """What is worth most; the longer little is worth drafting, the longer the pause.
+
+        Looking costs about as much as drafting, for the caches are cold after a pass.
+        """
         copy = self._best(most, config)
         if copy.tokens:
-            self.num_idle = 0
+            self.num_idle = int(self.num_idle / (1 + copy.score))
             return proposal_of(copy)
-        self.num_idle += 1
-        return Pause(num_tokens=min(LONGEST_PAUSE, 1 << self.num_idle // 2))
+        self.num_idle = min(MOST_IDLE, self.num_idle + 1)
+        return Pause(num_tokens=1 << self.num_idle // 2)
 
     def _best(self, most: int, config: SuffixConfig) -> Copy:
         """The copy expected to be worth most."""
