@@ -7,6 +7,7 @@ takes its families from the same table.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,17 +38,23 @@ Ids = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A family's random network, and the same behind a LanguageModel."""
+    """A family's random network, the same behind a LanguageModel, and what transformers says."""
 
     family: str
     network: PreTrainedModel
     model: HuggingFaceModel
+    expected: Ids
 
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)
 def member(request: pytest.FixtureRequest) -> Member:
     network = tiny.network(request.param)
-    return Member(family=request.param, network=network, model=tiny.adapted(network))
+    return Member(
+        family=request.param,
+        network=network,
+        model=tiny.adapted(network),
+        expected=by_transformers(network),
+    )
 
 
 def prompts() -> Ids:
@@ -82,15 +89,13 @@ def texts(
 
 
 def test_texts_are_worth_comparing(member):
-    expected = by_transformers(member.network)
-    assert len({tuple(ids) for ids in expected}) == len(expected)
-    assert min(len(set(ids)) for ids in expected) > 4
+    assert len({tuple(ids) for ids in member.expected}) == len(member.expected)
+    assert min(len(set(ids)) for ids in member.expected) > 4
 
 
 def test_plain_text_is_that_of_transformers(member):
-    expected = by_transformers(member.network)
-    assert texts(member.model, GREEDY) == expected
-    assert texts(member.model, GREEDY, prefill_chunk=5) == expected
+    assert texts(member.model, GREEDY) == member.expected
+    assert texts(member.model, GREEDY, prefill_chunk=5) == member.expected
 
 
 @pytest.mark.parametrize("kind", ["stranger", "cousin"])
@@ -110,12 +115,19 @@ def test_ragged_batch_is_one_by_one(member):
         assert texts(member.model, params, max_batch=1) == texts(member.model, params)
 
 
+def test_bf16_is_close_to_fp32(member):
+    exact = leaf_logits(member.network, text(20))
+    rounded = leaf_logits(copy.deepcopy(member.network).bfloat16(), text(20))
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).abs().max() < 0.1 * exact.abs().max()
+
+
 def test_a_folder_loads_with_the_fastest_runner_that_carries_it(member, tmp_path):
     member.network.save_pretrained(tmp_path)
     model = load_model(tmp_path, device="cpu", max_batch=4, max_context=tiny.MAX_CONTEXT)
     assert isinstance(model, HuggingFaceModel) == (member.family not in tiny.LEAN)
     assert model.num_parameters == member.model.num_parameters
-    assert texts(model, GREEDY) == by_transformers(member.network)
+    assert texts(model, GREEDY) == member.expected
     if member.family not in tiny.LEAN:
         for runner in ("native", "graphs"):
             with pytest.raises(RunnerUnavailable, match="only the eager runner supports"):

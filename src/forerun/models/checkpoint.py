@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import InvalidModel
+from forerun.models.architecture import SUPPORTED
 
 __all__ = ["Checkpoint", "read_checkpoint", "read_object"]
 
@@ -49,11 +50,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if (folder / "adapter_config.json").exists():
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
     settings = read_object(folder / "config.json")
-    if "auto_map" in settings:
-        raise InvalidModel(f"{folder} needs code of its own (auto_map); remote code is never run")
     architectures = settings.get("architectures")
     if not architectures:
         raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
+    refuse_own_code(folder, settings, str(architectures[0]))
     files = weight_files(folder)
     elements: Counter[str] = Counter()
     for file in files:
@@ -70,6 +70,20 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         num_parameters=elements.total(),
         stored_dtype=elements.most_common(1)[0][0],
     )
+
+
+def refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -> None:
+    """Models may bring code, which is never run.
+
+    Some still name the code they came with before transformers had their class, Phi-3 for one;
+    for a supported class of the same name transformers' own is used.
+    """
+    if "auto_map" not in settings:
+        return
+    code = settings["auto_map"] if isinstance(settings["auto_map"], dict) else {}
+    own_class = str(code.get("AutoModelForCausalLM")).rpartition(".")[2]
+    if own_class != architecture or architecture not in SUPPORTED:
+        raise InvalidModel(f"{folder} needs code of its own (auto_map); remote code is never run")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -116,8 +116,17 @@ def test_damaged_configuration(folder, content):
         read_checkpoint(folder)
 
 
-def test_remote_code(folder, configure):
-    configure(auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+@pytest.mark.parametrize(
+    ("architecture", "auto_map"),
+    [
+        ("LlamaForCausalLM", {"AutoModelForCausalLM": "modeling.Mine"}),
+        ("Mine", {"AutoModelForCausalLM": "modeling.Mine"}),
+        ("LlamaForCausalLM", {"AutoConfig": "configuration.LlamaConfig"}),
+        ("LlamaForCausalLM", "modeling.LlamaForCausalLM"),
+    ],
+)
+def test_remote_code(folder, configure, architecture, auto_map):
+    configure(architectures=[architecture], auto_map=auto_map)
     with pytest.raises(InvalidModel, match="remote code is never run"):
         read_checkpoint(folder)
 

@@ -92,6 +92,15 @@ def test_what_only_the_eager_runner_carries_is_said_once(folder, configure, capl
         load_model(folder, device="cpu", runner="native")
 
 
+def test_of_a_supported_class_transformers_own_code_is_used(folder, configure):
+    """Phi-3 names the code it came with, which transformers has had for long."""
+    expected = logits_of(load_model(folder, device="cpu", runner="eager"), [1, 2, 3])
+    code = {"AutoConfig": "own.LlamaConfig", "AutoModelForCausalLM": "own.LlamaForCausalLM"}
+    configure(auto_map=code)
+    model = load_model(folder, device="cpu", runner="eager")
+    assert torch.equal(logits_of(model, [1, 2, 3]), expected)
+
+
 def test_quantised(folder, configure):
     configure(quantization_config={"quant_method": "awq"})
     with pytest.raises(InvalidModel, match="awq"):
