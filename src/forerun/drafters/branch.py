@@ -59,9 +59,12 @@ class Branch:
         self.limit = "budget" if self.budget == num_speculative_tokens else "context"
 
     def may_chain(self, num_tokens: int, max_context: int) -> bool:
-        """Whether a greedy chain of `num_tokens`, maybe past its own budget, fits and is right."""
+        """Whether a chain of `num_tokens`, maybe past its own budget, can be had in one call.
+
+        It must fit, and nothing but the temperature may shape its laws.
+        """
         fits = self.num_committed + num_tokens - 1 <= max_context
-        return fits and self.params.greedy and not self.params.has_processors
+        return fits and self.request.history is None and not self.params.has_processors
 
     @property
     def num_committed(self) -> int:

@@ -1,8 +1,8 @@
 """A separate, smaller language model as drafter: greedy at T=0, sampled otherwise.
 
 Cost per step: one pass over what the draft has not seen, then K - 1 passes of one row per sequence;
-each pass reads the draft's weights once and scores batch x vocabulary logits. Where every chain is
-a plain argmax, the model drafts them all in one call.
+each pass reads the draft's weights once and scores batch x vocabulary logits. Where nothing but the
+temperature shapes the laws, the model drafts all chains in one call if it can.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, Outcome
 from forerun.drafters.branch import Branch
-from forerun.drafters.levels import Levels, draft_levels
-from forerun.models.base import LanguageModel, RowBatch, Span
+from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
+from forerun.models.base import LanguageModel, RowBatch, SampledChains, Span
 from forerun.models.context import Context, pack
 from forerun.sampling.choice import Choice
 from forerun.sampling.processors import failed_rows
@@ -38,6 +38,7 @@ class DraftModel:
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.model = model
         self.vocab_size = vocab_size
+        self._samples_chains = isinstance(model, SampledChains)
         self._branches: dict[str, Branch] = {}
 
     @torch.inference_mode()
@@ -72,11 +73,31 @@ class DraftModel:
         depth = branches[0].budget
         batch = self._batch([branch.first_span() for branch in branches], branches)
         if all(branch.may_chain(depth, self.model.max_context) for branch in branches):
-            chains = self.model.greedy_chain(batch, depth, self.vocab_size)
-            for branch in branches:
-                branch.num_fed = depth - 1
-            return [greedy_proposal(b, c) for b, c in zip(branches, chains.unbind(), strict=True)]
+            choices = {branch.choice for branch in branches}
+            if choices == {Choice.DETERMINISTIC}:
+                chains = self.model.greedy_chain(batch, depth, self.vocab_size).unbind()
+                after_chains(branches, depth)
+                return [
+                    greedy_proposal(b, chain) for b, chain in zip(branches, chains, strict=True)
+                ]
+            if self._samples_chains and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
+                levels = self._sampled_chains(branches, batch, depth, Choice.COUPLED in choices)
+                after_chains(branches, depth)
+                return proposals_of(branches, levels)
         return proposals_of(branches, draft_levels(self.model, branches, batch, self.vocab_size))
+
+    def _sampled_chains(
+        self, branches: Sequence[Branch], batch: RowBatch, depth: int, by_race: bool
+    ) -> Levels:
+        """All levels in one call; a greedy branch is right under either kind of noise."""
+        assert isinstance(self.model, SampledChains)
+        temperatures = torch.tensor([b.params.temperature for b in branches], dtype=torch.float32)
+        keys = race_keys(branches, depth) if by_race else draft_keys(branches, depth)
+        device = self.model.device
+        tokens, laws = self.model.sampled_chain(
+            batch, keys.to(device), temperatures.to(device), self.vocab_size, by_race=by_race
+        )
+        return Levels(tokens=tokens, laws=laws)
 
     def _batch(self, spans: Sequence[Span], branches: Sequence[Branch]) -> RowBatch:
         """A pass over pending tokens that wants the last row of every branch."""
@@ -84,8 +105,7 @@ class DraftModel:
             t for b, s in zip(branches, spans, strict=True) for t in b.context.pending(s.num_chain)
         ]
         ends = accumulate(span.num_chain for span in spans)
-        tokens = torch.tensor(ids, dtype=torch.int64)
-        return pack(spans, tokens, [end - 1 for end in ends], self.model.device)
+        return pack(spans, ids, [end - 1 for end in ends], self.model.device)
 
     def _prefill(self, branches: Sequence[Branch]) -> None:
         """Feed long unseen prefixes in chunks until what is left fits one pass."""
@@ -106,6 +126,12 @@ class DraftModel:
         branch = self._branches.pop(request_id, None)
         if branch is not None:
             branch.context.close(branch.context.num_cached if branch.proven else 0)
+
+
+def after_chains(branches: Sequence[Branch], depth: int) -> None:
+    """A chain feeds all its tokens but the last."""
+    for branch in branches:
+        branch.num_fed = depth - 1
 
 
 def greedy_proposal(branch: Branch, chain: Tensor) -> Proposal:
@@ -130,7 +156,7 @@ def proposals_of(branches: Sequence[Branch], levels: Levels) -> list[Proposal]:
     if levels.laws is None:
         chains = levels.tokens.t().unbind()
         return [greedy_proposal(b, chain) for b, chain in zip(branches, chains, strict=True)]
-    failed: list[list[bool]] = failed_rows(levels.laws).t().tolist()
+    failed = [*zip(*failed_rows(levels.laws).tolist(), strict=True)]
     return [
         sampled_proposal(branch, levels, index, failed[index])
         for index, branch in enumerate(branches)

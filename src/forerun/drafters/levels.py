@@ -18,7 +18,7 @@ from forerun.sampling.noise import Purpose, draw, position_key, step_key, unifor
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.walk import target_tokens
 
-__all__ = ["Levels", "draft_levels"]
+__all__ = ["Levels", "draft_keys", "draft_levels", "race_keys"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +68,27 @@ def draft_levels(
     return Levels(tokens=torch.nn.utils.rnn.pad_sequence(drafted, batch_first=True), laws=laws)
 
 
+def draft_keys(branches: Sequence[Branch], num_levels: int) -> Int64[Tensor, "levels branches"]:
+    """Keys of sampled nodes.
+
+    By committed length and node: a rejected position is drawn afresh next step.
+    """
+    keys = [
+        [step_key(b.request.noise_key, b.num_committed, level, Purpose.DRAFT) for b in branches]
+        for level in range(num_levels)
+    ]
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def race_keys(branches: Sequence[Branch], num_levels: int) -> Int64[Tensor, "levels branches"]:
+    """Keys of coupled nodes: of the race the target will run at the same position."""
+    keys = [
+        [position_key(b.request.noise_key, b.num_committed + level) for b in branches]
+        for level in range(num_levels)
+    ]
+    return torch.tensor(keys, dtype=torch.int64)
+
+
 def next_pass(branches: Sequence[Branch], tokens: Tensor, positions: Tensor) -> RowBatch:
     """Feeds the token each branch has just drafted."""
     return RowBatch(
@@ -90,25 +111,10 @@ class Chooser:
     def __init__(self, branches: Sequence[Branch], num_levels: int, device: torch.device) -> None:
         self.choices = [branch.choice for branch in branches]
         self.kinds = set(self.choices)
-        shape = (num_levels, len(branches))
         if Choice.SAMPLED in self.kinds:
-            # Keyed by committed length and node: a rejected position is drawn afresh next step.
-            keys = [
-                step_key(b.request.noise_key, b.num_committed, level, Purpose.DRAFT)
-                for level in range(num_levels)
-                for b in branches
-            ]
-            self.uniforms = uniform(torch.tensor(keys, dtype=torch.int64, device=device)).view(
-                shape
-            )
+            self.uniforms = uniform(draft_keys(branches, num_levels).to(device))
         if Choice.COUPLED in self.kinds:
-            # The race the target will run at the same position, on the draft's law.
-            keys = [
-                position_key(b.request.noise_key, b.num_committed + level)
-                for level in range(num_levels)
-                for b in branches
-            ]
-            self.positions = torch.tensor(keys, dtype=torch.int64, device=device).view(shape)
+            self.positions = race_keys(branches, num_levels).to(device)
 
     def choose(
         self, law: Float[Tensor, "branches vocab"], level: int

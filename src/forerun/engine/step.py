@@ -100,19 +100,14 @@ class Stepper:
     def _batch(self, fed: Seq[Turn]) -> RowBatch:
         """The rows of all turns: pending tokens, then draft nodes; logits where tokens come out."""
         device = self.target.device
-        pending: list[int] = []
         wanted: list[int] = []
         row = 0
         for turn in fed:
-            pending += turn.pending()
             row += turn.num_chain
             if turn.completes:
                 wanted += range(row - 1, row + turn.num_drafted)
                 row += turn.num_drafted
-        tokens = torch.tensor(pending, dtype=torch.int64)
-        if row > len(pending):
-            tokens = interleave(fed, tokens.to(device, non_blocking=True))
-        return pack([turn.span() for turn in fed], tokens, wanted, device)
+        return pack([turn.span() for turn in fed], tokens_of(fed, device), wanted, device)
 
     def _tell_drafter(self, turns: Seq[Turn]) -> None:
         assert self.drafter is not None
@@ -178,15 +173,25 @@ def state_of(sequence: Sequence) -> RequestState:
     )
 
 
-def interleave(turns: Seq[Turn], pending: Tensor) -> Tensor:
-    """Tokens of a pass: the draft nodes of every turn behind its pending tokens."""
+def tokens_of(turns: Seq[Turn], device: torch.device) -> list[int] | Tensor:
+    """Tokens of a pass: the draft nodes of every turn behind its pending tokens.
+
+    Nodes that are on a device are not waited for.
+    """
+    proposals = [turn.proposal for turn in turns]
+    if all(p is None or p.tokens.is_cpu for p in proposals):
+        ids: list[int] = []
+        for turn, proposal in zip(turns, proposals, strict=True):
+            ids += turn.pending()
+            if proposal is not None:
+                ids += proposal.tokens.tolist()
+        return ids
     pieces: list[Tensor] = []
-    for turn, chain in zip(
-        turns, torch.split_with_sizes(pending, [t.num_chain for t in turns]), strict=True
-    ):
-        pieces.append(chain)
-        if turn.proposal is not None:
-            pieces.append(turn.proposal.tokens.to(pending.device))
+    for turn, proposal in zip(turns, proposals, strict=True):
+        pending = torch.tensor(turn.pending(), dtype=torch.int64)
+        pieces.append(pending.to(device, non_blocking=True))
+        if proposal is not None:
+            pieces.append(proposal.tokens.to(device))
     return torch.cat(pieces)
 
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Any
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float, Int64
@@ -20,11 +19,10 @@ from torch import Tensor
 from forerun.engine.results import TokenLogprobs
 from forerun.engine.turn import Rule, Turn
 from forerun.errors import NumericalError
-from forerun.sampling.chain import Rule as ChainRule
-from forerun.sampling.chain import verify_chains
+from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
 from forerun.sampling.choice import Choice, TokenSource
-from forerun.sampling.chunks import row_chunks
 from forerun.sampling.history import RowHistory
+from forerun.sampling.host import on_host
 from forerun.sampling.largest import largest
 from forerun.sampling.logprobs import raw_logprobs
 from forerun.sampling.noise import chain_keys
@@ -114,21 +112,6 @@ def check_visited(turn: Turn, path: tuple[int, ...], failed: Seq[bool]) -> None:
     """Refuse a sequence whose tokens were taken from a row without a law."""
     if failed[0] or any(failed[node + 1] for node in path):
         refuse(turn)
-
-
-def on_host(*columns: Tensor) -> list[list[Any]]:
-    """The numbers of all columns, waiting for a device once. Ids fit fp64."""
-    if columns[0].is_cpu:
-        return [column.tolist() for column in columns]
-    together: list[float] = torch.cat([column.to(torch.float64) for column in columns]).tolist()
-    numbers = iter(together)
-    return [
-        [
-            number if column.is_floating_point() else int(number)
-            for number in islice(numbers, len(column))
-        ]
-        for column in columns
-    ]
 
 
 def verdict_of(
@@ -222,72 +205,32 @@ def probabilities(batch: Batch) -> Float[Tensor, "rows vocab"]:
 
 
 def verify_sampled(batch: Batch, rule: Rule) -> list[Verdict]:
-    """Block or token-level verification of sampled chains.
-
-    A chain ends where the target has no law: the tokens before decide that, so it is no bias.
-    """
+    """Block or token-level verification of sampled chains."""
     assert rule in ("block", "token")
-    turns, probs = batch.turns, probabilities(batch)
-    starts = [0, *accumulate(turn.num_rows for turn in turns)]
-    widest = max(turn.num_rows for turn in turns) * probs.shape[-1]
-    outcomes = []
-    for some in row_chunks(len(turns), widest):  # so that padded copies stay small
-        rows = slice(starts[some.start], starts[some.stop])
-        part = Batch(turns=turns[some], logits=batch.logits[rows], tokens=batch.tokens[rows])
-        outcomes.append(chain_columns(part, probs[rows], rule))
-    columns = outcomes[0] if len(outcomes) == 1 else map(torch.cat, zip(*outcomes, strict=True))
-    accepted, final, expected, lawful, fed = on_host(*columns, batch.tokens)
+    found = verify_chain_batch(
+        probabilities(batch), batch.tokens, [drawn_chain(turn) for turn in batch.turns], rule
+    )
     verdicts = []
     for index, (turn, rows) in enumerate(batch.rows()):
-        if accepted[index] == lawful[index]:
+        num_accepted = found.num_accepted[index]
+        if num_accepted == found.num_lawful[index]:
             refuse(turn)
-        path = tuple(range(accepted[index]))
-        emitted = (*fed[rows][1 : len(path) + 1], final[index])
-        verdicts.append(verdict_of(turn, path, emitted, expected[index]))
+        emitted = (
+            *found.tokens[rows.start + 1 : rows.start + 1 + num_accepted],
+            found.final_tokens[index],
+        )
+        path, expected = tuple(range(num_accepted)), found.expected_accepted[index]
+        verdicts.append(verdict_of(turn, path, emitted, expected))
     return verdicts
 
 
-def chain_columns(batch: Batch, probs: Tensor, rule: ChainRule) -> tuple[Tensor, ...]:
-    """Outcomes of chains, padded to the longest of them.
-
-    Returns:
-        Tokens accepted, final token, expected accepted, rows before the first without a law.
-    """
-    turns, device = batch.turns, probs.device
-    lengths = [turn.num_drafted for turn in turns]
-    rows = [length + 1 for length in lengths]
-    target = side_by_side(torch.split_with_sizes(probs, rows))
-    fed = side_by_side(torch.split_with_sizes(batch.tokens, rows))
-    draft = side_by_side([draft_rows(turn, probs) for turn in turns])
-    num_lawful = (~failed_rows(target)).cumprod(-1).sum(-1)
-    depth = max(lengths)
-    keys = [chain_keys(t.sequence.noise_key, len(t.sequence.ids), depth) for t in turns]
-    outcome = verify_chains(
-        target,
-        draft,
-        fed[:, 1:],
-        torch.tensor(lengths, device=device).minimum(num_lawful),
-        torch.tensor(keys, device=device),
-        rule,
+def drawn_chain(turn: Turn) -> DrawnChain:
+    """The chain of a turn with its noise; a plain step is a chain of none."""
+    sequence, proposal = turn.sequence, turn.proposal
+    return DrawnChain(
+        draft_probs=None if proposal is None else proposal.draft_probs,
+        keys=chain_keys(sequence.noise_key, len(sequence.ids), turn.num_drafted),
     )
-    return outcome.num_accepted, outcome.final_tokens, outcome.expected_accepted, num_lawful
-
-
-def draft_rows(turn: Turn, like: Tensor) -> Tensor:
-    """The rows a chain was drawn from; none for a plain step."""
-    proposal = turn.proposal
-    if proposal is None or proposal.draft_probs is None:
-        return like[:0]
-    return proposal.draft_probs.to(like)
-
-
-def side_by_side(chains: Seq[Tensor]) -> Tensor:
-    """One more dimension in front; chains of unequal length are padded with zeros."""
-    if len(chains) == 1:
-        return chains[0][None]
-    if all(len(chain) == len(chains[0]) for chain in chains):
-        return torch.stack([*chains])
-    return torch.nn.utils.rnn.pad_sequence([*chains], batch_first=True)
 
 
 # ---------------------------------------------------------------------------------------- logprobs

@@ -7,13 +7,22 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from forerun.models.prefixes import Prefix
 from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = ["KVPrefix", "KVStore", "LanguageModel", "LayeredModel", "RowBatch", "Scores", "Span"]
+__all__ = [
+    "KVPrefix",
+    "KVStore",
+    "LanguageModel",
+    "LayeredModel",
+    "RowBatch",
+    "SampledChains",
+    "Scores",
+    "Span",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,4 +197,36 @@ class LayeredModel(LanguageModel, Protocol):
         Weights and store are this model's own, not copies: what a pass of either stages in a slot
         is what the next pass of the other finds there, in the layers they have in common. So rows
         the shorter one has staged must not be committed, for the upper layers lack them.
+        """
+
+
+@runtime_checkable
+class SampledChains(Protocol):
+    """A model that draws a whole chain in one call; for the others it is drafted level by level."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+    ) -> tuple[
+        Int64[Tensor, "num_tokens sequences"], Float32[Tensor, "num_tokens sequences vocab"]
+    ]:
+        """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
+
+        Stages rows as `LanguageModel.greedy_chain` does.
+
+        Args:
+            batch: without trees; its `logit_rows` are the last row of every span, in order.
+            keys: of the noise every token is drawn with.
+            temperatures: 0 is greedy.
+            vocab_size: width of the laws, 0 past the model's own vocabulary; a law is NaN
+                throughout where logits are NaN or infinite, and so are those behind it.
+            by_race: draw as `sampling.race` does instead of by the inverse of the distribution.
+
+        Returns:
+            The tokens, and the laws they were drawn from.
         """

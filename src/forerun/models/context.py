@@ -71,15 +71,23 @@ def positions_of(span: Span) -> list[int]:
 
 
 def pack(
-    spans: Sequence[Span], tokens: Tensor, logit_rows: Sequence[int], device: torch.device
+    spans: Sequence[Span],
+    tokens: Sequence[int] | Tensor,
+    logit_rows: Sequence[int],
+    device: torch.device,
 ) -> RowBatch:
-    """A RowBatch from spans, their tokens (already packed, on any device) and the rows to score."""
+    """A RowBatch from spans, their tokens and the rows to score; one copy to the device.
+
+    Tokens that are a tensor already may be on any device.
+    """
     positions = [position for span in spans for position in positions_of(span)]
-    numbers = torch.tensor([*positions, *logit_rows], dtype=torch.int64)  # one copy to the device
-    numbers = numbers.to(device, non_blocking=True)
+    ids = [] if isinstance(tokens, Tensor) else tokens
+    numbers = torch.tensor([*ids, *positions, *logit_rows], dtype=torch.int64)
+    sizes = [len(ids), len(positions), len(logit_rows)]
+    parts = numbers.to(device, non_blocking=True).split_with_sizes(sizes)
     return RowBatch(
-        tokens=tokens.to(device, non_blocking=True),
-        positions=numbers[: len(positions)],
+        tokens=tokens.to(device, non_blocking=True) if isinstance(tokens, Tensor) else parts[0],
+        positions=parts[1],
         spans=tuple(spans),
-        logit_rows=numbers[len(positions) :],
+        logit_rows=parts[2],
     )

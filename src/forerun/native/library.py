@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_bool,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+)
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -16,12 +25,14 @@ from forerun.native.compiler import compiled_kernels
 __all__ = [
     "ELEMENTS",
     "Kernels",
+    "LawsStruct",
     "MatrixKind",
     "PassStruct",
     "Sizes",
     "StoreStruct",
     "VectorKind",
     "load_kernels",
+    "open_library",
 ]
 
 
@@ -50,6 +61,15 @@ class StoreStruct(Structure):
     """`ForerunStore`."""
 
     _fields_ = (("data", c_void_p), ("num_slots", c_int64), ("width", c_int64))
+
+
+class LawsStruct(Structure):
+    """`ForerunLaws`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_chains", "num_nodes", "vocab_size", "is_block")),
+        *((name, c_void_p) for name in ("target", "draft", "tokens", "num_drafted")),
+    )
 
 
 class VectorKind(IntEnum):
@@ -93,6 +113,20 @@ SIGNATURES = {
         c_bool,
         (c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32, c_int32, c_void_p),
     ),
+    "forerun_decoder_sampled_chain": (
+        c_bool,
+        (
+            *(c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32, c_int32),
+            *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
+        ),
+    ),
+    "forerun_largest": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "forerun_softmax": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "forerun_draw": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "forerun_race": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "forerun_verify_chains": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p)),
+    "forerun_chain_accept": (None, (POINTER(LawsStruct), c_void_p)),
+    "forerun_chain_weights": (None, (POINTER(LawsStruct), c_void_p, c_void_p)),
 }
 
 
@@ -111,10 +145,8 @@ class Kernels:
 
 
 @cache
-def load_kernels(num_threads: int, folder: Path | None = None) -> Kernels:
-    """Kernels with a crew of `num_threads`; compiled first if need be.
-
-    Cached, so that target and draft take turns on one crew instead of fighting with two.
+def open_library(folder: Path | None = None) -> ctypes.CDLL:
+    """The kernels with their signatures declared; compiled first if need be.
 
     Raises:
         RunnerUnavailable: they cannot be compiled, or do not match these declarations.
@@ -123,7 +155,21 @@ def load_kernels(num_threads: int, folder: Path | None = None) -> Kernels:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    expected = ctypes.sizeof(Sizes) + 1000 * ctypes.sizeof(PassStruct)
-    if library.forerun_interface() != expected + 1_000_000 * ctypes.sizeof(StoreStruct):
+    expected = 0
+    for structure in (Sizes, PassStruct, StoreStruct, LawsStruct):
+        expected = 1000 * expected + ctypes.sizeof(structure)
+    if library.forerun_interface() != expected:
         raise RunnerUnavailable("the compiled kernels and their declarations in Python disagree")
-    return Kernels(library, num_threads)
+    return library
+
+
+@cache
+def load_kernels(num_threads: int, folder: Path | None = None) -> Kernels:
+    """Kernels with a crew of `num_threads`.
+
+    Cached, so that target and draft take turns on one crew instead of fighting with two.
+
+    Raises:
+        RunnerUnavailable: see `open_library`.
+    """
+    return Kernels(open_library(folder), num_threads)

@@ -14,7 +14,7 @@ from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.profile import Measured, Profile, ReadLimit
 from forerun.probe.rounds import Rig, estimates, measure
 from forerun.probe.stopwatch import Stopwatch
-from forerun.probe.timed_model import TimedModel
+from forerun.probe.timed_model import timed
 from forerun.provenance import collect
 
 __all__ = ["measure_pair"]
@@ -78,8 +78,8 @@ def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]
         for context, prefix in draft_prefixes.items()
     ]
     steps = EngineRig(
-        target=TimedModel(pair.target, stopwatch),
-        draft=TimedModel(pair.draft, stopwatch),
+        target=timed(pair.target, stopwatch),
+        draft=timed(pair.draft, stopwatch),
         tokenizer=pair.tokenizer,
         config=pair.engine,
         cells=list(step_cells(config)),

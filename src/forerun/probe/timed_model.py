@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from forerun.models.base import KVStore, LanguageModel, RowBatch, Scores
+from forerun.models.base import KVStore, LanguageModel, RowBatch, SampledChains, Scores
 from forerun.probe.stopwatch import Stopwatch
 
-__all__ = ["TimedModel"]
+__all__ = ["TimedModel", "timed"]
 
 
 class TimedModel:
@@ -69,3 +69,31 @@ class TimedModel:
         tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
         self.inside_s += self.stopwatch.now_s() - start_s
         return tokens
+
+
+class TimedSampledModel(TimedModel):
+    """A TimedModel over one that draws whole chains."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+    ) -> tuple[
+        Int64[Tensor, "num_tokens sequences"], Float32[Tensor, "num_tokens sequences vocab"]
+    ]:
+        """A sampled chain of the model, timed."""
+        assert isinstance(self.model, SampledChains)
+        start_s = self.stopwatch.now_s()
+        drawn = self.model.sampled_chain(batch, keys, temperatures, vocab_size, by_race=by_race)
+        self.inside_s += self.stopwatch.now_s() - start_s
+        return drawn
+
+
+def timed(model: LanguageModel, stopwatch: Stopwatch) -> TimedModel:
+    """The model with a clock around all that it can do."""
+    kind = TimedSampledModel if isinstance(model, SampledChains) else TimedModel
+    return kind(model, stopwatch)

@@ -88,8 +88,8 @@ def verify_chains(
         keys: `noise.chain_keys` of every chain: one key per node, then RECOVERED and BONUS.
         rule: "token" (Leviathan et al. 2023, Chen et al. 2023) or "block" (Sun et al. 2025).
     """
-    uniforms = uniform(keys)
     chains = (target_probs, draft_probs, tokens, num_drafted)
+    uniforms = uniform(keys)
     ratios = prefix_ratios(*chains) if rule == "block" else None
     accept = accept_probs(*chains, rule, ratios)
     accepted = num_accepted(accept, uniforms[:, :-2], rule)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from forerun.sampling.kernels import kernels_for
+
 __all__ = ["largest"]
 
 BLOCK = 256
@@ -21,6 +23,8 @@ def largest(
     A maximum without its place is many times cheaper on the CPU than one with it. So the row is
     halved, as it were: the first block that holds the maximum, then the first place in that block.
     """
+    if kernels := kernels_for(scores):
+        return kernels.largest(scores)
     num_rows, vocab_size = scores.shape
     width = math.gcd(vocab_size, BLOCK)
     blocks = scores.reshape(-1, width)

@@ -19,6 +19,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from forerun.sampling.chunks import row_chunks
+from forerun.sampling.kernels import kernels_for
 from forerun.theory.splitmix import FACTORS, INCREMENT, SHIFTS, finalise
 
 __all__ = [
@@ -118,6 +119,8 @@ def draw(
         weights: non-negative, at least one positive per row; they need not sum to 1.
         uniforms: in [0, 1).
     """
+    if kernels := kernels_for(weights):
+        return kernels.draw(weights, uniforms)
     sums = weights.cumsum(-1, dtype=torch.float64)
     if scans_in_order(weights.device):
         found = torch.searchsorted(sums, (sums[:, -1] * uniforms)[:, None], right=True)

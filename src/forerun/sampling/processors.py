@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ from forerun.sampling.largest import largest
 __all__ = ["RowParams", "failed_rows", "pack_params", "target_probs"]
 
 Logits = Float[Tensor, "rows vocab"]
-
-CPU = ("cpu", torch.device("cpu"))
 
 FIRST_LOOK = 64
 """Most likely tokens that top_p looks at before it looks at more; the nucleus is seldom larger."""
@@ -87,7 +86,21 @@ def pack_params(
         rows: request of every logits row; None: one row per request.
     """
     index = range(len(params)) if rows is None else rows
+    if any(p.has_processors for p in params):
+        return _pack(params, torch.device(device), index)
+    return _only_temperatures(tuple(params[i].temperature for i in index), torch.device(device))
 
+
+@lru_cache(maxsize=1024)
+def _only_temperatures(temperatures: tuple[float, ...], device: torch.device) -> RowParams:
+    """The columns of most steps, which are those of the step before."""
+    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    return _pack(params, device, range(len(params)))
+
+
+def _pack(
+    params: Sequence[SamplingParams], device: torch.device, index: Sequence[int]
+) -> RowParams:
     def column(
         values: list[float], off: float, dtype: torch.dtype = torch.float32
     ) -> Tensor | None:
@@ -96,9 +109,11 @@ def pack_params(
         packed = torch.tensor([[values[i]] for i in index], dtype=dtype)
         return packed.to(device, non_blocking=True)
 
-    shaping = [*params] if any(p.has_processors for p in params) else []
+    shaping = [p for p in params if p.has_processors] and [*params]
     temperatures = None
-    if device in CPU and all(p.min_p == 0 and p.top_k <= 0 and p.top_p == 1 for p in shaping):
+    if device.type == "cpu" and all(
+        p.min_p == 0 and p.top_k <= 0 and p.top_p == 1 for p in shaping
+    ):
         temperatures = torch.tensor([params[i].temperature for i in index], dtype=torch.float32)
     top_k = [max(p.top_k, 0) for p in shaping]
     return RowParams(
@@ -203,8 +218,8 @@ def _mask_and_bias(scores: Logits, histories: Sequence[RowHistory | None]) -> No
             places = torch.tensor(held, device=scores.device)[:, None]
             scores[places, torch.tensor(base.stop_ids, device=scores.device)] = -torch.inf
         for row, history in enumerate(rows, first):
-            if history.mask is not None:
-                scores[row].masked_fill_(~history.mask.allowed().to(scores.device), -torch.inf)
+            if history.allowed is not None:
+                scores[row].masked_fill_(~history.allowed.to(scores.device), -torch.inf)
 
 
 def _penalise(

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.sampling.chunks import row_chunks
+from forerun.sampling.kernels import kernels_for
 from forerun.sampling.noise import exponential
 
 __all__ = ["coupled_match_probs", "race"]
@@ -36,6 +37,8 @@ def race(
         probs: laws; of a NaN row any token comes.
         keys: of the draws, `noise.position_key`.
     """
+    if kernels := kernels_for(probs):
+        return kernels.race(probs, keys)
     num_rows, vocab_size = probs.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=probs.device)
     for rows in row_chunks(num_rows, vocab_size):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
@@ -134,6 +134,44 @@ class NativeModel:
             ),
         )
         return drafted
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+    ) -> tuple[
+        Int64[Tensor, "num_tokens sequences"], Float32[Tensor, "num_tokens sequences vocab"]
+    ]:
+        """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
+
+        All passes happen in one call; see `SampledChains`.
+        """
+        num_tokens, num_sequences = keys.shape
+        for span in batch.spans:
+            self._store.claim(span.slot, span.start, span.num_rows + num_tokens - 1)
+        laws = torch.empty(num_tokens, num_sequences, vocab_size)
+        drafted = torch.empty((num_sequences, num_tokens), dtype=torch.int64)
+        keys = keys.contiguous()
+        self._call(
+            batch,
+            lambda rows: self.weights.kernels.library.forerun_decoder_sampled_chain(
+                self.weights.handle,
+                rows,
+                byref(self._store_struct),
+                num_tokens,
+                vocab_size,
+                temperatures.data_ptr(),
+                keys.data_ptr(),
+                by_race,
+                laws.data_ptr(),
+                drafted.data_ptr(),
+            ),
+        )
+        return drafted.t(), laws
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """The model without the layers above; weights and store are shared."""

@@ -63,4 +63,62 @@ bool forerun_decoder_forward(void* decoder, const ForerunPass* pass, const Forer
 bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                   int32_t num_tokens, int32_t vocab_size, int64_t* drafted);
 
+// The same with every token drawn from the softmax of its row at the temperature of its span (0 is
+// greedy), with the noise of keys [num_tokens][num_spans]: as forerun_race where by_race, else as
+// forerun_draw. The laws go to laws [num_tokens][num_spans][vocab_size], 0 past the model's own
+// vocabulary.
+bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
+                                   int32_t num_tokens, int32_t vocab_size,
+                                   const float* temperatures, const int64_t* keys, int32_t by_race,
+                                   float* laws, int64_t* drafted);
+
+// ---------------------------------------------------------------------------------------- sampling
+// Rows are contiguous, [num_rows][vocab_size]; see forerun/sampling for what each is.
+
+// The largest score of every row and its token, the lowest id on ties; NaN where there is one.
+void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
+                     int64_t* tokens);
+
+// The law of every row at its temperature; 0 is greedy.
+void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
+                     const float* temperatures, float* probs);
+
+// Inverse-CDF draws from unnormalised weights; uniforms in [0, 1).
+void forerun_draw(const float* weights, int64_t num_rows, int64_t vocab_size,
+                  const double* uniforms, int64_t* tokens);
+
+// Draws by the clocks of a key.
+void forerun_race(const float* probs, int64_t num_rows, int64_t vocab_size, const int64_t* keys,
+                  int64_t* tokens);
+
+// A sampled chain: num_drafted + 1 rows of the target, num_drafted of the draft, as many tokens, and
+// one key per node, then RECOVERED and BONUS. Rows of the draft are draft_stride apart.
+struct ForerunChain {
+    const float *target, *draft;
+    const int64_t *tokens, *keys;
+    int64_t num_drafted, draft_stride;
+};
+
+// num_lawful: rows of the target before the first without a law; where all of them are accepted
+// there is no final token.
+struct ForerunVerdict {
+    int64_t num_accepted, final_token, num_lawful;
+    double expected_accepted;
+};
+
+void forerun_verify_chains(const ForerunChain* chains, int64_t num_chains, int64_t vocab_size,
+                           int32_t is_block, ForerunVerdict* verdicts);
+
+// The law stage of the same in fp64, for the enumeration: chains padded to num_nodes, target
+// [num_chains][num_nodes + 1][vocab_size], draft one row less. Gives acceptance probabilities
+// [num_chains][num_nodes], and weights of the final token [num_chains][vocab_size].
+struct ForerunLaws {
+    int64_t num_chains, num_nodes, vocab_size, is_block;
+    const double *target, *draft;
+    const int64_t *tokens, *num_drafted;
+};
+
+void forerun_chain_accept(const ForerunLaws* laws, double* accept_probs);
+void forerun_chain_weights(const ForerunLaws* laws, const int64_t* num_accepted, double* weights);
+
 }

@@ -4,9 +4,24 @@
 #include <new>
 
 #include "pass.h"
+#include "sampling.h"
 
 namespace forerun {
 namespace {
+
+// How drafted tokens are drawn, and where their laws go; see interface.h.
+struct Sampling {
+    int64_t vocab_size;
+    const float* temperatures;
+    const int64_t* keys;
+    bool by_race;
+    float* laws;
+
+    int64_t token(size_t at) const {
+        const float* law = laws + at * vocab_size;
+        return by_race ? race(law, vocab_size, keys[at]) : draw(law, vocab_size, uniform(keys[at]));
+    }
+};
 
 class AnyDecoder {
   public:
@@ -17,6 +32,8 @@ class AnyDecoder {
     virtual void forward(const ForerunPass& rows, const ForerunStore& store, float* logits) = 0;
     virtual void greedy_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
                               int vocab_size, int64_t* drafted) = 0;
+    virtual void sampled_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
+                               const Sampling& sampling, int64_t* drafted) = 0;
 };
 
 // The best token of a row; of equals the lowest.
@@ -56,8 +73,35 @@ class Decoder final : public AnyDecoder {
 
     void greedy_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
                       int vocab_size, int64_t* drafted) override {
-        best_tokens(rows, store, vocab_size, num_tokens, drafted);
-        // From here on one row per span, behind the rows of the first pass.
+        follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
+            best_tokens(pass, store, vocab_size, num_tokens, drafted + n);
+        });
+    }
+
+    void sampled_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
+                       const Sampling& sampling, int64_t* drafted) override {
+        const int num_spans = rows.num_spans;
+        const int64_t own = weights_.sizes.vocab_size, wanted = sampling.vocab_size;
+        const int64_t most = std::min(own, wanted);
+        std::vector<float> logits(size_t(num_spans) * own);
+        follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
+            forward(pass, store, logits.data());
+            for (int i = 0; i < num_spans; ++i) {
+                const size_t at = size_t(n) * num_spans + i;
+                float* law = sampling.laws + at * wanted;
+                softmax(logits.data() + i * own, most, sampling.temperatures[i], law);
+                std::fill(law + most, law + wanted, std::isnan(law[0]) ? kNaN : 0.f);
+                drafted[size_t(i) * num_tokens + n] = std::min(sampling.token(at), most - 1);
+            }
+        });
+    }
+
+  private:
+    // `draft(pass, n)` puts token n of every span at drafted[span][n]: of the rows given, then of
+    // passes of one row per span behind them, each fed the token before.
+    template <class Draft>
+    void follow(const ForerunPass& rows, int num_tokens, const int64_t* drafted, Draft&& draft) {
+        draft(rows, 0);
         std::vector<ForerunSpan> spans(rows.spans, rows.spans + rows.num_spans);
         std::vector<int64_t> tokens(rows.num_spans), wanted(rows.num_spans);
         for (int i = 0; i < rows.num_spans; ++i) {
@@ -69,12 +113,11 @@ class Decoder final : public AnyDecoder {
                                spans.data(),    nullptr,        tokens.data(),  wanted.data()};
         for (int n = 1; n < num_tokens; ++n) {
             for (int i = 0; i < rows.num_spans; ++i) tokens[i] = drafted[i * num_tokens + n - 1];
-            best_tokens(next, store, vocab_size, num_tokens, drafted + n);
+            draft(next, n);
             for (ForerunSpan& span : spans) ++span.start;
         }
     }
 
-  private:
     template <class Sink>
     void run(const ForerunPass& rows, const ForerunStore& store, Sink&& sink) {
         Pass<T> pass(weights_, scratch_, rows, store, crew_.num_threads());
@@ -132,7 +175,11 @@ bool within_memory(Work&& work) {
 using namespace forerun;
 
 size_t forerun_interface() {
-    return sizeof(ForerunSizes) + 1000 * sizeof(ForerunPass) + 1000000 * sizeof(ForerunStore);
+    size_t result = 0;
+    for (size_t size : {sizeof(ForerunSizes), sizeof(ForerunPass), sizeof(ForerunStore),
+                        sizeof(ForerunLaws)})
+        result = 1000 * result + size;
+    return result;
 }
 
 void* forerun_crew_new(int32_t num_threads) { return new Crew(num_threads); }
@@ -172,4 +219,65 @@ bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const 
     return within_memory([&] {
         as_decoder(decoder)->greedy_chain(*pass, *store, num_tokens, vocab_size, drafted);
     });
+}
+
+bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
+                                   int32_t num_tokens, int32_t vocab_size,
+                                   const float* temperatures, const int64_t* keys, int32_t by_race,
+                                   float* laws, int64_t* drafted) {
+    const Sampling sampling{vocab_size, temperatures, keys, by_race != 0, laws};
+    return within_memory([&] {
+        as_decoder(decoder)->sampled_chain(*pass, *store, num_tokens, sampling, drafted);
+    });
+}
+
+void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
+                     int64_t* tokens) {
+    for (int64_t row = 0; row < num_rows; ++row, scores += vocab_size) {
+        best[row] = largest_of(scores, vocab_size);
+        tokens[row] = place_of(best[row], scores, vocab_size);
+    }
+}
+
+void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
+                     const float* temperatures, float* probs) {
+    for (int64_t row = 0; row < num_rows; ++row, scores += vocab_size, probs += vocab_size)
+        softmax(scores, vocab_size, temperatures[row], probs);
+}
+
+void forerun_draw(const float* weights, int64_t num_rows, int64_t vocab_size,
+                  const double* uniforms, int64_t* tokens) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        tokens[row] = draw(weights + row * vocab_size, vocab_size, uniforms[row]);
+}
+
+void forerun_race(const float* probs, int64_t num_rows, int64_t vocab_size, const int64_t* keys,
+                  int64_t* tokens) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        tokens[row] = race(probs + row * vocab_size, vocab_size, keys[row]);
+}
+
+void forerun_verify_chains(const ForerunChain* chains, int64_t num_chains, int64_t vocab_size,
+                           int32_t is_block, ForerunVerdict* verdicts) {
+    for (int64_t i = 0; i < num_chains; ++i)
+        verdicts[i] = verify_chain(chains[i], vocab_size, is_block != 0);
+}
+
+void forerun_chain_accept(const ForerunLaws* laws, double* accept_probs) {
+    std::vector<double> prefix(laws->num_nodes + 1);
+    std::fill(accept_probs, accept_probs + laws->num_chains * laws->num_nodes, 0.);
+    for (int64_t index = 0; index < laws->num_chains; ++index) {
+        const Chain<double> chain = chain_of(*laws, index);
+        chain.prefix_ratios(prefix.data());
+        chain.accept(prefix.data(), accept_probs + index * laws->num_nodes);
+    }
+}
+
+void forerun_chain_weights(const ForerunLaws* laws, const int64_t* num_accepted, double* weights) {
+    std::vector<double> prefix(laws->num_nodes + 1);
+    for (int64_t index = 0; index < laws->num_chains; ++index) {
+        const Chain<double> chain = chain_of(*laws, index);
+        chain.prefix_ratios(prefix.data());
+        chain.weights(num_accepted[index], prefix.data(), weights + index * laws->vocab_size);
+    }
 }

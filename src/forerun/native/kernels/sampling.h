@@ -1,0 +1,348 @@
+// Sampling over rows of a vocabulary: the same definitions as forerun/sampling, in a few passes over
+// each row instead of one per operation. A row's result depends on that row alone.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "interface.h"
+#include "vectors.h"
+
+namespace forerun {
+
+// Sums go over blocks in fp32 (or whatever the numbers are), over the blocks in fp64.
+constexpr int64_t kBlock = 16 * kLanes;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+typedef double Doubles __attribute__((vector_size(128), aligned(8), may_alias));
+
+// The next values of a row, `rest` past its end.
+inline Floats load_some(const float* from, int64_t count, float rest) {
+    if (count >= kLanes) return load(from);
+    Floats values = splat(rest);
+    if (count > 0) std::memcpy(&values, from, count * sizeof(float));
+    return values;
+}
+
+inline void store_some(float* to, int64_t count, Floats values) {
+    std::memcpy(to, &values, std::min<int64_t>(count, kLanes) * sizeof(float));
+}
+
+inline bool any(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#endif
+    int32_t found = 0;
+    for (int i = 0; i < kLanes; ++i) found |= mask[i];
+    return found;
+}
+
+// The largest of a row; NaN where there is one.
+inline float largest_of(const float* row, int64_t size) {
+    Floats best = splat(-INFINITY);
+    Ints is_nan = {};
+    const auto look = [&](Floats values) {
+        best = larger(values, best);
+        is_nan |= (Ints)(values != values);
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) look(load(row + i));
+    if (i < size) look(load_some(row + i, size - i, -INFINITY));
+    return any(is_nan) ? kNaN : largest(best);
+}
+
+// Where the largest of a row first occurs, or a NaN if that is what `largest_of` found.
+inline int64_t place_of(float best, const float* row, int64_t size) {
+    const auto is_it = [&](float value) { return best == best ? value == best : value != value; };
+    int64_t i = 0;
+    while (i + kLanes <= size) {
+        const Floats values = load(row + i);
+        if (any(best == best ? (Ints)(values == splat(best)) : (Ints)(values != values))) break;
+        i += kLanes;
+    }
+    while (!is_it(row[i])) ++i;
+    return i;
+}
+
+// The law of a row at a temperature, at 0 all mass on the largest; NaN throughout where there is
+// none. One pass for the peak, one for the exponentials, one to divide.
+inline void softmax(const float* scores, int64_t size, float temperature, float* probs) {
+    const float best = largest_of(scores, size);
+    const float peak = temperature > 0 ? best * (1 / temperature) : best;
+    if (!std::isfinite(peak)) {
+        std::fill(probs, probs + size, kNaN);
+        return;
+    }
+    if (!(temperature > 0)) {
+        const int64_t token = place_of(best, scores, size);
+        std::fill(probs, probs + size, 0.f);
+        probs[token] = 1.f;
+        return;
+    }
+    const Floats scale = splat(1 / temperature), shift = splat(peak);
+    Doubles total = {};
+    for (int64_t start = 0; start < size; start += kBlock) {
+        const int64_t end = std::min(start + kBlock, size);
+        Floats sum = {};
+        int64_t i = start;
+        for (; i + kLanes <= end; i += kLanes) {
+            const Floats weights = exponential(load(scores + i) * scale - shift);
+            store(probs + i, weights);
+            sum += weights;
+        }
+        if (i < end) {
+            const Floats last = load_some(scores + i, end - i, -INFINITY);
+            const Floats weights = exponential(last * scale - shift);
+            store_some(probs + i, end - i, weights);
+            sum += weights;
+        }
+        total += __builtin_convertvector(sum, Doubles);
+    }
+    double mass = 0;
+    for (int i = 0; i < kLanes; ++i) mass += total[i];
+    const float share = float(1 / mass);
+    for (int64_t i = 0; i < size; ++i) probs[i] *= share;
+}
+
+inline double sum_of(const float* weights, int64_t size) {
+    Doubles sum = {};
+    for (int64_t i = 0; i < size; i += kLanes)
+        sum += __builtin_convertvector(load_some(weights + i, size - i, 0.f), Doubles);
+    double total = 0;
+    for (int i = 0; i < kLanes; ++i) total += sum[i];
+    return total;
+}
+
+// The token x with u * total in [W(x - 1), W(x)), W the running sum: found by block, then inside it.
+inline int64_t draw(const float* weights, int64_t size, double uniform) {
+    double total = 0;
+    for (int64_t start = 0; start < size; start += kBlock)
+        total += sum_of(weights + start, std::min(kBlock, size - start));
+    const double wanted = total * uniform;
+    double sum = 0;
+    for (int64_t start = 0; start < size; start += kBlock) {
+        const int64_t end = std::min(start + kBlock, size);
+        const double next = sum + sum_of(weights + start, end - start);
+        if (next > wanted) {
+            int64_t last = end - 1;
+            for (int64_t i = start; i < end; ++i) {
+                if (!(weights[i] > 0)) continue;
+                last = i;  // taken where adding one by one ends a rounding short of the block's sum
+                sum += weights[i];
+                if (sum > wanted) return i;
+            }
+            return last;
+        }
+        sum = next;
+    }
+    return size - 1;  // of a row without a law: any
+}
+
+// ------------------------------------------------------------------------------------------- noise
+
+// SplitMix64, see theory/splitmix.py.
+constexpr uint64_t kIncrement = 0x9E3779B97F4A7C15u;
+
+inline uint64_t finalise(uint64_t bits) {
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+    return bits ^ (bits >> 31);
+}
+
+inline double uniform(int64_t key) { return double(uint64_t(key) >> 11) * 0x1p-53; }
+
+// The uniform behind clock `index` of a key: on the open interval, all its bits significant.
+inline double open_uniform(int64_t key, int64_t index) {
+    const uint64_t bits = finalise(uint64_t(key) + uint64_t(index + 1) * kIncrement);
+    return (double(bits >> 12) + 0.5) * 0x1p-52;
+}
+
+// Who rings first among clocks -log(1 - u) / p. As -log(1 - u) >= u, a logarithm is only taken where
+// u / p is small enough to win: a few times per race.
+struct Race {
+    int64_t key;
+    int64_t winner = 0;
+    float earliest = INFINITY;
+
+    void enter(const float* probs, int64_t count, int64_t first, int64_t offset) {
+        float uniforms[kLanes];
+        for (int64_t i = 0; i < count; ++i) uniforms[i] = float(open_uniform(key, offset + first + i));
+        for (int64_t i = 0; i < count; ++i) {
+            if (!(uniforms[i] / probs[i] < earliest)) continue;
+            const float clock = float(-std::log1p(-open_uniform(key, offset + first + i)));
+            if (clock / probs[i] < earliest) earliest = clock / probs[i], winner = first + i;
+        }
+    }
+};
+
+constexpr int kMembers = 8;
+
+// Groups of tokens race, then the members of the winning group; see sampling/race.py.
+inline int64_t race(const float* probs, int64_t size, int64_t key) {
+    const int64_t num_groups = (size + kMembers - 1) / kMembers;
+    Race groups{key};
+    for (int64_t group = 0; group < num_groups; group += kLanes) {
+        Floats of[kMembers];
+        for (int member = 0; member < kMembers; ++member) {
+            const int64_t token = member * num_groups + group;
+            of[member] = load_some(probs + token, size - token, 0.f);
+        }
+        for (int half = kMembers / 2; half > 0; half /= 2)
+            for (int i = 0; i < half; ++i) of[i] += of[i + half];
+        float sums[kLanes];
+        store(sums, of[0]);
+        groups.enter(sums, std::min<int64_t>(kLanes, num_groups - group), group, 0);
+    }
+    float members[kMembers];
+    for (int member = 0; member < kMembers; ++member) {
+        const int64_t token = member * num_groups + groups.winner;
+        members[member] = token < size ? probs[token] : 0.f;
+    }
+    Race within{key};
+    within.enter(members, kMembers, 0, num_groups);
+    return std::min(within.winner * num_groups + groups.winner, size - 1);
+}
+
+// ------------------------------------------------------------------------------- chains: law stage
+
+// One chain; see sampling/chain.py for the rules. Everything about single nodes is in fp64.
+template <class T>
+struct Chain {
+    const T *target, *draft;
+    const int64_t* tokens;
+    int64_t num_drafted, vocab_size, draft_stride;
+    bool is_block;
+
+    const T* target_row(int64_t node) const { return target + node * vocab_size; }
+    const T* draft_row(int64_t node) const { return draft + node * draft_stride; }
+
+    // target / draft at a drawn token.
+    double ratio(int64_t node) const {
+        const double drawn = draft_row(node)[tokens[node]];
+        return target_row(node)[tokens[node]] / std::max(drawn, 1e-300);
+    }
+
+    // p_i of block verification after every drafted node; p_0 = 1.
+    void prefix_ratios(double* prefix) const {
+        prefix[0] = 1;
+        for (int64_t i = 0; i < num_drafted; ++i) prefix[i + 1] = std::min(1., prefix[i] * ratio(i));
+    }
+
+    // What the laws after `node` accepted nodes leave: [scale * target - draft]+.
+    T residual(int64_t node, T scale, int64_t token) const {
+        const T left = scale * target_row(node)[token] - draft_row(node)[token];
+        return left > 0 ? left : 0;
+    }
+
+    double residual_mass(int64_t node, T scale) const {
+        double mass = 0;
+        for (int64_t start = 0; start < vocab_size; start += kBlock) {
+            const int64_t end = std::min(start + kBlock, vocab_size);
+            T sums[kLanes] = {};
+            int64_t token = start;
+            for (; token + kLanes <= end; token += kLanes)
+                for (int i = 0; i < kLanes; ++i) sums[i] += residual(node, scale, token + i);
+            for (; token < end; ++token) sums[0] += residual(node, scale, token);
+            for (int i = 0; i < kLanes; ++i) mass += sums[i];
+        }
+        return mass;
+    }
+
+    // Acceptance probability of every node.
+    void accept(const double* prefix, double* probs) const {
+        for (int64_t i = 0; i < num_drafted; ++i)
+            probs[i] = is_block ? block_accept(i, prefix) : std::min(1., ratio(i));
+    }
+
+    double block_accept(int64_t node, const double* prefix) const {
+        const double through = prefix[node + 1];
+        if (node == num_drafted - 1) return through;
+        const double mass = residual_mass(node + 1, T(through));
+        const double either = mass + (1 - through);
+        return either > 0 ? mass / either : 1;  // nothing is left on either side
+    }
+
+    // Weights of the token after `accepted` ones: the residual, the target's row where nothing
+    // remains of it or nothing was rejected.
+    void weights(int64_t accepted, const double* prefix, T* to) const {
+        const T* row = target_row(accepted);
+        if (accepted < num_drafted) {
+            const T scale = is_block ? T(prefix[accepted]) : T(1);
+            bool is_something = false;
+            for (int64_t token = 0; token < vocab_size; ++token) {
+                to[token] = residual(accepted, scale, token);
+                is_something |= to[token] > 0;
+            }
+            if (is_something) return;
+        }
+        std::copy(row, row + vocab_size, to);
+    }
+
+    double expected_accepted(const double* probs) const {
+        double expected = 0;
+        if (is_block) {  // through node i unless no test from i on passes
+            double none = 1;
+            for (int64_t i = num_drafted - 1; i >= 0; --i) none *= 1 - probs[i], expected += 1 - none;
+        } else {
+            double all = 1;
+            for (int64_t i = 0; i < num_drafted; ++i) all *= probs[i], expected += all;
+        }
+        return expected;
+    }
+};
+
+inline Chain<double> chain_of(const ForerunLaws& laws, int64_t index) {
+    const int64_t vocab_size = laws.vocab_size, num_nodes = laws.num_nodes;
+    return {laws.target + index * (num_nodes + 1) * vocab_size,
+            laws.draft + index * num_nodes * vocab_size,
+            laws.tokens + index * num_nodes,
+            laws.num_drafted[index],
+            vocab_size,
+            vocab_size,
+            laws.is_block != 0};
+}
+
+// ------------------------------------------------------------------------------ chains: draw stage
+
+// A chain ends before the first row without a law: such a row is NaN throughout.
+inline int64_t num_lawful(const ForerunChain& chain, int64_t vocab_size) {
+    int64_t row = 0;
+    while (row <= chain.num_drafted && !std::isnan(chain.target[row * vocab_size])) ++row;
+    return row;
+}
+
+inline int64_t num_accepted(const Chain<float>& chain, const double* probs, const int64_t* keys) {
+    int64_t accepted = 0;
+    for (int64_t i = 0; i < chain.num_drafted; ++i) {
+        if (uniform(keys[i]) < probs[i]) accepted = i + 1;
+        else if (!chain.is_block) break;
+    }
+    return accepted;
+}
+
+inline ForerunVerdict verify_chain(const ForerunChain& given, int64_t vocab_size, bool is_block) {
+    const int64_t lawful = num_lawful(given, vocab_size);
+    const Chain<float> chain{given.target,
+                             given.draft,
+                             given.tokens,
+                             std::min(given.num_drafted, lawful),
+                             vocab_size,
+                             given.draft_stride,
+                             is_block};
+    std::vector<double> prefix(chain.num_drafted + 1), probs(chain.num_drafted);
+    std::vector<float> weights(vocab_size);
+    chain.prefix_ratios(prefix.data());
+    chain.accept(prefix.data(), probs.data());
+    const int64_t accepted = num_accepted(chain, probs.data(), given.keys);
+    if (accepted == lawful) return {accepted, 0, lawful, 0};
+    chain.weights(accepted, prefix.data(), weights.data());
+    const int64_t key = given.keys[given.num_drafted + (accepted < chain.num_drafted ? 0 : 1)];
+    return {accepted, draw(weights.data(), vocab_size, uniform(key)), lawful,
+            chain.expected_accepted(probs.data())};
+}
+
+}  // namespace forerun

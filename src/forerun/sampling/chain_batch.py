@@ -1,0 +1,159 @@
+"""The sampled chains of one pass, of any lengths, verified together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.sampling.chain import Rule, verify_chains
+from forerun.sampling.chunks import row_chunks
+from forerun.sampling.host import on_host
+from forerun.sampling.kernels import SamplingKernels, kernels_for
+from forerun.sampling.processors import failed_rows
+
+__all__ = ["ChainVerdicts", "DrawnChain", "verify_chain_batch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DrawnChain:
+    """What a chain was drawn from.
+
+    Attributes:
+        draft_probs: law of every node; None for a chain of none.
+        keys: `noise.chain_keys`: one per node, then RECOVERED and BONUS.
+    """
+
+    draft_probs: Float[Tensor, "nodes vocab"] | None
+    keys: Sequence[int]
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes."""
+        return len(self.keys) - 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainVerdicts:
+    """Verdicts on the chains of a pass, one entry each.
+
+    A chain ends where the target has no law: the tokens before decide that, so it is no bias. Where
+    all of `num_lawful` rows are accepted there is no final token.
+
+    Attributes:
+        num_accepted: leading draft tokens to emit.
+        final_tokens: the token after them.
+        num_lawful: rows before the first without a law, of one more than were drafted.
+        expected_accepted: E[num_accepted | draft tokens].
+        tokens: fed at every row of the pass.
+    """
+
+    num_accepted: Sequence[int]
+    final_tokens: Sequence[int]
+    num_lawful: Sequence[int]
+    expected_accepted: Sequence[float]
+    tokens: Sequence[int]
+
+
+def verify_chain_batch(
+    target_probs: Float[Tensor, "rows vocab"],
+    tokens: Int64[Tensor, " rows"],
+    chains: Sequence[DrawnChain],
+    rule: Rule,
+) -> ChainVerdicts:
+    """`chain.verify_chains` for chains of different lengths.
+
+    Args:
+        target_probs: of every chain one row more than it has nodes, in order.
+        tokens: fed at these rows; the first of every chain is not a draft token.
+        chains: one or more.
+        rule: "token" or "block".
+    """
+    laws = [chain.draft_probs for chain in chains if chain.draft_probs is not None]
+    kernels = kernels_for(target_probs)
+    if kernels and all(law.is_cpu and law.dtype is torch.float32 for law in laws):
+        return _by_kernels(kernels, target_probs, tokens, chains, rule)
+    sizes = [chain.num_drafted + 1 for chain in chains]
+    starts = [0, *accumulate(sizes)]
+    columns = []
+    for some in row_chunks(len(chains), max(sizes) * target_probs.shape[-1]):
+        rows = slice(starts[some.start], starts[some.stop])  # so that padded copies stay small
+        columns.append(_padded(target_probs[rows], tokens[rows], chains[some], rule))
+    together = columns[0] if len(columns) == 1 else map(torch.cat, zip(*columns, strict=True))
+    accepted, final, lawful, expected, fed = on_host(*together, tokens)
+    return ChainVerdicts(
+        num_accepted=accepted,
+        final_tokens=final,
+        num_lawful=lawful,
+        expected_accepted=expected,
+        tokens=fed,
+    )
+
+
+def _by_kernels(
+    kernels: SamplingKernels,
+    target_probs: Tensor,
+    tokens: Tensor,
+    chains: Sequence[DrawnChain],
+    rule: Rule,
+) -> ChainVerdicts:
+    laws = [chain.draft_probs for chain in chains]
+    found = kernels.verify_chains(
+        target_probs,
+        tokens.contiguous(),
+        [law if law is None or law.stride(1) == 1 else law.contiguous() for law in laws],
+        [chain.keys for chain in chains],
+        is_block=rule == "block",
+    )
+    accepted, final, lawful, expected = zip(*found, strict=True)
+    return ChainVerdicts(
+        num_accepted=accepted,
+        final_tokens=final,
+        num_lawful=lawful,
+        expected_accepted=expected,
+        tokens=tokens.tolist(),
+    )
+
+
+def _padded(
+    target_probs: Tensor, tokens: Tensor, chains: Sequence[DrawnChain], rule: Rule
+) -> tuple[Tensor, ...]:
+    """Accepted, final token, lawful rows and expected accepted of chains side by side."""
+    device = target_probs.device
+    lengths = [chain.num_drafted for chain in chains]
+    rows = [length + 1 for length in lengths]
+    target = _side_by_side(torch.split_with_sizes(target_probs, rows))
+    fed = _side_by_side(torch.split_with_sizes(tokens, rows))
+    none = target_probs[:0]
+    draft = _side_by_side(
+        [none if c.draft_probs is None else c.draft_probs.to(target_probs) for c in chains]
+    )
+    num_rows = torch.tensor(rows, device=device)
+    num_lawful = (~failed_rows(target)).cumprod(-1).sum(-1).minimum(num_rows)
+    outcome = verify_chains(
+        target,
+        draft,
+        fed[:, 1:],
+        (num_rows - 1).minimum(num_lawful),
+        torch.tensor([_padded_keys(c.keys, max(lengths)) for c in chains], device=device),
+        rule,
+    )
+    return outcome.num_accepted, outcome.final_tokens, num_lawful, outcome.expected_accepted
+
+
+def _padded_keys(keys: Sequence[int], num_nodes: int) -> list[int]:
+    """RECOVERED and BONUS stay last; padding is never drawn with."""
+    return [*keys[:-2], *[0] * (num_nodes + 2 - len(keys)), *keys[-2:]]
+
+
+def _side_by_side(chains: Sequence[Tensor]) -> Tensor:
+    """One more dimension in front; chains of unequal length are padded with zeros."""
+    if len(chains) == 1:
+        return chains[0][None]
+    if all(len(chain) == len(chains[0]) for chain in chains):
+        return torch.stack([*chains])
+    return torch.nn.utils.rnn.pad_sequence([*chains], batch_first=True)

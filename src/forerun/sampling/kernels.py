@@ -1,0 +1,182 @@
+"""The sampling kernels of the CPU: what the torch functions beside them do, a row at a time.
+
+A torch operation over a few rows takes longer to start than to do, and verification is dozens of
+them; each kernel does in one call what its caller's torch code defines. They run on the calling
+thread: per row about a nanosecond for every two tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import byref
+from functools import cache
+from itertools import chain
+
+import torch
+from jaxtyping import Float32, Float64, Int64
+from torch import Tensor
+
+from forerun.errors import RunnerUnavailable
+from forerun.native.library import LawsStruct, open_library
+
+__all__ = ["SamplingKernels", "kernels_for"]
+
+Rows = Float32[Tensor, "rows vocab"]
+Tokens = Int64[Tensor, " rows"]
+
+FP32_BYTES, ID_BYTES = 4, 8
+VERDICT = struct.Struct("qqqd")
+"""`ForerunVerdict`."""
+
+
+def kernels_for(*rows: Tensor) -> SamplingKernels | None:
+    """The kernels, if these tensors are what they read: contiguous fp32 rows on the CPU."""
+    for tensor in rows:
+        if not tensor.is_cpu or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+            return None
+    return sampling_kernels()
+
+
+@cache
+def sampling_kernels() -> SamplingKernels | None:
+    """None where they cannot be compiled; loading a model on the CPU has said so then."""
+    try:
+        return SamplingKernels(open_library())
+    except RunnerUnavailable:
+        return None
+
+
+class SamplingKernels:
+    """Shapes are the callers' business; nothing is checked here.
+
+    Args:
+        library: with its signatures declared.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def largest(self, scores: Rows) -> tuple[Float32[Tensor, " rows"], Tokens]:
+        """See `sampling.largest`."""
+        num_rows, vocab_size = scores.shape
+        best, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        self.library.forerun_largest(
+            scores.data_ptr(), num_rows, vocab_size, best.data_ptr(), tokens.data_ptr()
+        )
+        return best, tokens
+
+    def softmax(self, scores: Rows, temperatures: Float32[Tensor, " rows"], out: Rows) -> None:
+        """The laws of `processors.target_probs` where nothing but temperature shapes them.
+
+        Args:
+            scores: logits.
+            temperatures: 0 is greedy.
+            out: where the laws go; may be `scores`.
+        """
+        num_rows, vocab_size = scores.shape
+        self.library.forerun_softmax(
+            scores.data_ptr(), num_rows, vocab_size, temperatures.data_ptr(), out.data_ptr()
+        )
+
+    def draw(self, weights: Rows, uniforms: Float64[Tensor, " rows"]) -> Tokens:
+        """See `noise.draw`."""
+        return self._tokens(self.library.forerun_draw, weights, uniforms)
+
+    def race(self, probs: Rows, keys: Int64[Tensor, " rows"]) -> Tokens:
+        """See `race.race`."""
+        return self._tokens(self.library.forerun_race, probs, keys)
+
+    def _tokens(self, function: Callable[..., None], rows: Tensor, noise: Tensor) -> Tokens:
+        num_rows, vocab_size = rows.shape
+        tokens = torch.empty(num_rows, dtype=torch.int64)
+        noise = noise.contiguous()
+        function(rows.data_ptr(), num_rows, vocab_size, noise.data_ptr(), tokens.data_ptr())
+        return tokens
+
+    def verify_chains(
+        self,
+        target_probs: Rows,
+        tokens: Tokens,
+        drafts: Sequence[Tensor | None],
+        keys: Sequence[Sequence[int]],
+        *,
+        is_block: bool,
+    ) -> list[tuple[int, int, int, float]]:
+        """See `chain_batch.verify_chain_batch`.
+
+        Returns:
+            Tokens accepted, final token, rows with a law and expected accepted of every chain.
+        """
+        vocab_size, row = target_probs.shape[1], 0
+        first_row, first_token = target_probs.data_ptr(), tokens.data_ptr()
+        noise = array("q", chain.from_iterable(keys))
+        key = noise.buffer_info()[0]
+        chains = array("q")
+        for laws, own in zip(drafts, keys, strict=True):
+            num_drafted = len(own) - 2
+            chains.extend(
+                (
+                    first_row + row * vocab_size * FP32_BYTES,
+                    0 if laws is None else laws.data_ptr(),
+                    first_token + (row + 1) * ID_BYTES,
+                    key,
+                    num_drafted,
+                    0 if laws is None else laws.stride(0),
+                )
+            )
+            row += num_drafted + 1
+            key += len(own) * ID_BYTES
+        verdicts = bytearray(VERDICT.size * len(drafts))
+        self.library.forerun_verify_chains(
+            chains.buffer_info()[0],
+            len(drafts),
+            vocab_size,
+            is_block,
+            (ctypes.c_char * len(verdicts)).from_buffer(verdicts),
+        )
+        return list(VERDICT.iter_unpack(verdicts))
+
+    def chain_accept(
+        self,
+        target_probs: Float64[Tensor, "batch rows vocab"],
+        draft_probs: Float64[Tensor, "batch nodes vocab"],
+        tokens: Int64[Tensor, "batch nodes"],
+        num_drafted: Int64[Tensor, " batch"],
+        *,
+        is_block: bool,
+    ) -> Float64[Tensor, "batch nodes"]:
+        """The acceptance law of `verify_chains` in fp64, for the enumeration."""
+        probs = torch.empty(tokens.shape, dtype=torch.float64)
+        given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
+        self.library.forerun_chain_accept(byref(laws_struct(given, is_block)), probs.data_ptr())
+        return probs
+
+    def chain_weights(
+        self,
+        target_probs: Float64[Tensor, "batch rows vocab"],
+        draft_probs: Float64[Tensor, "batch nodes vocab"],
+        tokens: Int64[Tensor, "batch nodes"],
+        num_drafted: Int64[Tensor, " batch"],
+        num_accepted: Int64[Tensor, " batch"],
+        *,
+        is_block: bool,
+    ) -> Float64[Tensor, "batch vocab"]:
+        """The law of its final token in fp64, unnormalised, for the enumeration."""
+        weights = torch.empty(len(tokens), target_probs.shape[-1], dtype=torch.float64)
+        given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
+        accepted = num_accepted.contiguous()
+        self.library.forerun_chain_weights(
+            byref(laws_struct(given, is_block)), accepted.data_ptr(), weights.data_ptr()
+        )
+        return weights
+
+
+def laws_struct(given: Sequence[Tensor], is_block: bool) -> LawsStruct:
+    """Pointers to target and draft laws, tokens and lengths, which must outlive it."""
+    target_probs, _, tokens, _ = given
+    return LawsStruct(
+        *tokens.shape, target_probs.shape[-1], is_block, *(part.data_ptr() for part in given)
+    )

@@ -1,0 +1,190 @@
+"""The CPU kernels do what the torch code beside them defines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.sampling import chain_batch, largest, noise, processors, race
+from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.kernels import kernels_for, sampling_kernels
+
+CALLERS = (chain_batch, largest, noise, processors, race)
+VOCABS = (1, 3, 15, 16, 17, 100, 257, 5000, 32003)
+TEMPERATURES = (0.7, 1.0, 0.0, 2.0)
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Run a function once more without the kernels."""
+
+    def run(function):
+        with monkeypatch.context() as patch:
+            for module in CALLERS:
+                patch.setattr(module, "kernels_for", lambda *rows: None)
+            return function()
+
+    return run
+
+
+@pytest.fixture(params=VOCABS)
+def logits(request) -> Tensor:
+    generator = torch.Generator().manual_seed(request.param)
+    return 4 * torch.randn(len(TEMPERATURES), request.param, generator=generator)
+
+
+@pytest.fixture
+def keys() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-(2**62), 2**62, (len(TEMPERATURES),), generator=generator)
+
+
+def laws_of(logits: Tensor) -> Tensor:
+    params = [SamplingParams(temperature=temperature) for temperature in TEMPERATURES]
+    return processors.target_probs(logits, processors.pack_params(params))
+
+
+def test_they_are_there():
+    assert sampling_kernels() is not None
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3).t(), torch.zeros(2, 3).bfloat16()],
+)
+def test_other_rows_are_torchs_business(rows):
+    assert kernels_for(rows) is None
+
+
+def test_laws_are_as_close_to_the_truth_as_torchs(logits, by_torch):
+    ours, torchs = laws_of(logits), by_torch(lambda: laws_of(logits))
+    scaled = logits.double() / torch.tensor([t or 1e-9 for t in TEMPERATURES])[:, None].double()
+    truth = scaled.softmax(-1)
+    error, allowed = ((law - truth).abs().amax() for law in (ours, torchs))
+    assert error <= 2 * allowed + 1e-7
+    assert torch.equal(ours[2], torchs[2])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_law_is_nan_throughout(value, by_torch):
+    scores = torch.zeros(len(TEMPERATURES), 40)
+    scores[1:] = torch.randn(len(TEMPERATURES) - 1, 40)
+    scores[0] = value
+    scores[3, 33] = value
+    ours, torchs = laws_of(scores), by_torch(lambda: laws_of(scores))
+    assert torch.equal(ours.isnan(), torchs.isnan())
+    assert ours[0].isnan().all()
+    assert not ours[1].isnan().any()
+
+
+def test_impossible_tokens_stay_impossible():
+    scores = torch.full((4, 50), -torch.inf)
+    scores[:, 17] = 3.0
+    scores[:, 40] = 2.0
+    laws = laws_of(scores)
+    assert (laws > 0).nonzero()[:, 1].unique().tolist() == [17, 40]
+
+
+def test_a_row_does_not_depend_on_its_neighbours(logits, keys):
+    laws = laws_of(logits)
+    tokens = race.race(laws, keys)
+    drawn = noise.draw(laws, noise.uniform(keys))
+    for row in range(len(logits)):
+        one = slice(row, row + 1)
+        assert torch.equal(race.race(laws[one].contiguous(), keys[one]), tokens[one])
+        assert torch.equal(noise.draw(laws[one], noise.uniform(keys[one])), drawn[one])
+        alone = processors.target_probs(
+            logits[one], processors.pack_params([SamplingParams(temperature=TEMPERATURES[row])])
+        )
+        assert torch.equal(alone, laws[one])
+
+
+def test_draws_races_and_maxima_are_torchs(logits, by_torch):
+    laws = laws_of(logits)
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randint(-(2**62), 2**62, (len(laws),), generator=generator)
+        for function in (
+            lambda keys=keys: race.race(laws, keys),
+            lambda keys=keys: noise.draw(laws, noise.uniform(keys)),
+        ):
+            assert torch.equal(function(), by_torch(function))
+    for ours, torchs in zip(
+        largest.largest(logits), by_torch(lambda: largest.largest(logits)), strict=True
+    ):
+        assert torch.equal(ours, torchs)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 1 - 2**-53])
+def test_draws_at_the_edges(uniform):
+    weights = torch.zeros(1, 600)
+    weights[0, [3, 260, 261, 599]] = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    expected = {0.0: 3, 0.25: 260, 0.5: 261, 1 - 2**-53: 599}
+    assert noise.draw(weights, torch.tensor([uniform]).double()).item() == expected[uniform]
+
+
+def test_the_first_of_equals_is_the_largest():
+    scores = torch.zeros(1, 100)
+    scores[0, [20, 21, 90]] = 5.0
+    assert largest.largest(scores)[1].item() == 20
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("vocab_size", [3, 40, 5000])
+def test_verdicts_are_torchs(rule, vocab_size, by_torch):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [3, 0, 1, 6]
+        target, tokens, chains = random_chains(lengths, vocab_size, generator)
+
+        def verify(target=target, tokens=tokens, chains=chains):
+            return verify_chain_batch(target, tokens, chains, rule)
+
+        ours, torchs = verify(), by_torch(verify)
+        assert list(ours.num_accepted) == list(torchs.num_accepted)
+        assert list(ours.final_tokens) == list(torchs.final_tokens)
+        assert list(ours.num_lawful) == list(torchs.num_lawful) == [n + 1 for n in lengths]
+        assert ours.expected_accepted == pytest.approx(torchs.expected_accepted, abs=1e-6)
+        assert list(ours.tokens) == list(torchs.tokens)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_a_chain_ends_where_the_target_has_no_law(rule, by_torch):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        target, tokens, chains = random_chains([4, 4, 4], 40, generator)
+        target[2] = torch.nan  # after two tokens of the first chain
+        target[5] = torch.nan  # the second has none at all
+
+        def verify(target=target, tokens=tokens, chains=chains):
+            return verify_chain_batch(target, tokens, chains, rule)
+
+        ours, torchs = verify(), by_torch(verify)
+        assert list(ours.num_lawful) == list(torchs.num_lawful) == [2, 0, 5]
+        assert list(ours.num_accepted) == list(torchs.num_accepted)
+        assert ours.num_accepted[1] == 0
+        for chain in (0, 2):
+            if ours.num_accepted[chain] < ours.num_lawful[chain]:
+                assert ours.final_tokens[chain] == torchs.final_tokens[chain]
+
+
+def random_chains(lengths, vocab_size, generator):
+    """Chains drawn from drafts that are near the target."""
+    logits = 2 * torch.randn(sum(lengths) + len(lengths), vocab_size, generator=generator)
+    target = logits.softmax(-1)
+    tokens, chains, row = [], [], 0
+    for index, length in enumerate(lengths):
+        near = logits[row : row + length] + torch.randn(length, vocab_size, generator=generator)
+        draft = near.softmax(-1)
+        drawn = torch.multinomial(draft, 1, generator=generator)[:, 0] if length else near[:, 0]
+        tokens += [0, *(int(token) for token in drawn)]
+        chains.append(
+            DrawnChain(
+                draft_probs=draft if length else None,
+                keys=noise.chain_keys(noise.request_key(7, index), 10, length),
+            )
+        )
+        row += length + 1
+    return target, torch.tensor(tokens), chains
