@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm memory soak zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm suffix memory soak zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -77,6 +77,9 @@ $(PEERS)/vllm/.installed:
 
 peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (10 minutes, nothing else running)
 	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures $(ARGS)
+
+suffix: $(STAMP)  ## the suffix drafter on repeated edits and on prose (a minute, nothing else running)
+	$(BIN)/python benchmarks/suffix/run.py --out build/suffix.json $(ARGS)
 
 memory: $(STAMP) $(PAIRS)  ## peak memory against computed, start to first token
 	$(BIN)/python benchmarks/memory.py --target build/pairs/292m/target \
