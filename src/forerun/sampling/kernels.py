@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.errors import RunnerUnavailable
 from forerun.native.library import LawsStruct, open_library
 
-__all__ = ["SamplingKernels", "kernels_for"]
+__all__ = ["SamplingKernels", "kernels_for", "sampling_kernels"]
 
 Rows = Float32[Tensor, "rows vocab"]
 Tokens = Int64[Tensor, " rows"]

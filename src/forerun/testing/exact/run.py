@@ -11,6 +11,7 @@ import torch
 
 from forerun.sampling.chain import Rule
 from forerun.sampling.history import History
+from forerun.sampling.kernels import sampling_kernels
 from forerun.testing.exact.chains import Emitted, emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
 from forerun.testing.exact.histories import Inexact
@@ -18,7 +19,12 @@ from forerun.testing.exact.laws import Laws, random_laws, structured_laws
 from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS
 from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
 from forerun.testing.exact.shaped import SHAPES, Shape, View, shaped_laws
-from forerun.testing.exact.verifiers import ChainVerifier, confident_before
+from forerun.testing.exact.verifiers import (
+    ChainVerifier,
+    confident_before,
+    kernel_accept,
+    kernel_final,
+)
 from forerun.testing.exact.walks import Walker, emit_walks
 from forerun.theory.tree import TokenTree
 
@@ -122,6 +128,9 @@ def _check_planted(seed: int, tell: Progress) -> Iterator[PlantedResult]:
 def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
     for rule in get_args(Rule):
         yield rule, CHAINS, _chains(ChainVerifier(rule=rule))
+    for rule in get_args(Rule) if sampling_kernels() else ():
+        verifier = ChainVerifier(rule=rule, accept=kernel_accept, final=kernel_final)
+        yield f"{rule}, CPU kernels", CHAINS, _chains(verifier)
     for rule in get_args(Rule):
         verifier = ChainVerifier(rule=rule, keep=confident_before)
         yield f"{rule}, stop rule before the draw", CHAINS, _chains(verifier)

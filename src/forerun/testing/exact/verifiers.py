@@ -14,10 +14,19 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from forerun.sampling.chain import Rule, accept_probs, final_weights, num_accepted
+from forerun.sampling.kernels import SamplingKernels, sampling_kernels
 from forerun.sampling.noise import Purpose, chain_keys, step_key
 from forerun.testing.exact.histories import Inexact
 
-__all__ = ["ChainRows", "ChainVerifier", "Decision", "confident_before", "decisive_tests"]
+__all__ = [
+    "ChainRows",
+    "ChainVerifier",
+    "Decision",
+    "confident_before",
+    "decisive_tests",
+    "kernel_accept",
+    "kernel_final",
+]
 
 Decision = tuple[int, bool]
 """A node and whether its acceptance test passed."""
@@ -49,6 +58,25 @@ def engine_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
     """The engine's weights of the recovered or bonus token."""
     draft = rows.draft[:, :-1]
     return final_weights(rows.target, draft, rows.tokens, rows.num_drafted, accepted, rule)
+
+
+def kernel_accept(rows: ChainRows, rule: Rule) -> Tensor:
+    """The acceptance law of the CPU kernels, as the engine runs it there but in fp64."""
+    laws = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
+    return loaded_kernels().chain_accept(*laws, is_block=rule == "block")
+
+
+def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
+    """The weights of the final token from the CPU kernels."""
+    laws = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
+    return loaded_kernels().chain_weights(*laws, accepted, is_block=rule == "block")
+
+
+def loaded_kernels() -> SamplingKernels:
+    """The kernels of this machine; `sampling_kernels` has said that there are some."""
+    kernels = sampling_kernels()
+    assert kernels is not None
+    return kernels
 
 
 def engine_draft_key(request_key: int, num_committed: int, node: int) -> int:
