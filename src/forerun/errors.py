@@ -11,6 +11,7 @@ ForerunError
 ├── EngineStopped       an engine's thread has ended, and what it was to do with it
 ├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
 ├── NumericalError      the target returned NaN or no possible token
+│   └── MaskError       the token mask of a request raised
 └── DrafterError        a drafter broke its contract (the engine falls back to plain decoding)
 """
 
@@ -25,6 +26,7 @@ __all__ = [
     "InvalidProfile",
     "InvalidRequest",
     "InvalidTrace",
+    "MaskError",
     "NotEnoughMemory",
     "NumericalError",
     "QueueFull",
@@ -82,6 +84,10 @@ class NumericalError(ForerunError):
     def __init__(self, message: str, request_id: str | None = None) -> None:
         super().__init__(message)
         self.request_id = request_id
+
+
+class MaskError(NumericalError):
+    """The token mask of a request raised; like NaN it concerns that request alone."""
 
 
 class DrafterError(ForerunError):

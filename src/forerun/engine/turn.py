@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forerun.control.base import Plan
 from forerun.engine.sequence import Sequence
+from forerun.errors import MaskError
 from forerun.models.base import Span
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
@@ -106,11 +107,22 @@ class Turn:
         return context.span(self.num_chain, self.tree)
 
     def row_histories(self, drafted: list[int]) -> list[RowHistory | None]:
-        """History of every row, extended along its path in the tree of `drafted` ids."""
+        """History of every row, extended along its path in the tree of `drafted` ids.
+
+        Raises:
+            MaskError: the mask of the request raised.
+        """
         history = self.sequence.history
         if history is None:
             return [None] * self.num_rows
-        return [*history.along(self.tree, drafted)]
+        try:
+            return [*history.along(self.tree, drafted)]
+        except Exception as error:  # a mask is the caller's own code
+            raise MaskError(
+                f"request {self.sequence.key}: its token mask raised {error!r}; nothing of this "
+                "step was emitted: abort it, the others go on",
+                request_id=self.sequence.request_id,
+            ) from error
 
     def commit(self) -> None:
         """Keep the rows of the fed tokens and of the accepted path; the others are gone."""

@@ -6,15 +6,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.counts import Occurrences, TokenCounts
-from forerun.sampling.mask import TokenMask, follow
+from forerun.sampling.mask import TokenMask
 from forerun.theory.tree import TokenTree
 
 __all__ = ["History", "RowHistory", "occurrences", "runs"]
+
+Path = tuple[int, ...]
 
 
 class History:
@@ -46,6 +48,8 @@ class History:
         self.min_tokens = min_tokens
         self.counts = counts
         self.mask = mask
+        self._masked: dict[Path, RowHistory] = {}
+        self._failure: Exception | None = None
 
     @classmethod
     def of(
@@ -85,13 +89,51 @@ class History:
         if self.counts is not None:
             self.counts.add(token)
         if self.mask is not None:
-            self.mask.advance(token)
+            self._advance(self.mask, token)
+
+    def _advance(self, mask: TokenMask, token: int) -> None:
+        """Follow the committed text; a step is not to break off here, so a failure is heard later.
+
+        Most tokens were draft nodes, whose masks are there.
+        """
+        row = self._masked.get((token,))
+        self._masked = {}  # its paths begin one token too early now
+        try:
+            if row is not None and row.mask is not None:
+                self.mask = row.mask
+                self._masked[()] = RowHistory(base=self, mask=row.mask, allowed=row.allowed)
+            else:
+                mask.advance(token)
+        except Exception as error:  # noqa: BLE001 - a mask is the caller's own code
+            self._failure = error
 
     def at(self, path: Sequence[int] = ()) -> RowHistory:
-        """History of the row predicting what follows `path`, draft tokens from the root down."""
-        row = RowHistory(base=self, mask=self.mask)
+        """History of the row predicting what follows `path`, draft tokens from the root down.
+
+        Raises:
+            Exception: whatever the mask raised, now or while the text was committed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        row = self._root()
         for token in path:
             row = row.then(token)
+        return row
+
+    def _root(self) -> RowHistory:
+        if self.mask is None:
+            return RowHistory(base=self)
+        root = self._masked.get(())
+        if root is None:
+            allowed = self.mask.allowed()
+            root = self._masked[()] = RowHistory(base=self, mask=self.mask, allowed=allowed)
+        return root
+
+    def masked(self, parent: RowHistory, path: Path) -> RowHistory:
+        """The row at `path`, a child of `parent`; masks are asked once, whoever wants to know."""
+        row = self._masked.get(path)
+        if row is None:
+            row = self._masked[path] = parent.followed(path)
         return row
 
     def along(self, tree: TokenTree, tokens: Sequence[int]) -> list[RowHistory]:
@@ -114,16 +156,33 @@ class RowHistory:
     Attributes:
         base: the committed one.
         path: draft tokens from the root down.
-        mask: what may follow them; None without a mask, and past a token that it forbids.
+        mask: the mask that was told them; None without one, and past a token that it forbids:
+            nothing is accepted there, so it does not matter what could follow.
+        allowed: what it allows.
     """
 
     base: History
-    path: tuple[int, ...] = ()
+    path: Path = ()
     mask: TokenMask | None = None
+    allowed: Bool[Tensor, " vocab"] | None = None
 
     def then(self, token: int) -> RowHistory:
         """The history of a child that carries `token`."""
-        return RowHistory(base=self.base, path=(*self.path, token), mask=follow(self.mask, token))
+        path = (*self.path, token)
+        if self.mask is None:
+            return RowHistory(base=self.base, path=path)
+        return self.base.masked(self, path)
+
+    def followed(self, path: Path) -> RowHistory:
+        """The child at `path`, its mask forked from this one's."""
+        assert self.mask is not None
+        assert self.allowed is not None
+        token = path[-1]
+        if not bool(self.allowed[token]):
+            return RowHistory(base=self.base, path=path)
+        mask = self.mask.fork()
+        mask.advance(token)
+        return RowHistory(base=self.base, path=path, mask=mask, allowed=mask.allowed())
 
     @property
     def held_back(self) -> tuple[int, ...]:

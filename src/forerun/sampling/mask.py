@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Bool
 from torch import Tensor
 
-__all__ = ["TokenMask", "follow"]
+__all__ = ["TokenMask"]
 
 
 @runtime_checkable
@@ -27,18 +27,7 @@ class TokenMask(Protocol):
         """Take one token that `allowed` holds true; the end-of-sequence token too, once."""
 
     def allowed(self) -> Bool[Tensor, " vocab"]:
-        """True where a token may come next, for one token at least. Read only, best on the CPU."""
+        """True where a token may come next, for one token at least.
 
-
-def follow(mask: TokenMask | None, token: int) -> TokenMask | None:
-    """The mask one draft node further down.
-
-    Returns:
-        None where there was none, and past a token the mask forbids: nothing is accepted there, so
-        it does not matter what could follow.
-    """
-    if mask is None or not bool(mask.allowed()[token]):
-        return None
-    further = mask.fork()
-    further.advance(token)
-    return further
+        Asked once per state and never written to; best on the CPU.
+        """

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import pytest
 from tests import tiny
 from tests.automaton import Automaton
+from torch import Tensor
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
+from forerun.errors import MaskError
 from forerun.models.tabular import TabularModel
 from forerun.sampling.choice import TokenSource
 from forerun.sampling.config import SamplingParams
@@ -132,3 +134,63 @@ def test_neighbours_without_a_mask_are_left_alone(target: TabularModel) -> None:
     (beside,) = engine.generate([[5, 1]], sampling(n=1))
     assert beside.token_ids == alone.token_ids
     engine.abort(masked)
+
+
+class Failing(Automaton):
+    """Breaks down where it is told `fatal`."""
+
+    def __init__(self, fatal: str, state: int = 0, num_told: int = 0) -> None:
+        super().__init__(TABLE, VOCAB, state)
+        self.fatal = fatal
+        self.num_told = num_told
+
+    def fail(self, where: str) -> None:
+        if where == self.fatal and self.num_told > 4:
+            raise KeyError(f"{where} has no rule")
+
+    def fork(self) -> Failing:
+        self.fail("fork")
+        return Failing(self.fatal, self.state, self.num_told)
+
+    def advance(self, token: int) -> None:
+        self.fail("advance")
+        super().advance(token)
+        self.num_told += 1
+
+    def allowed(self) -> Tensor:
+        self.fail("allowed")
+        return super().allowed()
+
+
+@pytest.mark.parametrize("fatal", ["advance", "allowed"])
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_mask_that_raises_ends_its_own_request_only(
+    target: TabularModel, k: int, fatal: str
+) -> None:
+    engine = tiny.engine_over(target, drafters(target)["cousin"] if k else None, k=k)
+    (alone,) = engine.generate([[5, 1]], sampling(n=1, ignore_eos=True))
+    sound = engine.add_request([5, 1], sampling(n=1, ignore_eos=True))
+    params = sampling(n=1, ignore_eos=True, min_tokens=20)
+    sick = engine.add_request([7], params, mask=Failing(fatal))
+    with pytest.raises(MaskError, match=f"{fatal} has no rule.*abort it") as failure:
+        while engine.has_unfinished:
+            engine.step()
+    assert failure.value.request_id == sick
+    aborted = engine.abort(sick)
+    assert aborted is not None
+    assert AUTOMATON.accepts(aborted.token_ids)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.take_output(sound).token_ids == alone.token_ids
+    assert target.store.num_free == 4
+
+
+def test_a_mask_that_cannot_be_forked_is_decoded_plainly(target: TabularModel) -> None:
+    engine = tiny.engine_over(target, drafters(target)["cousin"], k=4)
+    params = sampling(n=1, ignore_eos=True)
+    names = [engine.add_request([7], params, mask=m) for m in (Failing("fork"), AUTOMATON)]
+    while engine.has_unfinished:
+        engine.step()
+    sick, sound = (engine.take_output(name) for name in names)
+    assert sick.token_ids == sound.token_ids
+    assert sick.completions[0].acceptance.num_steps > sound.completions[0].acceptance.num_steps

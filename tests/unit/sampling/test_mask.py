@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from tests.automaton import Automaton
+from torch import Tensor
 
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
-from forerun.sampling.mask import TokenMask, follow
+from forerun.sampling.mask import TokenMask
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 
@@ -27,12 +30,64 @@ def test_an_automaton_is_a_mask() -> None:
 
 def test_a_child_is_a_fork_told_the_token() -> None:
     mask = automaton()
-    child = follow(mask, 0)
-    assert child is not None
-    assert child.allowed().tolist() == [False, True, True, False]
-    assert mask.allowed().tolist() == [True, False, False, False]
-    assert follow(mask, 1) is None
-    assert follow(None, 0) is None
+    root = History.of(SamplingParams(), [1], vocab_size=4, mask=mask).at()
+    child = root.then(0)
+    assert child.allowed is not None
+    assert child.allowed.tolist() == [False, True, True, False]
+    assert mask.state == 0
+    forbidden = root.then(1)
+    assert (forbidden.mask, forbidden.allowed) == (None, None)
+    assert forbidden.then(0).mask is None
+
+
+class Counting(Automaton):
+    """Counts how often any fork of it is asked."""
+
+    def __init__(self, calls: Counter[str], state: int = 0) -> None:
+        super().__init__(TABLE, 4, state)
+        self.calls = calls
+
+    def fork(self) -> Counting:
+        self.calls["fork"] += 1
+        return Counting(self.calls, self.state)
+
+    def advance(self, token: int) -> None:
+        self.calls["advance"] += 1
+        super().advance(token)
+
+    def allowed(self) -> Tensor:
+        self.calls["allowed"] += 1
+        return super().allowed()
+
+
+def test_a_mask_is_asked_once_per_node_by_drafter_and_verifier_together() -> None:
+    calls: Counter[str] = Counter()
+    history = History.of(SamplingParams(), [1], vocab_size=4, mask=Counting(calls))
+    for level in range(4):  # as a drafter does
+        history.at([0, 1, 0][:level])
+    history.along(TokenTree.chain(3), [0, 1, 0])
+    assert calls == {"allowed": 4, "fork": 3, "advance": 3}
+    history.append(0)  # accepted: the node's mask is the new beginning
+    history.append(2)  # drawn: told to it
+    assert calls == {"allowed": 4, "fork": 3, "advance": 4}
+    assert isinstance(history.mask, Automaton)
+    assert history.mask.state == 2
+    assert history.at().allowed is not None
+    assert calls["allowed"] == 5
+
+
+class Failing(Automaton):
+    def advance(self, token: int) -> None:
+        raise KeyError("no such rule")
+
+
+def test_a_failure_while_committing_is_heard_at_the_next_row() -> None:
+    history = History.of(SamplingParams(), [1], vocab_size=4, mask=Failing(TABLE, 4))
+    history.at()
+    history.append(0)
+    assert history.num_output == 1
+    with pytest.raises(KeyError, match="no such rule"):
+        history.at()
 
 
 def test_every_node_is_masked_by_its_own_path() -> None:

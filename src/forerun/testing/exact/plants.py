@@ -73,7 +73,7 @@ def committed_only(history: History, path: tuple[int, ...]) -> RowHistory:
 
 def masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
     """Mask the row of the last committed token and no draft node."""
-    return RowHistory(base=history, path=path, mask=None if path else history.mask)
+    return RowHistory(base=history, path=path) if path else history.at()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
