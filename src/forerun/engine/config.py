@@ -32,7 +32,8 @@ class EngineConfig:
             youngest of the lowest priority waits and is read again later (None: no limit but
             max_batch x max_context).
         sharing: what requests may use of each other's tokens: KV of a common beginning, a drafter's
-            store of texts. "tenant": within a tenant; "all": across tenants too; "none": nothing.
+            store of texts. "tenant": within a tenant; "all": across tenants too; "none": nothing
+            but the prompt among the samples of one request.
         num_kept: places in the KV beyond max_batch, each of max_context tokens, where sequences
             that ended are kept for others that begin alike. Idle places keep some anyway.
         runner: what carries the passes of target and draft; "auto" for the fastest there is.

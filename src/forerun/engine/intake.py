@@ -175,6 +175,9 @@ class Intake:
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         room = self.max_context - len(ids)
         max_new = room if params.max_tokens is None else min(room, params.max_tokens)
+        scope = self.config.scope_of(terms.tenant)
+        if scope is None and params.n > 1:
+            scope = os.urandom(8).hex()  # the samples of one request share their prompt in any case
         arrived_at_s = time.monotonic()
         return [
             Sequence(
@@ -188,7 +191,7 @@ class Intake:
                 detokenizer=Detokenizer(self.tokenizer),
                 history=self._history(params, ids, mask),
                 arrived_at_s=arrived_at_s,
-                scope=self.config.scope_of(terms.tenant),
+                scope=scope,
                 rank=(terms.priority, 0),
                 ends_at_s=arrived_at_s + (terms.deadline_s or math.inf),
             )
