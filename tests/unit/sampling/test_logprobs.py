@@ -35,3 +35,14 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(pieces.token_logprobs, whole.token_logprobs)
     assert torch.equal(pieces.top_tokens, whole.top_tokens)
     assert torch.equal(pieces.top_logprobs, whole.top_logprobs)
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    logits = torch.empty(9, 301).normal_(0, 4, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(9) * 30
+    together = raw_logprobs(logits, tokens, 5)
+    for row in range(9):
+        alone = raw_logprobs(logits[row : row + 1], tokens[row : row + 1], 5)
+        assert torch.equal(together.token_logprobs[row : row + 1], alone.token_logprobs)
+        assert torch.equal(together.top_tokens[row : row + 1], alone.top_tokens)
+        assert torch.equal(together.top_logprobs[row : row + 1], alone.top_logprobs)
