@@ -124,6 +124,10 @@ SIGNATURES = {
     "forerun_softmax": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_draw": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "forerun_race": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "forerun_coupled_match": (
+        None,
+        (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p),
+    ),
     "forerun_verify_chains": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p)),
     "forerun_chain_accept": (None, (POINTER(LawsStruct), c_void_p)),
     "forerun_chain_weights": (None, (POINTER(LawsStruct), c_void_p, c_void_p)),

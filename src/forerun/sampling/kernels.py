@@ -89,6 +89,21 @@ class SamplingKernels:
         """See `race.race`."""
         return self._tokens(self.library.forerun_race, probs, keys)
 
+    def coupled_match(self, target: Rows, draft: Rows, tokens: Tokens) -> Float32[Tensor, " rows"]:
+        """See `race.coupled_match_probs`."""
+        num_rows, vocab_size = target.shape
+        probs, tokens = torch.empty(num_rows), tokens.contiguous()
+        self.library.forerun_coupled_match(
+            target.data_ptr(),
+            draft.data_ptr(),
+            num_rows,
+            vocab_size,
+            draft.stride(0),
+            tokens.data_ptr(),
+            probs.data_ptr(),
+        )
+        return probs
+
     def _tokens(self, function: Callable[..., None], rows: Tensor, noise: Tensor) -> Tokens:
         num_rows, vocab_size = rows.shape
         tokens = torch.empty(num_rows, dtype=torch.int64)

@@ -63,6 +63,9 @@ def coupled_match_probs(
 
     The two must agree on the group and, on other clocks, on the member.
     """
+    kernels = kernels_for(target_rows)
+    if kernels and draft_rows.dtype is torch.float32 and draft_rows.stride(1) == 1:
+        return kernels.coupled_match(target_rows, draft_rows, tokens)
     matches = torch.empty(len(tokens), device=target_rows.device)
     for rows in row_chunks(*target_rows.shape):
         target, draft = _members(target_rows[rows]), _members(draft_rows[rows])

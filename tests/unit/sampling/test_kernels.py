@@ -131,6 +131,18 @@ def test_the_first_of_equals_is_the_largest():
     assert largest.largest(scores)[1].item() == 20
 
 
+def test_coupled_matches_are_torchs(logits, by_torch):
+    target, draft = laws_of(logits), laws_of(logits + torch.randn(logits.shape[1]))
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.multinomial(draft, 1, generator=generator)[:, 0]
+
+        def match(tokens=tokens):
+            return race.coupled_match_probs(target, draft, tokens)
+
+        torch.testing.assert_close(match(), by_torch(match), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("vocab_size", [3, 40, 5000])
 def test_verdicts_are_torchs(rule, vocab_size, by_torch):

@@ -91,6 +91,12 @@ void forerun_draw(const float* weights, int64_t num_rows, int64_t vocab_size,
 void forerun_race(const float* probs, int64_t num_rows, int64_t vocab_size, const int64_t* keys,
                   int64_t* tokens);
 
+// Probability that the target's race has the winner of the draft's, for every row and winner; rows
+// of the draft are draft_stride apart.
+void forerun_coupled_match(const float* target, const float* draft, int64_t num_rows,
+                           int64_t vocab_size, int64_t draft_stride, const int64_t* tokens,
+                           float* probs);
+
 // A sampled chain: num_drafted + 1 rows of the target, num_drafted of the draft, as many tokens, and
 // one key per node, then RECOVERED and BONUS. Rows of the draft are draft_stride apart.
 struct ForerunChain {

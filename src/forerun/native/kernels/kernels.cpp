@@ -257,6 +257,14 @@ void forerun_race(const float* probs, int64_t num_rows, int64_t vocab_size, cons
         tokens[row] = race(probs + row * vocab_size, vocab_size, keys[row]);
 }
 
+void forerun_coupled_match(const float* target, const float* draft, int64_t num_rows,
+                           int64_t vocab_size, int64_t draft_stride, const int64_t* tokens,
+                           float* probs) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        probs[row] = float(coupled_match(target + row * vocab_size, draft + row * draft_stride,
+                                         vocab_size, tokens[row]));
+}
+
 void forerun_verify_chains(const ForerunChain* chains, int64_t num_chains, int64_t vocab_size,
                            int32_t is_block, ForerunVerdict* verdicts) {
     for (int64_t i = 0; i < num_chains; ++i)

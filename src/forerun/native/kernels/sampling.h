@@ -181,30 +181,84 @@ struct Race {
 
 constexpr int kMembers = 8;
 
-// Groups of tokens race, then the members of the winning group; see sampling/race.py.
-inline int64_t race(const float* probs, int64_t size, int64_t key) {
-    const int64_t num_groups = (size + kMembers - 1) / kMembers;
-    Race groups{key};
-    for (int64_t group = 0; group < num_groups; group += kLanes) {
+// Token x belongs to group x modulo the number of groups; see sampling/race.py.
+struct Groups {
+    const float* probs;
+    int64_t size, num_groups;
+
+    Groups(const float* probs, int64_t size)
+        : probs(probs), size(size), num_groups((size + kMembers - 1) / kMembers) {}
+
+    // The added probabilities of the groups from `first` on; of those that do not exist, anything.
+    Floats sums(int64_t first) const {
         Floats of[kMembers];
         for (int member = 0; member < kMembers; ++member) {
-            const int64_t token = member * num_groups + group;
+            const int64_t token = member * num_groups + first;
             of[member] = load_some(probs + token, size - token, 0.f);
         }
         for (int half = kMembers / 2; half > 0; half /= 2)
             for (int i = 0; i < half; ++i) of[i] += of[i + half];
+        return of[0];
+    }
+
+    void members(int64_t group, float* to) const {
+        for (int member = 0; member < kMembers; ++member) {
+            const int64_t token = member * num_groups + group;
+            to[member] = token < size ? probs[token] : 0.f;
+        }
+    }
+};
+
+// Groups race, then the members of the winning one.
+inline int64_t race(const float* probs, int64_t size, int64_t key) {
+    const Groups groups(probs, size);
+    Race between{key}, within{key};
+    for (int64_t first = 0; first < groups.num_groups; first += kLanes) {
         float sums[kLanes];
-        store(sums, of[0]);
-        groups.enter(sums, std::min<int64_t>(kLanes, num_groups - group), group, 0);
+        store(sums, groups.sums(first));
+        between.enter(sums, std::min<int64_t>(kLanes, groups.num_groups - first), first, 0);
     }
     float members[kMembers];
-    for (int member = 0; member < kMembers; ++member) {
-        const int64_t token = member * num_groups + groups.winner;
-        members[member] = token < size ? probs[token] : 0.f;
+    groups.members(between.winner, members);
+    within.enter(members, kMembers, 0, groups.num_groups);
+    return std::min(within.winner * groups.num_groups + between.winner, size - 1);
+}
+
+// Probability that the target's race has the winner of the draft's, given that winner's rates.
+struct SameWinner {
+    float target, draft;
+    double needed = 0, drafted = 0;
+
+    void enter(const float* targets, const float* drafts, int64_t count) {
+        float some_needed = 0, some_drafted = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            some_needed += std::max(draft * targets[i], target * drafts[i]);
+            some_drafted += drafts[i];
+        }
+        needed += some_needed, drafted += some_drafted;
     }
-    Race within{key};
-    within.enter(members, kMembers, 0, num_groups);
-    return std::min(within.winner * num_groups + groups.winner, size - 1);
+
+    double prob() const { return target * drafted / std::max(needed, 1e-300); }
+};
+
+inline double coupled_match(const float* target, const float* draft, int64_t size, int64_t token) {
+    const Groups targets(target, size), drafts(draft, size);
+    const int64_t num_groups = targets.num_groups, group = token % num_groups;
+    float of_target[kLanes], of_draft[kLanes];
+    store(of_target, targets.sums(group));
+    store(of_draft, drafts.sums(group));
+    SameWinner between{of_target[0], of_draft[0]};
+    for (int64_t first = 0; first < num_groups; first += kLanes) {
+        store(of_target, targets.sums(first));
+        store(of_draft, drafts.sums(first));
+        between.enter(of_target, of_draft, std::min<int64_t>(kLanes, num_groups - first));
+    }
+    targets.members(group, of_target);
+    drafts.members(group, of_draft);
+    const int64_t member = token / num_groups;
+    SameWinner within{of_target[member], of_draft[member]};
+    within.enter(of_target, of_draft, kMembers);
+    return between.prob() * within.prob();
 }
 
 // ------------------------------------------------------------------------------- chains: law stage
