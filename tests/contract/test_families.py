@@ -8,8 +8,8 @@ takes its families from the same table.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from tests.contract.test_language_model import BRANCHED, BRANCHED_TOKENS, feed, 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from forerun.drafters.base import Drafter
+from forerun.drafters.self_draft import SelfDraft
 from forerun.errors import RunnerUnavailable
 from forerun.models import masks
 from forerun.models.attention import AttentionPass
@@ -62,15 +64,15 @@ def prompts() -> Ids:
 
 
 def by_transformers(network: PreTrainedModel) -> Ids:
-    return [continued(network, ids) for ids in prompts()]
+    return [continued(network, ids, NUM_TOKENS) for ids in prompts()]
 
 
-def continued(network: PreTrainedModel, ids: list[int]) -> list[int]:
+def continued(network: PreTrainedModel, ids: list[int], num_tokens: int) -> list[int]:
     tokens = torch.tensor([ids])
     generated = network.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
-        max_new_tokens=NUM_TOKENS,
+        max_new_tokens=num_tokens,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=tiny.EOS,
@@ -81,10 +83,10 @@ def continued(network: PreTrainedModel, ids: list[int]) -> list[int]:
 def texts(
     target: LanguageModel,
     params: SamplingParams,
-    drafter: HuggingFaceModel | None = None,
+    drafter: Drafter | None = None,
     **changes: int,
 ) -> Ids:
-    engine = tiny.engine_over(target, drafter and tiny.drafting(drafter), k=3, **changes)
+    engine = tiny.engine_over(target, drafter, k=3, **changes)
     return [list(output.token_ids) for output in engine.generate(prompts(), params)]
 
 
@@ -98,16 +100,30 @@ def test_plain_text_is_that_of_transformers(member):
     assert texts(member.model, GREEDY, prefill_chunk=5) == member.expected
 
 
-@pytest.mark.parametrize("kind", ["stranger", "cousin"])
+DRAFTERS: dict[str, Callable[[Member], Drafter]] = {
+    "stranger": lambda _: tiny.drafting(tiny.adapted(tiny.network(seed=50))),
+    "cousin": lambda m: tiny.drafting(tiny.adapted(tiny.network(m.family, jitter=0.02))),
+    "first layer": lambda m: SelfDraft(m.model.first_layers(1), m.model.vocab_size),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_speculation_changes_no_text(member, kind):
-    """A draft that shares nothing but the vocabulary, and one that often agrees."""
-    stranger = kind == "stranger"
-    draft = tiny.adapted(
-        tiny.network(seed=50) if stranger else tiny.network(member.family, jitter=0.02)
-    )
+    """Drafts that share nothing but the vocabulary, often agree, or live in the target."""
     for params in (GREEDY, SEEDED):
-        assert texts(member.model, params, draft) == texts(member.model, params)
+        drafted = texts(member.model, params, DRAFTERS[kind](member))
+        assert drafted == texts(member.model, params)
     assert member.model.store.num_free == 4
+
+
+def test_the_last_position_is_reached(member):
+    """Where learned positions end, and drafts must."""
+    ids = prompts()[0]
+    params = replace(GREEDY, max_tokens=tiny.MAX_CONTEXT)
+    expected = continued(member.network, ids, tiny.MAX_CONTEXT - len(ids))
+    for drafter in (None, DRAFTERS["cousin"](member)):
+        (output,) = tiny.engine_over(member.model, drafter, k=7).generate([ids], params)
+        assert list(output.token_ids) == expected
 
 
 def test_ragged_batch_is_one_by_one(member):
