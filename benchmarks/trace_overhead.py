@@ -85,7 +85,9 @@ def measure(
             for trace in filter(None, traces.values()):
                 trace.flush()
         shift = block % len(cells)
-        for cell in [*cells[shift:], *cells[:shift]]:
+        order = [*cells[shift:], *cells[:shift]]
+        # Backwards every other time, so that no cell always follows the same one.
+        for cell in order if block % 2 else reversed(order):
             run = run_once(engines[cell[0]], prompts[block % len(prompts)], traces[cell])
             if block >= 0:
                 found[cell].append(run)

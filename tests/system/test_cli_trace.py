@@ -63,6 +63,15 @@ def test_generate_writes_what_summarize_reads(generate, path, tmp_path, capsys):
     assert "<svg" in picture.read_text()
 
 
+def test_a_drafter_without_weights_has_no_hash(generate, tmp_path):
+    path = tmp_path / "t.jsonl"
+    code, _, _ = generate(*GREEDY, "--draft", "suffix", "--trace", str(path))
+    assert code == 0
+    (header,), found, _ = records_by_kind(path)
+    assert (header.draft, header.draft_hash) == ("suffix", None)
+    assert {step.drafter_hash for step in found} == {None}
+
+
 def test_a_full_disk_costs_no_token(generate, tmp_path):
     full = tmp_path / "trace.jsonl"
     full.symlink_to("/dev/full")
@@ -83,7 +92,7 @@ def test_another_suffix_is_refused_before_anything_is_loaded(capsys):
 def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"def f{i}(x):\n" for i in range(4)))
-    arms = ("--arms", f"near={tiny_pair.draft}@1,3", f"far={tiny_pair.small}@2")
+    arms = ("--arms", f"near={tiny_pair.draft}@1,3", f"far={tiny_pair.small}@2", "suffix@2")
     small = ("--max-tokens", "18", "--max-context", "128", "--threads", "1")
     code = main(
         [
@@ -95,8 +104,9 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     assert code == 0
     content = json.loads(capsys.readouterr().out)
     headers, found, requests = records_by_kind(path)
-    assert [header.draft for header in headers] == [str(tiny_pair.draft), str(tiny_pair.small)]
-    by_tag = {"plain": 0, "near K=1": 0, "near K=3": 0, "far K=2": 0, "T=1": 0}
+    drafts = [str(tiny_pair.draft), str(tiny_pair.small), "suffix"]
+    assert [header.draft for header in headers] == drafts
+    by_tag = dict.fromkeys(("plain", "near K=1", "near K=3", "far K=2", "suffix K=2", "T=1"), 0)
     for request in requests:
         for tag in by_tag.keys() & set(request.tags):
             by_tag[tag] += request.num_output_tokens

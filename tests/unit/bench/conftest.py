@@ -63,6 +63,8 @@ class FakeEngine:
             ttft_s=self.prefill_s,
             prefill_s=self.prefill_s,
             total_s=total_s,
+            num_cached_tokens=0,
+            num_preemptions=0,
         )
         return RequestOutput(request_id="0", prompt_token_ids=(1,), completions=(completion,))
 
