@@ -75,7 +75,7 @@ class Scores:
     """What one pass returns.
 
     Attributes:
-        logits: one row per entry of `RowBatch.logit_rows`, in the model's dtype.
+        logits: one row per entry of `RowBatch.logit_rows`, in the model's dtype or a wider one.
         features: hidden states of all rows per requested layer, None unless requested.
     """
 
