@@ -37,6 +37,8 @@ from forerun.engine.engine import Engine
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
+from forerun.theory.intervals import bootstrap_ratio
+from forerun.theory.record import StepRecord
 
 Text = tuple[str, list[int]]
 """A prompt and the ids that follow it."""
@@ -77,13 +79,15 @@ def main() -> None:
         for name, found in texts.items()
     } | {"code": store_figures(code(target.tokenizer))}
     steps = {name: step_us(target, found) for name, found in texts.items()}
-    print(json.dumps({"store": store, "step_us": steps}, indent=1))
+    within = within_run(target, texts["prose"], options) if "prose" in options.cells else None
+    print(json.dumps({"store": store, "step_us": steps, "prose_within_run": within}, indent=1))
     if options.out:
         result = {
             "options": vars(options) | {"out": str(options.out)},
             "cells": {name: [row.to_dict() for row in rows] for name, rows in cells.items()},
             "store": store,
             "step_us": steps,
+            "prose_within_run": within,
             "provenance": collect(
                 {options.target: content_hash(options.target)}, target.config.num_threads
             ).to_dict(),
@@ -158,6 +162,48 @@ def arms_over(engine: Engine, k: int, reader: Callable[[Engine], object]) -> lis
         Arm(name="plain again", method="plain", num_speculative_tokens=0, engine=reader(engine)),
         Arm(name=suffix, method="suffix", num_speculative_tokens=k, engine=reader(drafting)),
     ]
+
+
+def within_run(
+    target: Engine, texts: Sequence[Text], options: argparse.Namespace
+) -> dict[str, float]:
+    """What suffix drafting costs on prose by its own trace, without a second arm and its drift.
+
+    A step in which the drafter was not asked is a plain step; that time per token over the time
+    that all steps took is the speed beside plain decoding.
+    """
+    records: list[StepRecord] = []
+    model = ScriptedModel(target.target)
+    engine = Engine(
+        target=model,
+        tokenizer=target.tokenizer,
+        config=target.config,
+        drafter=SuffixDrafter(),
+        on_record=records.append,
+    )
+    reader = ScriptReader(engine=engine, target=model, scripts=dict(texts))
+    plain_s, taken_s, draft_s = [], [], 0.0
+    for text, ids in [*texts] * options.repeats:
+        records.clear()
+        reader.generate([text], limited(min(len(ids), options.max_tokens)))
+        steps = [r for r in records if not r.num_prefill_rows]
+        unasked = [step_s(r) for r in steps if not r.k_budget]
+        num_tokens = sum(r.num_emitted for r in steps)
+        plain_s.append(sum(unasked) / len(unasked) * num_tokens)
+        taken_s.append(sum(map(step_s, steps)))
+        draft_s += sum(r.draft_s for r in steps)
+    ratio = bootstrap_ratio(plain_s, taken_s, seed=0, num_resamples=2000)
+    return {
+        "speedup": ratio.estimate,
+        "low": ratio.low,
+        "high": ratio.high,
+        "draft_share": draft_s / sum(taken_s),
+        "num_texts": len(taken_s),
+    }
+
+
+def step_s(record: StepRecord) -> float:
+    return record.draft_s + record.verify_s + record.other_s
 
 
 def show(cell: str, rows: Sequence[ArmSummary]) -> None:

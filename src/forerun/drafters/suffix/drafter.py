@@ -25,8 +25,8 @@ from forerun.theory.tree import TokenTree
 
 __all__ = ["SuffixDrafter"]
 
-MOST_IDLE = 10
-"""Requests that copy nothing are looked at again after 2^(MOST_IDLE / 2) tokens at the latest."""
+MOST_IDLE = 9
+"""Looks at a request that found nothing, and after which pauses grow no further."""
 
 
 class SuffixDrafter:
@@ -115,7 +115,7 @@ class Reader:
             self.num_idle = int(self.num_idle / (1 + copy.score))
             return proposal_of(copy)
         self.num_idle = min(MOST_IDLE, self.num_idle + 1)
-        return Pause(num_tokens=1 << self.num_idle // 2)
+        return Pause(num_tokens=1 << (self.num_idle + 1) // 2)
 
     def _best(self, most: int, config: SuffixConfig) -> Copy:
         """The copy expected to be worth most."""
