@@ -83,7 +83,7 @@ def main() -> None:
     print(json.dumps({"store": store, "step_us": steps, "prose_within_run": within}, indent=1))
     if options.out:
         result = {
-            "options": vars(options) | {"out": str(options.out)},
+            "options": {name: value for name, value in vars(options).items() if name != "out"},
             "cells": {name: [row.to_dict() for row in rows] for name, rows in cells.items()},
             "store": store,
             "step_us": steps,
