@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import tiny
+from tests.automaton import Automaton
 
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
@@ -22,6 +23,8 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.history import History, RowHistory
+from forerun.sampling.mask import TokenMask
 from forerun.sampling.proposal import Proposal
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
@@ -50,16 +53,34 @@ def draft(target: TabularModel) -> TabularModel:
 
 
 def engine_over(target: TabularModel, drafter: DraftModel, k: int = 3) -> Engine:
-    return tiny.engine_over(target, drafter, k=k, max_batch=BATCH)
+    return tiny.engine_over(target, drafter, k=k, max_batch=BATCH, max_waiting=2000)
 
 
-def text_law(target: TabularModel, params: SamplingParams) -> dict[tuple[int, ...], float]:
+def penalised(law: torch.Tensor, params: SamplingParams, output: tuple[int, ...]) -> torch.Tensor:
+    """Penalties by their definitions; what they leave has yet to be normalised."""
+    logits = law.log()
+    for token in {*PROMPT, *output}:
+        factor = params.repetition_penalty
+        logits[token] = logits[token] * (factor if logits[token] < 0 else 1 / factor)
+    for token, times in Counter(output).items():
+        logits[token] -= times * params.frequency_penalty + params.presence_penalty
+    return logits.exp()
+
+
+def text_law(
+    target: TabularModel, params: SamplingParams, mask: Automaton | None = None
+) -> dict[tuple[int, ...], float]:
     """Probability of every text of LENGTH tokens, by the chain rule."""
     law: dict[tuple[int, ...], float] = {}
     for text in itertools.product(range(VOCAB_SIZE), repeat=LENGTH):
         probability = 1.0
         for end, token in enumerate(text):
-            row = target.law([*PROMPT, *text[:end]]) ** (1 / params.temperature)
+            weights = penalised(target.law([*PROMPT, *text[:end]]), params, text[:end])
+            row = weights ** (1 / params.temperature)
+            if mask is not None:
+                row[[t for t in range(VOCAB_SIZE) if not mask.accepts((*text[:end], t))]] = 0.0
+                if not row.any():
+                    break
             if params.top_k:
                 row = torch.where(row < row.topk(params.top_k).values[-1], 0.0, row)
             probability *= float(row[token] / row.sum())
@@ -71,6 +92,15 @@ def text_law(target: TabularModel, params: SamplingParams) -> dict[tuple[int, ..
 def texts_of(engine: Engine, params: SamplingParams, num_samples: int) -> Counter[tuple[int, ...]]:
     (output,) = engine.generate([PROMPT], replace(params, n=num_samples))
     return Counter(completion.token_ids for completion in output.completions)
+
+
+def masked_texts_of(
+    engine: Engine, params: SamplingParams, num_samples: int, mask: TokenMask
+) -> Counter[tuple[int, ...]]:
+    request_id = engine.add_request(PROMPT, replace(params, n=num_samples), mask=mask)
+    while engine.has_unfinished:
+        engine.step()
+    return Counter(c.token_ids for c in engine.take_output(request_id).completions)
 
 
 def p_value(texts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
@@ -92,6 +122,8 @@ LAWS = {
     "block": BASE,
     "token": replace(BASE, verification="token"),
     "block, shaped": replace(BASE, temperature=0.7, top_k=2, draft_temperature=1.3),
+    "block, penalised": replace(BASE, frequency_penalty=0.8, repetition_penalty=1.5),
+    "token, penalised": replace(BASE, presence_penalty=1.5, verification="token"),
     "greedy draft": replace(BASE, draft_temperature=0.0),
     "coupled": replace(BASE, verification="auto"),
 }
@@ -101,6 +133,36 @@ LAWS = {
 def test_texts_follow_the_targets_law(target, draft, params):
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
     assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+
+
+NO_TWO_ALIKE = Automaton([{0: 1, 1: 2, 2: 3}, {1: 2, 2: 3}, {0: 1, 2: 3}, {0: 1, 1: 2}], VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("verification", ["block", "token", "auto"])
+def test_masked_texts_follow_the_masked_law(target, draft, verification):
+    engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
+    params = replace(BASE, verification=verification)
+    law = text_law(target, params, NO_TWO_ALIKE)
+    assert len(law) == 3 * 2**3
+    assert p_value(masked_texts_of(engine, params, 1500, NO_TWO_ALIKE), law) > SMALLEST_P
+
+
+def at_the_root(history: History, path: Sequence[int] = ()) -> RowHistory:
+    """Forgets the path: what a history not extended along it would say."""
+    return RowHistory(base=history)
+
+
+def along_the_root(history: History, tree: TokenTree, tokens: Sequence[int]) -> list[RowHistory]:
+    return [RowHistory(base=history)] * (len(tokens) + 1)
+
+
+@pytest.mark.parametrize("verification", ["block", "token"])
+def test_counts_that_end_at_the_root_are_caught(target, draft, verification, monkeypatch):
+    monkeypatch.setattr(History, "at", at_the_root)
+    monkeypatch.setattr(History, "along", along_the_root)
+    params = replace(BASE, verification=verification, frequency_penalty=0.8, repetition_penalty=1.5)
+    engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
+    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) < 1e-6
 
 
 def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
