@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
+from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
+from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from forerun.cli.description import DraftFit, ModelDescription
@@ -44,6 +46,8 @@ def run(options: InfoOptions) -> int:
     from forerun.cli.description_tables import print_fit, print_model
     from forerun.models.tokenizers import compare_vocabularies
 
+    if options.draft is not None and parse_drafter(options.draft) is not None:
+        raise InvalidRequest(f"{options.draft} has no model: it fits every target, and needs no info")
     target, tokenizer = describe_for(options, options.model)
     draft, fit = None, None
     if options.draft is not None:
