@@ -47,7 +47,7 @@ def run(options: InfoOptions) -> int:
     from forerun.models.tokenizers import compare_vocabularies
 
     if options.draft is not None and parse_drafter(options.draft) is not None:
-        raise InvalidRequest(f"{options.draft} has no model: it fits every target, and needs no info")
+        raise InvalidRequest(f"{options.draft} is no model: there is nothing to describe or to fit")
     target, tokenizer = describe_for(options, options.model)
     draft, fit = None, None
     if options.draft is not None:
