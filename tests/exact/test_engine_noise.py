@@ -25,21 +25,21 @@ Keys = list[int]
 def keys_used(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """The keys of all draws that count: padding tests nothing, and one final draw is taken."""
     used: Keys = []
-    draw_drafts, verify = levels.uniform, verification.verify_chains
+    draw_drafts, verify = levels.uniform, verification.verify_chain_batch
 
     def drafting(keys):
-        used.extend(keys.tolist())
+        used.extend(keys.flatten().tolist())
         return draw_drafts(keys)
 
-    def verifying(target, draft, tokens, num_drafted, keys, rule):
-        outcome = verify(target, draft, tokens, num_drafted, keys, rule)
-        rows = zip(keys.tolist(), num_drafted.tolist(), outcome.num_accepted.tolist(), strict=True)
-        for row, drafted, accepted in rows:
-            used.extend([*row[:drafted], row[-2] if accepted < drafted else row[-1]])
-        return outcome
+    def verifying(target_probs, tokens, chains, rule):
+        found = verify(target_probs, tokens, chains, rule)
+        for chain, accepted in zip(chains, found.num_accepted, strict=True):
+            *tests, recovered, bonus = chain.keys
+            used.extend([*tests, recovered if accepted < chain.num_drafted else bonus])
+        return found
 
     monkeypatch.setattr(levels, "uniform", drafting)
-    monkeypatch.setattr(verification, "verify_chains", verifying)
+    monkeypatch.setattr(verification, "verify_chain_batch", verifying)
     return used
 
 
