@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests import tiny
+from tests.natives import native_model
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
+from forerun.models.base import LanguageModel
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 
@@ -154,14 +156,21 @@ def test_a_draft_that_failed_leaves_nothing_behind(target, draft):
     assert draft.num_rows - before > len(SHARED)
 
 
+def hugging_face(jitter: float = 0.0) -> LanguageModel:
+    return tiny.adapted(tiny.network(jitter=jitter))
+
+
+def native(jitter: float = 0.0) -> LanguageModel:
+    return native_model(tiny.network(jitter=jitter), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("model", [hugging_face, native])
 @pytest.mark.parametrize("jitter", [0.0, 0.05])
-def test_networks_keep_their_text(jitter):
-    network = tiny.network()
-    target = tiny.adapted(network)
-    draft = tiny.adapted(tiny.network(jitter=jitter))
+def test_networks_keep_their_text(model, jitter):
+    """The native runner even in bf16: a row computes the same bits whatever else is in the pass."""
+    engine = tiny.engine_over(model(), tiny.drafting(model(jitter)))
+    plain = tiny.engine_over(model(), sharing="none")
     prompt = tiny.tokenizer().encode(tiny.PROMPTS[2])
-    plain = tiny.engine_over(tiny.adapted(network), sharing="none")
-    engine = tiny.engine_over(target, tiny.drafting(draft))
     turns = [prompt, [*prompt, 5, 6, 7], [*prompt[:20], 9], prompt, [*prompt, 5, 6, 7]]
     for params in (GREEDY, SEEDED):
         for turn in turns:
