@@ -195,3 +195,15 @@ def test_models_without_layers_have_no_self_draft():
 def test_a_store_that_is_no_number_is_refused(target):
     with pytest.raises(InvalidRequest, match="suffix:many"):
         build_drafter(NamedDrafter(name="suffix", argument="many"), target)
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_every_family_drafts_with_its_first_layers(family):
+    target = tiny.adapted(tiny.network(family, num_layers=2))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    plain = tiny.engine_over(target).generate(list(tiny.PROMPTS), params)
+    drafter = build_drafter(NamedDrafter(name="self", argument="1"), target)
+    drafted = tiny.engine_over(target, drafter).generate(list(tiny.PROMPTS), params)
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+    assert sum(o.completions[0].acceptance.num_drafted for o in drafted) > 0
+    assert target.num_parameters > drafter.model.num_parameters
