@@ -47,8 +47,9 @@ class RowParams:
         repetition_penalty: 1 is off.
         frequency_penalty: 0 is off.
         presence_penalty: 0 is off.
-        temperatures: of every row, 0 where it is greedy; only where nothing else shapes a law and
-            rows are on the CPU, for the kernels there.
+        temperatures: of every row, 0 where it is greedy; only where rows are on the CPU, for the
+            kernels there.
+        warps: whether any row uses min_p, top_k or top_p.
     """
 
     greedy: Bool[Tensor, "rows 1"] | None
@@ -62,6 +63,7 @@ class RowParams:
     frequency_penalty: Float32[Tensor, "rows 1"] | None
     presence_penalty: Float32[Tensor, "rows 1"] | None
     temperatures: Float32[Tensor, " rows"] | None
+    warps: bool
 
     def rows(self, chosen: slice) -> RowParams:
         """The parameters of some of the rows."""
@@ -111,9 +113,7 @@ def _pack(
 
     shaping = [p for p in params if p.has_processors] and [*params]
     temperatures = None
-    if device.type == "cpu" and all(
-        p.min_p == 0 and p.top_k <= 0 and p.top_p == 1 for p in shaping
-    ):
+    if device.type == "cpu":
         temperatures = torch.tensor([params[i].temperature for i in index], dtype=torch.float32)
     top_k = [max(p.top_k, 0) for p in shaping]
     return RowParams(
@@ -128,6 +128,7 @@ def _pack(
         frequency_penalty=column([p.frequency_penalty for p in shaping], 0.0),
         presence_penalty=column([p.presence_penalty for p in shaping], 0.0),
         temperatures=temperatures,
+        warps=any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in shaping),
     )
 
 
@@ -178,8 +179,10 @@ def _write_probs(
         _mask_and_bias(scores, histories)
         _penalise(scores, row_params, histories)
     temperatures = row_params.temperatures
-    if temperatures is not None and (kernels := kernels_for(scores, out)):
-        kernels.softmax(scores, temperatures, out)
+    if temperatures is not None and (kernels := kernels_for(out)):
+        # All rows of all batches on the CPU: a neighbour must not move a law by a rounding.
+        scores = scores.to(out.dtype).contiguous()
+        kernels.softmax(_kept(scores, row_params), temperatures, out)
         return
     if row_params.all_greedy:
         _write_one_hot(scores, out)
@@ -193,6 +196,19 @@ def _write_probs(
     torch.softmax(_warp(scores, row_params), -1, out=out)
     if row_params.greedy is not None and one_hot is not None:
         out.copy_(torch.where(row_params.greedy, one_hot, out))
+
+
+def _kept(scores: Logits, row_params: RowParams) -> Logits:
+    """Scores before temperature, -inf where warpers drop a token; greedy rows as they are."""
+    if not row_params.warps:
+        return scores
+    tempered = scores
+    if row_params.temperature is not None:
+        tempered = scores / row_params.temperature
+    dropped = _warp(tempered, row_params) == -torch.inf
+    if row_params.greedy is not None:
+        dropped &= ~row_params.greedy
+    return scores.masked_fill(dropped, -torch.inf)
 
 
 def _one_hot(scores: Tensor) -> Logits:

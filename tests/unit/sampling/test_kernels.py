@@ -79,6 +79,13 @@ def test_a_row_without_a_law_is_nan_throughout(value, by_torch):
     assert not ours[1].isnan().any()
 
 
+def test_large_logits_have_a_law_at_the_lowest_temperature():
+    logits = 1e8 * torch.randn(20, 40, generator=torch.Generator().manual_seed(0))
+    params = processors.pack_params([SamplingParams(temperature=1e-4)] * len(logits))
+    laws = processors.target_probs(logits, params)
+    assert torch.equal(laws, torch.nn.functional.one_hot(logits.argmax(-1), 40).float())
+
+
 def test_impossible_tokens_stay_impossible():
     scores = torch.full((4, 50), -torch.inf)
     scores[:, 17] = 3.0

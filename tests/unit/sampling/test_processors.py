@@ -104,6 +104,32 @@ def test_top_p_keeps_the_same_of_equal_logits_in_any_batch() -> None:
     assert torch.equal(probs_of(scores, params), torch.cat(alone))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 0.2, 1.0])
+def test_a_law_does_not_depend_on_what_neighbours_ask_for(temperature, dtype) -> None:
+    scores = logits(3).to(dtype)
+    own = SamplingParams(temperature=temperature)
+    alone = probs_of(scores[:1], own)
+    penalised = SamplingParams(presence_penalty=0.5)
+    history = History.of(penalised, [3], vocab_size=VOCAB)
+    for other in (
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.9, temperature=0.0),
+        SamplingParams(min_p=0.1, temperature=0.7),
+        penalised,
+    ):
+        rows = [None, history.at() if other is penalised else None, None]
+        found = target_probs(scores, pack_params([own, other, other]), rows)
+        assert torch.equal(found[:1], alone)
+
+
+def test_a_greedy_row_is_the_lowest_of_equals_whatever_top_p_would_keep() -> None:
+    scores = torch.zeros(1, 10)
+    found = probs_of(scores, SamplingParams(temperature=0.0, top_p=0.5))
+    assert found.argmax() == 0
+    assert found.sum() == 1
+
+
 def test_a_uniform_law_is_cut_to_as_many_tokens_as_by_transformers() -> None:
     scores = torch.zeros(1, 10)
     for top_p in (0.55, 0.5, 0.05):

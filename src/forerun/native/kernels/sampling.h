@@ -72,8 +72,7 @@ inline int64_t place_of(float best, const float* row, int64_t size) {
 // none. One pass for the peak, one for the exponentials, one to divide.
 inline void softmax(const float* scores, int64_t size, float temperature, float* probs) {
     const float best = largest_of(scores, size);
-    const float peak = temperature > 0 ? best * (1 / temperature) : best;
-    if (!std::isfinite(peak)) {
+    if (!std::isfinite(best)) {
         std::fill(probs, probs + size, kNaN);
         return;
     }
@@ -83,20 +82,21 @@ inline void softmax(const float* scores, int64_t size, float temperature, float*
         probs[token] = 1.f;
         return;
     }
-    const Floats scale = splat(1 / temperature), shift = splat(peak);
+    // Subtracted first: behind a multiply-add a large peak would not cancel.
+    const Floats scale = splat(1 / temperature), shift = splat(best);
     Doubles total = {};
     for (int64_t start = 0; start < size; start += kBlock) {
         const int64_t end = std::min(start + kBlock, size);
         Floats sum = {};
         int64_t i = start;
         for (; i + kLanes <= end; i += kLanes) {
-            const Floats weights = exponential(load(scores + i) * scale - shift);
+            const Floats weights = exponential((load(scores + i) - shift) * scale);
             store(probs + i, weights);
             sum += weights;
         }
         if (i < end) {
             const Floats last = load_some(scores + i, end - i, -INFINITY);
-            const Floats weights = exponential(last * scale - shift);
+            const Floats weights = exponential((last - shift) * scale);
             store_some(probs + i, end - i, weights);
             sum += weights;
         }
