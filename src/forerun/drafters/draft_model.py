@@ -18,6 +18,7 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, Outcome
 from forerun.drafters.branch import Branch
 from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
+from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel, RowBatch, SampledChains, Span
 from forerun.models.context import Context, pack
 from forerun.sampling.choice import Choice
@@ -69,6 +70,8 @@ class DraftModel:
 
     def _draft(self, branches: Sequence[Branch]) -> list[Proposal]:
         """Proposals of branches with something to draft, the deepest first."""
+        if self.model.vocab_size < self.vocab_size:
+            refuse_unknown(branches, self.model.vocab_size)
         self._prefill(branches)
         depth = branches[0].budget
         batch = self._batch([branch.first_span() for branch in branches], branches)
@@ -126,6 +129,21 @@ class DraftModel:
         branch = self._branches.pop(request_id, None)
         if branch is not None:
             branch.context.close(branch.context.num_cached if branch.proven else 0)
+
+
+def refuse_unknown(branches: Sequence[Branch], vocab_size: int) -> None:
+    """Refuse texts with ids that only the target has, padding of its vocabulary most of the time.
+
+    Raises:
+        DrafterError: what the draft has not read yet holds one.
+    """
+    for branch in branches:
+        highest = max(branch.context.pending(), default=0)
+        if highest >= vocab_size:
+            raise DrafterError(
+                f"request {branch.request.request_id} holds token {highest}; the draft has "
+                f"{vocab_size} and cannot read on"
+            )
 
 
 def after_chains(branches: Sequence[Branch], depth: int) -> None:

@@ -9,6 +9,7 @@ from tests import tiny
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Outcome
 from forerun.drafters.draft_model import DraftModel
+from forerun.errors import DrafterError
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
@@ -234,3 +235,12 @@ def test_a_draft_narrower_than_the_target_never_proposes_its_padding(model):
     rows = proposed(DraftModel(model, 11), asked([1, 2], SAMPLED)).draft_probs
     assert rows.shape == (3, 11)
     assert float(rows[:, 8:].sum()) == 0
+
+
+def test_texts_with_ids_only_the_target_has_are_refused_before_they_are_read(model):
+    drafter = DraftModel(model, model.vocab_size + 2)
+    request = asked([1, 2])
+    assert drafter.propose([request], [plan()]) != [None]
+    told(drafter, request, [], final=model.vocab_size + 1)
+    with pytest.raises(DrafterError, match=f"token {model.vocab_size + 1}; the draft has"):
+        drafter.propose([request], [plan()])
