@@ -17,6 +17,9 @@ constexpr int kVectors = kPanel / kLanes;
 constexpr int kMaxTile = 6;      // rows: 6 x 4 sums, 4 weights and a broadcast fill 32 registers
 constexpr int kBlockWords = 1024;  // inner words per visit: a block of a panel stays in L2
 constexpr int kLine = 64;
+// From so many rows on there is enough to compute per word to fetch ahead meanwhile. With fewer the
+// processor's own prefetching keeps up, and ours only gets in its way.
+constexpr int kFetchRows = 3;
 
 struct Matrix {
     uint32_t* words = nullptr;  // [num_panels][num_words][kPanel]
@@ -47,7 +50,7 @@ inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_wor
         for (int v = 0; v < kVectors; ++v)
             acc[r][v] = is_first ? Floats{} : load(sums + r * kPanel + v * kLanes);
     for (int u = 0; u < num_words; ++u) {
-        if (ahead.num_lines) fetch(ahead, u);
+        if (kRows >= kFetchRows && ahead.num_lines) fetch(ahead, u);
         Words w[kVectors];
         for (int v = 0; v < kVectors; ++v) {
             w[v] = reinterpret_cast<const Words*>(weights + size_t(u) * kPanel)[v];
