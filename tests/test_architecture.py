@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -81,6 +83,14 @@ def test_every_module_is_on_the_page_of_record() -> None:
     command = [sys.executable, PACKAGE.parents[1] / "recipes" / "docs" / "modules.py", "--check"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_what_came_from_a_paper_is_where_the_page_says() -> None:
+    page = (PACKAGE.parents[1] / "docs" / "papers.md").read_text()
+    named = re.findall(r"`([a-z_]+\.[A-Za-z_.]+)`", page)
+    assert "theory.acceptance.AcceptanceCounts.survival" in named
+    for name in named:
+        resolve_name(f"forerun.{name}")  # raises where there is no such thing
 
 
 def modules_after(statement: str) -> set[str]:

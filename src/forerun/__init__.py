@@ -9,17 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forerun.engine.config import EngineConfig
+    from forerun.engine.config import EngineConfig, RequestTerms
     from forerun.engine.engine import Engine
+    from forerun.engine.thread import EngineThread
     from forerun.sampling.config import SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "EngineThread",
+    "RequestTerms",
+    "SamplingParams",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "forerun.engine.engine",
     "EngineConfig": "forerun.engine.config",
+    "EngineThread": "forerun.engine.thread",
+    "RequestTerms": "forerun.engine.config",
     "SamplingParams": "forerun.sampling.config",
 }
 
