@@ -32,6 +32,7 @@ struct Query {
 
 constexpr int kTileQueries = 6;
 constexpr int kBlockKeys = kLanes;
+constexpr int kGroupBlocks = 4;  // with 6 queries: 24 sums, 4 words of keys and a broadcast
 constexpr int kMaxHeadDim = 256;
 
 // One word of each of sixteen keys, word after word: what a query's words are multiplied with.
@@ -59,20 +60,28 @@ struct KeyBlock {
     }
 };
 
-template <class T, int kQueries>
-void score_block(const Query<T>* queries, const KeyBlock<T>& block, int num_words, int place,
-                 float scale) {
-    Floats sums[kQueries]{};
+// Scores of some queries over some blocks of keys. A score is one chain of multiply-adds, and chains
+// wait for themselves: few queries need several blocks at once to keep the processor busy.
+template <class T, int kQueries, int kBlocks>
+void score_blocks(const Query<T>* queries, const KeyBlock<T>* blocks, int num_words, int place,
+                  float scale) {
+    Floats sums[kBlocks][kQueries]{};
     for (int u = 0; u < num_words; ++u) {
-        Words key = block.words[u];
-        keep_in_register(key);
+        Words keys[kBlocks];
+        for (int b = 0; b < kBlocks; ++b) {
+            keys[b] = blocks[b].words[u];
+            keep_in_register(keys[b]);
+        }
         for (int q = 0; q < kQueries; ++q) {
             uint32_t word;
             std::memcpy(&word, queries[q].head + size_t(u) * kDepth<T>, 4);
-            sums[q] = multiply_add(sums[q], key, word, queries[q].head);
+            for (int b = 0; b < kBlocks; ++b)
+                sums[b][q] = multiply_add(sums[b][q], keys[b], word, queries[q].head);
         }
     }
-    for (int q = 0; q < kQueries; ++q) store(queries[q].scores + place, sums[q] * splat(scale));
+    for (int b = 0; b < kBlocks; ++b)
+        for (int q = 0; q < kQueries; ++q)
+            store(queries[q].scores + place + b * kBlockKeys, sums[b][q] * splat(scale));
 }
 
 // The sum over keys [0, num_keys) of weight times value, for some vectors of some queries.
@@ -121,33 +130,52 @@ class Attention {
         int num_prefix = 0;
         for (int q = 0; q < num_queries; ++q)
             num_prefix = std::max(num_prefix, queries[q].seen->num_prefix);
-        for (int first = 0; first < num_prefix; first += kBlockKeys)
-            score(queries, num_queries, first, std::min(kBlockKeys, num_prefix - first), first,
-                  [](int key) { return key; });
+        score(queries, num_queries, num_prefix, 0, [](int key) { return key; });
         for (int q = 0; q < num_queries; ++q) {  // what lies in trees, over what was too much
             const Seen& seen = *queries[q].seen;
-            for (int first = 0; first < seen.num_others; first += kBlockKeys)
-                score(queries + q, 1, first, std::min(kBlockKeys, seen.num_others - first),
-                      seen.num_prefix + first, [&](int key) { return seen.others[key]; });
+            score(queries + q, 1, seen.num_others, seen.num_prefix,
+                  [&](int key) { return seen.others[key]; });
         }
         for (int first = 0; first < num_queries; first += kTileQueries)
             mean(queries + first, std::min(kTileQueries, num_queries - first));
     }
 
   private:
-    // Scores of keys index(first), ..., stored from `place` on.
+    // Scores of keys index(0), ..., stored from `place` on.
     template <class Index>
-    void score(const Query<T>* queries, int num_queries, int first, int num_keys, int place,
+    void score(const Query<T>* queries, int num_queries, int num_keys, int place,
                Index&& index) const {
-        static constexpr decltype(&score_block<T, 1>) kTiles[kTileQueries] = {
-            score_block<T, 1>, score_block<T, 2>, score_block<T, 3>,
-            score_block<T, 4>, score_block<T, 5>, score_block<T, 6>};
-        KeyBlock<T> block;
-        block.gather([&](int i) { return keys_ + size_t(index(first + i)) * dim_; }, num_keys,
-                     num_words_);
-        for (int q = 0; q < num_queries; q += kTileQueries)
-            kTiles[std::min(kTileQueries, num_queries - q) - 1](queries + q, block, num_words_,
-                                                                place, scale_);
+        KeyBlock<T> blocks[kGroupBlocks];
+        for (int first = 0; first < num_keys; first += kGroupBlocks * kBlockKeys) {
+            int num_blocks = 0;
+            for (; num_blocks < kGroupBlocks; ++num_blocks) {
+                const int begin = first + num_blocks * kBlockKeys;
+                if (begin >= num_keys) break;
+                blocks[num_blocks].gather(
+                    [&](int i) { return keys_ + size_t(index(begin + i)) * dim_; },
+                    std::min(kBlockKeys, num_keys - begin), num_words_);
+            }
+            for (int q = 0; q < num_queries; q += kTileQueries)
+                score_group(queries + q, std::min(kTileQueries, num_queries - q), blocks,
+                            num_blocks, place + first);
+        }
+    }
+
+    void score_group(const Query<T>* queries, int num_queries, const KeyBlock<T>* blocks,
+                     int num_blocks, int place) const {
+        static constexpr decltype(&score_blocks<T, 1, 1>) kOne[kTileQueries] = {
+            score_blocks<T, 1, 1>, score_blocks<T, 2, 1>, score_blocks<T, 3, 1>,
+            score_blocks<T, 4, 1>, score_blocks<T, 5, 1>, score_blocks<T, 6, 1>};
+        static constexpr decltype(&score_blocks<T, 1, 1>) kGroup[kTileQueries] = {
+            score_blocks<T, 1, kGroupBlocks>, score_blocks<T, 2, kGroupBlocks>,
+            score_blocks<T, 3, kGroupBlocks>, score_blocks<T, 4, kGroupBlocks>,
+            score_blocks<T, 5, kGroupBlocks>, score_blocks<T, 6, kGroupBlocks>};
+        if (num_blocks == kGroupBlocks) {
+            kGroup[num_queries - 1](queries, blocks, num_words_, place, scale_);
+            return;
+        }
+        for (int b = 0; b < num_blocks; ++b)
+            kOne[num_queries - 1](queries, blocks + b, num_words_, place + b * kBlockKeys, scale_);
     }
 
     void mean(const Query<T>* queries, int num_queries) const {
