@@ -8,10 +8,28 @@ from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import RUNNERS, Runner
+from forerun.sampling.checks import Range
 
 __all__ = ["EngineConfig", "RequestTerms", "Sharing"]
 
 Sharing = Literal["tenant", "all", "none"]
+
+RANGES = (
+    Range("num_speculative_tokens", 0, integer=True),
+    Range("max_batch", 1, integer=True),
+    Range("max_context", 2, integer=True),
+    Range("prefill_chunk", 1, integer=True),
+    Range("max_step_rows", 1, integer=True),
+    Range("max_prefill_rows", 1, integer=True, optional=True),
+    Range("max_waiting", 0, integer=True),
+    Range("max_kv_tokens", 1, integer=True, optional=True),
+    Range("num_kept", 0, integer=True),
+    Range("num_threads", 1, integer=True, optional=True),
+)
+TERM_RANGES = (
+    Range("priority", -math.inf, integer=True),
+    Range("deadline_s", 0, above_low=True, optional=True),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +57,9 @@ class EngineConfig:
         runner: what carries the passes of target and draft; "auto" for the fastest there is.
         num_threads: of the native CPU runner, whose threads all models of a process share; None: as
             many as torch uses. torch itself is set to one thread beside it.
+
+    Raises:
+        InvalidRequest: a value cannot work; the message names it.
     """
 
     num_speculative_tokens: int = 4
@@ -55,39 +76,19 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, by name."""
-        if self.num_speculative_tokens < 0:
-            raise InvalidRequest(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be 0 or more"
-            )
-        for name in ("max_batch", "prefill_chunk", "max_step_rows"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 1")
-        self._check_load()
+        """Refuse values that cannot work, alone or together."""
+        for limits in RANGES:
+            limits.check(getattr(self, limits.name))
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
-        if self.num_threads is not None and self.num_threads < 1:
-            raise InvalidRequest(f"num_threads is {self.num_threads}; it must be at least 1")
-        if self.max_context < 2:
-            raise InvalidRequest(f"max_context is {self.max_context}; it must be at least 2")
+        if self.sharing not in get_args(Sharing):
+            raise InvalidRequest(
+                f"sharing is {self.sharing!r}; use one of {', '.join(get_args(Sharing))}"
+            )
         if self.max_step_rows < self.max_batch * (self.num_speculative_tokens + 1):
             raise InvalidRequest(
                 f"max_step_rows is {self.max_step_rows}, below max_batch x (K + 1) = "
                 f"{self.max_batch * (self.num_speculative_tokens + 1)}; raise it or lower K"
-            )
-
-    def _check_load(self) -> None:
-        """Refuse limits under which nothing could ever run."""
-        for name in ("max_waiting", "num_kept"):
-            if getattr(self, name) < 0:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.max_prefill_rows is not None and self.max_prefill_rows < 1:
-            raise InvalidRequest(
-                f"max_prefill_rows is {self.max_prefill_rows}; it must be at least 1"
-            )
-        if self.sharing not in get_args(Sharing):
-            raise InvalidRequest(
-                f"sharing is {self.sharing!r}; use one of {', '.join(get_args(Sharing))}"
             )
         alone = self.max_context + self.num_speculative_tokens
         if self.max_kv_tokens is not None and self.max_kv_tokens < alone:
@@ -118,6 +119,9 @@ class RequestTerms:
         deadline_s: seconds from its arrival after which it ends with what it has; None: no limit.
         tenant: whose it is. Tenants use nothing of each other's unless `sharing` says "all";
             requests without a tenant share among themselves.
+
+    Raises:
+        InvalidRequest: a value means nothing; the message names it.
     """
 
     priority: int = 0
@@ -126,23 +130,8 @@ class RequestTerms:
 
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
-        if type(self.priority) is not int:
-            raise InvalidRequest(f"priority is {self.priority!r}; it must be an integer")
-        if self.deadline_s is not None and not is_duration(self.deadline_s):
-            raise InvalidRequest(
-                f"deadline_s is {self.deadline_s!r}; it must be seconds above 0, or None"
-            )
-        if self.tenant is not None and not is_name(self.tenant):
-            raise InvalidRequest(f"tenant is {self.tenant!r}; it must be a name, or None")
-
-
-def is_duration(value: object) -> bool:
-    """Whether `value` is a positive, finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value < math.inf
-
-
-def is_name(value: object) -> bool:
-    """Whether `value` is text that is not empty."""
-    return isinstance(value, str) and value != ""
+        for limits in TERM_RANGES:
+            limits.check(getattr(self, limits.name))
+        tenant: object = self.tenant  # callers need not have checked their types
+        if tenant is not None and (not isinstance(tenant, str) or tenant == ""):
+            raise InvalidRequest(f"tenant is {tenant!r}; it must be a name, or None")

@@ -20,7 +20,7 @@ from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Stepper
-from forerun.engine.stopping import Stop
+from forerun.engine.stopping import FinishReason, Stop
 from forerun.engine.turn import PLAIN
 from forerun.errors import InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
@@ -172,6 +172,7 @@ class Engine:
 
         Raises:
             InvalidRequest: a prompt is empty or too long, or a parameter cannot be honoured.
+            NumericalError: as `step`; the other prompts are aborted.
         """
         batch = as_prompts(prompts)
         each = self._params_for(batch, params)
@@ -213,6 +214,11 @@ class Engine:
 
         Requests added before go on meanwhile; their chunks are not returned, their text is kept
         for `take_output`.
+
+        Raises:
+            InvalidRequest: as `add_request`.
+            QueueFull: as many sequences wait as may.
+            NumericalError: as `step`.
         """
         request_id = self.add_request(prompt, params, terms=terms)
         samples = self._requests[request_id]
@@ -248,9 +254,7 @@ class Engine:
             QueueFull: as many sequences wait as may.
         """
         params = params or SamplingParams()
-        ids = self.intake.check(prompt, params)
-        if mask is not None:
-            self.intake.check_mask(mask)
+        ids = self.intake.check(prompt, params, mask)
         request_id = request_id or self._unused_id()
         self.intake.check_open(params.n, self.scheduler.num_unfinished)
         self.enlist(self.intake.sequences(request_id, ids, params, terms or RequestTerms(), mask))
@@ -339,7 +343,7 @@ class Engine:
         self._next_deadline_s = min(deadlines, default=math.inf)
         return [sequence.take_chunk() for sequence in late]
 
-    def _end(self, sequence: Sequence, finish_reason: str, now_s: float) -> None:
+    def _end(self, sequence: Sequence, finish_reason: FinishReason, now_s: float) -> None:
         """End a sequence that would have gone on."""
         sequence.stop = Stop(finish_reason=finish_reason)
         sequence.finished_at_s = now_s

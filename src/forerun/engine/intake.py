@@ -58,8 +58,10 @@ class Intake:
         """Sequences that may run and wait at once."""
         return self.config.max_batch + self.config.max_waiting
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The ids of a prompt that can be continued under these parameters.
+    def check(
+        self, prompt: Prompt, params: SamplingParams, mask: TokenMask | None = None
+    ) -> list[int]:
+        """The ids of a prompt that can be continued under these parameters and this mask.
 
         Raises:
             InvalidRequest: it cannot; the message says why and what to do.
@@ -69,6 +71,8 @@ class Intake:
         self._check_samples(params.n)
         self._check_tokens(params)
         self._check_possible(params)
+        if mask is not None:
+            self._check_mask(mask)
         ids = self._prompt_ids(prompt)
         room = self.max_context - len(ids)
         if params.min_tokens > room:
@@ -109,12 +113,8 @@ class Intake:
             "ignore_eos, or set min_tokens to 0"
         )
 
-    def check_mask(self, mask: TokenMask) -> None:
-        """Refuse a mask that cannot be one for this model.
-
-        Raises:
-            InvalidRequest: it lacks a method, is of another width, or begins without a token.
-        """
+    def _check_mask(self, mask: TokenMask) -> None:
+        """Refuse one that lacks a method, is of another width, or begins without a token."""
         if not isinstance(mask, TokenMask):
             raise InvalidRequest(f"the mask is {mask!r}; it needs fork, advance and allowed")
         allowed = mask.allowed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forerun.engine.stopping import FinishReason
 from forerun.sampling.choice import TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
 
@@ -54,7 +55,7 @@ class Completion:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: FinishReason
     stop_reason: str | int | None
     sources: tuple[TokenSource, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
@@ -103,4 +104,4 @@ class StreamChunk:
     text: str
     token_ids: tuple[int, ...]
     sources: tuple[TokenSource, ...]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None

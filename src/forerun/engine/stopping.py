@@ -7,17 +7,20 @@ stop inside the block drops what follows it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Stop", "TokenStops", "find_stop_string", "held_back"]
+__all__ = ["FinishReason", "Stop", "TokenStops", "find_stop_string", "held_back"]
+
+FinishReason = Literal["stop", "length", "deadline", "abort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Why a sequence ended: finish reason, and the token or string that matched."""
 
-    finish_reason: str
+    finish_reason: FinishReason
     stop_reason: str | int | None = None
 
 

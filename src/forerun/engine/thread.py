@@ -95,9 +95,7 @@ class EngineThread:
         """
         params = params or SamplingParams()
         intake = self.engine.intake
-        ids = intake.check(prompt, params)
-        if mask is not None:
-            intake.check_mask(mask)
+        ids = intake.check(prompt, params, mask)
         with self._lock:
             self._check_running()
             intake.check_open(params.n, self._num_unfinished)

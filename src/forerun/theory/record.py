@@ -56,7 +56,7 @@ class RequestRecord:
         num_output_tokens: emitted tokens, after stop truncation.
         ttft_s: from arrival to the first token, waiting included; None where none came.
         prefill_s: from joining the batch to the first token; None where none came.
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: "stop", "length", "deadline" or "abort".
     """
 
     request_id: str

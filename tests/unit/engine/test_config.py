@@ -16,6 +16,12 @@ from forerun.errors import InvalidRequest
         ("prefill_chunk", 0),
         ("max_step_rows", 0),
         ("max_context", 1),
+        ("max_context", 4096.0),
+        ("max_prefill_rows", 0),
+        ("max_waiting", -1),
+        ("max_kv_tokens", 100),  # less than one sequence may need
+        ("num_kept", -1),
+        ("num_threads", 0),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.errors import InvalidRequest
+from forerun.sampling.checks import Range
 
 __all__ = ["SuffixConfig"]
+
+RANGES = (
+    Range("tokens_per_match", 0),
+    Range("step_cost", 0),
+    Range("row_cost", 0),
+    Range("store_tokens", 0, integer=True),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +43,5 @@ class SuffixConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work, by name."""
-        for name in ("tokens_per_match", "step_cost", "row_cost", "store_tokens"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise InvalidRequest(f"{name} is {value}; it must be 0 or more and finite")
+        for limits in RANGES:
+            limits.check(getattr(self, limits.name))
