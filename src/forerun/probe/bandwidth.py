@@ -29,10 +29,6 @@ class Bandwidth:
     buffer_bytes: int
     bytes_per_s: float
 
-    def limit_s(self, num_bytes: float) -> float:
-        """The least time in which so many bytes can be read."""
-        return num_bytes / self.bytes_per_s
-
 
 def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Bandwidth:
     """Read a buffer again and again, with as many threads as the passes, and keep the best time.

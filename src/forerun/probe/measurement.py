@@ -52,7 +52,7 @@ def measure_pair(
         target=target.name,
         draft=draft.name,
         setup=setup_of(pair, target, draft),
-        provenance=collect({fact.name: fact.content_hash for fact in facts}).to_dict(),
+        provenance=collect({fact.name: fact.content_hash for fact in facts}, num_threads).to_dict(),
         limit=read_limit(before, after, target, draft),
         measured=tuple(
             Measured(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))

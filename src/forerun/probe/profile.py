@@ -24,7 +24,7 @@ class Setup:
     Attributes:
         cpu: processor model.
         num_cores: cores the process may use.
-        num_threads: threads torch uses.
+        num_threads: threads that carry the passes.
         device: where the models are, in words.
         dtype: of weights and logits.
         target_runner: what runs the target's passes.

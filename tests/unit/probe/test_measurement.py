@@ -219,6 +219,15 @@ def test_every_slot_is_given_back():
     assert (pair.target.store.num_free, pair.draft.store.num_free) == free
 
 
+def test_threads_of_the_passes_are_on_record():
+    clock = Clock()
+    pair = planted_pair(clock, target_costs(), draft_costs())
+    pair = replace(pair, engine=replace(pair.engine, num_threads=3))  # torch has another number
+    both = (facts("t"), facts("d"))
+    found = measure_pair(pair, both, BRIEF, clock=clock, tell=lambda rounds, error: None)
+    assert (found.setup.num_threads, found.provenance["num_threads"]) == (3, 3)
+
+
 def test_everything_is_kept_in_the_file(exact):
     values = json.loads(json.dumps(exact.to_dict()))
     again = Profile.from_dict(values)
