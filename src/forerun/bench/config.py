@@ -81,7 +81,7 @@ class BenchConfig:
         dtype: of weights and KV.
         device: where everything runs.
         runner: what carries the passes.
-        num_threads: threads of the kernels; None takes the number plain decoding is fastest with.
+        num_threads: carry the passes; None takes the number plain decoding is fastest with.
 
     Raises:
         InvalidRequest: a value cannot work.
@@ -163,7 +163,7 @@ class DemoConfig:
         max_batch: sequences decoded at once where nothing is timed.
         max_context: prompt and completion.
         runner: what carries the passes.
-        num_threads: threads of the kernels; None takes the number plain decoding is fastest with.
+        num_threads: carry the passes; None takes the number plain decoding is fastest with.
     """
 
     seconds: float = 60.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.bench.config import BenchConfig, parse_arms
 from forerun.cli.command import Command
-from forerun.cli.paths import PICTURES, check_writable
+from forerun.cli.flags import TraceFlags
+from forerun.cli.paths import check_picture, check_writable
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
@@ -60,7 +60,7 @@ class BenchOptions:
     runner: Runner = DEFAULTS.runner
     """What carries the passes; see `forerun generate --help`."""
     threads: int | None = None
-    """Threads of the kernels; by default whichever number plain decoding is fastest with."""
+    """Threads that carry the passes; by default whichever number plain decoding is fastest with."""
     profile: tuple[Path, ...] = ()
     """Predict from these profiles of `forerun profile` instead of measuring costs first."""
     no_prediction: bool = False
@@ -69,11 +69,8 @@ class BenchOptions:
     """Write everything, all measurements included, to this file; "-" prints it without tables."""
     plot: Path | None = None
     """Draw the tables into this .png, .svg or .pdf file."""
-    trace: Path | None = None
-    """Write every step of what is measured to this file: .jsonl, or .parquet for a folder of
-    Parquet files. Written between the measurements, so it changes none."""
-    trace_tokens: bool = False
-    """Put token ids into the trace; without it a trace holds no text."""
+    tracing: TraceFlags = field(default_factory=TraceFlags)
+    """Written between the measurements, so that it changes none."""
 
     @property
     def config(self) -> BenchConfig:
@@ -104,18 +101,15 @@ class BenchOptions:
         """Refuse what would fail after the measuring.
 
         Raises:
-            InvalidRequest: a file cannot be written, or is no picture.
+            InvalidRequest: a file cannot be written, is no picture, or options exclude each other.
         """
         if self.json is not None and self.json != Path("-"):
             check_writable("--json", self.json)
         if self.plot is not None:
-            if self.plot.suffix not in PICTURES:
-                raise InvalidRequest(f"--plot {self.plot} must end in {', '.join(PICTURES)}")
-            check_writable("--plot", self.plot)
+            check_picture("--plot", self.plot)
         if self.no_prediction and self.profile:
             raise InvalidRequest("--profile and --no-prediction exclude each other")
-        if self.trace_tokens and self.trace is None:
-            raise InvalidRequest("--trace-tokens needs --trace FILE")
+        self.tracing.check()
 
 
 def run(options: BenchOptions) -> int:
@@ -127,10 +121,9 @@ def run(options: BenchOptions) -> int:
     from rich.console import Console
 
     from forerun.bench.comparison import Comparison
-    from forerun.trace.files import open_trace
 
     with (
-        open_trace(options.trace) if options.trace else nullcontext() as trace,
+        options.tracing.opened() as trace,
         Console(stderr=True).status("starting") as status,
     ):
         comparison = Comparison(config, prompts, clock=time.perf_counter, tell=status.update)
@@ -182,7 +175,7 @@ def begin_trace(trace: TraceWriter, options: BenchOptions, comparison: Compariso
     for header in headers:
         trace.add(header)
     hashes = {h.draft: h.draft_hash for h in headers if h.draft is not None and h.draft_hash}
-    return BenchTrace(trace, draft_hashes=hashes, with_tokens=options.trace_tokens)
+    return BenchTrace(trace, draft_hashes=hashes, with_tokens=options.tracing.trace_tokens)
 
 
 def show(comparison: Comparison, options: BenchOptions) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from forerun.bench.best import BestOfSeveral
@@ -13,6 +12,7 @@ from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.summary import ArmSummary
 from forerun.bench.verdict import outcome, verdict
 from forerun.cli.demo_tables import origin, with_ends
+from forerun.cli.tables import table_of
 
 __all__ = ["print_comparison"]
 
@@ -45,16 +45,7 @@ def print_comparison(report: BenchReport) -> None:
 
 def print_cell(console: Console, cell: CellReport) -> None:
     """Table, verdicts, the best of several."""
-    table = Table(
-        title=cell.title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
-    table.add_column("arm", no_wrap=True)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = table_of(Column("arm", no_wrap=True), *HEADINGS, title=cell.title)
     for row in cell.rows:
         table.add_row(row.arm.name, *figures(cell, row))
     console.print(table, "")

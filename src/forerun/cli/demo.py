@@ -28,7 +28,7 @@ class DemoOptions:
     runner: Runner = DemoConfig().runner
     """What carries the passes; see `forerun generate --help`."""
     threads: int | None = None
-    """Threads of the kernels; by default whichever number plain decoding is fastest with."""
+    """Threads that carry the passes; by default whichever number plain decoding is fastest with."""
     out: Path | None = None
     """Write demo.json, demo.png and demo.svg into this folder."""
     json: bool = False

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from forerun.bench.demo import Example
@@ -17,6 +16,7 @@ from forerun.bench.summary import ArmSummary
 from forerun.bench.verdict import verdict
 from forerun.cli.colour import ColouredText, legend
 from forerun.cli.figures import rates
+from forerun.cli.tables import table_of
 from forerun.provenance import Provenance
 from forerun.theory.intervals import Interval
 
@@ -59,16 +59,9 @@ def coloured(example: Example) -> Text:
 
 def print_rows(console: Console, rows: Sequence[ArmSummary], title: str) -> None:
     """One table, then one sentence per arm."""
-    table = Table(
-        title=f"{title}, {rows[0].num_blocks} prompts",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
+    table = table_of(
+        Column("arm", no_wrap=True), *HEADINGS, title=f"{title}, {rows[0].num_blocks} prompts"
     )
-    table.add_column("arm", no_wrap=True)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.arm.name,

@@ -107,7 +107,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
     tokenizer = load_tokenizer(folder)
     geometry = geometry_of(
         architecture,
-        num_slots=config.max_batch,
+        num_slots=config.num_slots,
         capacity=min(config.max_context, architecture.max_positions),
         max_staged_rows=config.num_speculative_tokens + 1,
         dtype=choose_dtype(dtype, checkpoint),
@@ -119,7 +119,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         architecture=architecture,
         num_parameters=checkpoint.num_parameters,
         dtype=str(geometry.dtype).removeprefix("torch."),
-        num_slots=config.max_batch,
+        num_slots=config.num_slots,
         context=geometry.capacity,
         memory=estimate(checkpoint.num_parameters, architecture, geometry),
         kv_bytes_per_token=geometry.num_layers * per_layer * geometry.dtype.itemsize,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tyro.conf import UseAppendAction
 
 from forerun.engine.config import EngineConfig
+from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
 
-__all__ = ["ModelFlags", "OutputFlags", "PairFlags", "SamplingFlags"]
+if TYPE_CHECKING:
+    from forerun.trace.writer import TraceWriter
+
+__all__ = ["ModelFlags", "OutputFlags", "PairFlags", "SamplingFlags", "TraceFlags"]
 
 ZOO_DRAFT = PREFIX + "draft-domain"
 
@@ -80,7 +86,33 @@ class OutputFlags:
     """Print one JSON object (text, token_ids, finish_reason, figures) instead of streaming."""
     quiet: bool = False
     """No line of figures on stderr."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFlags:
+    """Whether every step is kept, and where."""
+
     trace: Path | None = None
-    """Write a trace of this run to FILE.jsonl, or into FILE.parquet, a folder of Parquet files."""
+    """Write every step to FILE.jsonl, or into FILE.parquet, a folder of Parquet files."""
     trace_tokens: bool = False
     """Put token ids into the trace; without it a trace holds no text."""
+
+    def check(self) -> None:
+        """Refuse an option that would silently do nothing.
+
+        Raises:
+            InvalidRequest: tokens are wanted in no trace.
+        """
+        if self.trace_tokens and self.trace is None:
+            raise InvalidRequest("--trace-tokens needs --trace FILE")
+
+    @contextmanager
+    def opened(self) -> Iterator[TraceWriter | None]:
+        """The trace asked for, open for writing; None where none is."""
+        if self.trace is None:
+            yield None
+            return
+        from forerun.trace.files import open_trace
+
+        with open_trace(self.trace) as writer:
+            yield writer

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags
+from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -32,13 +31,13 @@ class GenerateOptions:
     pair: PairFlags = field(default_factory=PairFlags)
     sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=256))
     output: OutputFlags = field(default_factory=OutputFlags)
+    tracing: TraceFlags = field(default_factory=TraceFlags)
 
     def check(self) -> None:
         """Refuse combinations in which an option would silently do nothing."""
         if self.system is not None and not self.chat:
             raise InvalidRequest("--system needs --chat: a plain prompt has no system message")
-        if self.output.trace_tokens and self.output.trace is None:
-            raise InvalidRequest("--trace-tokens needs --trace FILE")
+        self.tracing.check()
         if self.output.json and self.output.color:
             raise InvalidRequest("--json and --color exclude each other")
 
@@ -51,10 +50,9 @@ def run(options: GenerateOptions) -> int:
     from forerun.cli.session import Session, load_engine
     from forerun.cli.writers import choose_writer, say_figures
     from forerun.provenance import trace_header
-    from forerun.trace.files import open_trace
 
     pair, output, params = options.pair, options.output, options.sampling.params
-    with open_trace(output.trace) if output.trace else nullcontext() as trace:
+    with options.tracing.opened() as trace:
         engine = load_engine(pair, num_samples=params.n)
         header = None
         if trace is not None:
@@ -65,7 +63,7 @@ def run(options: GenerateOptions) -> int:
         session = Session(
             engine,
             trace=trace,
-            trace_tokens=output.trace_tokens,
+            trace_tokens=options.tracing.trace_tokens,
             drafter_hash=header.draft_hash if header is not None else None,
         )
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest
 
-__all__ = ["PICTURES", "check_writable"]
+__all__ = ["check_picture", "check_writable"]
 
 PICTURES = (".pdf", ".png", ".svg")
 """Formats a plot can have."""
@@ -26,3 +26,14 @@ def check_writable(flag: str, path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise InvalidRequest(f"{flag} {path} cannot be written: {error.strerror}") from error
+
+
+def check_picture(flag: str, path: Path) -> None:
+    """The same for a file that a plot goes into.
+
+    Raises:
+        InvalidRequest: the file is no picture or cannot be written.
+    """
+    if path.suffix not in PICTURES:
+        raise InvalidRequest(f"{flag} {path} must end in {', '.join(PICTURES)}")
+    check_writable(flag, path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags
-from forerun.cli.paths import PICTURES, check_writable
+from forerun.cli.paths import check_picture, check_writable
 from forerun.cli.threads import use_threads
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
@@ -77,11 +77,10 @@ def run(options: ProfileOptions) -> int:
             f"a profile is of two models, and {draft} is none; compare it: forerun bench --arms "
             f"{draft}@{EngineConfig().num_speculative_tokens}"
         )
-    if options.plot is not None and options.plot.suffix not in PICTURES:
-        raise InvalidRequest(f"--plot {options.plot} must end in {', '.join(PICTURES)}")
-    for flag, path in (("--out", options.out), ("--plot", options.plot)):
-        if path is not None:
-            check_writable(flag, path)
+    if options.out is not None:
+        check_writable("--out", options.out)
+    if options.plot is not None:
+        check_picture("--plot", options.plot)
     show(measured(options.models, draft, config), options)
     return 0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
+from forerun.cli.tables import table_of
 from forerun.models.memory import readable
 from forerun.probe.cells import Cell, Quantity
 from forerun.probe.profile import Profile
@@ -80,8 +80,7 @@ def cycle_costs(profile: Profile) -> Table:
 
 def grid(heading: str, lines: Sequence[CostLine]) -> Table:
     """An empty table with one column per batch and context."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(heading, no_wrap=True)
+    table = table_of(Column(heading, no_wrap=True))
     for line in lines:
         table.add_column(f"batch {line.batch}\ncontext {line.context}", justify="right")
     return table

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
-from forerun.cli.paths import PICTURES, check_writable
-from forerun.errors import InvalidRequest
+from forerun.cli.paths import check_picture
 
 __all__ = ["COMMAND", "TraceOptions"]
 
@@ -36,9 +35,7 @@ class TraceOptions:
             InvalidRequest: the picture cannot be written, or is none.
         """
         if self.plot is not None:
-            if self.plot.suffix not in PICTURES:
-                raise InvalidRequest(f"--plot {self.plot} must end in {', '.join(PICTURES)}")
-            check_writable("--plot", self.plot)
+            check_picture("--plot", self.plot)
 
 
 def run(options: TraceOptions) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
+from forerun.cli.tables import table_of
 from forerun.trace.costs import MIN_PLAIN_STEPS, CycleCost
 from forerun.trace.summary import GroupSummary, TraceSummary
 
@@ -103,7 +103,7 @@ def time_line(summary: TraceSummary) -> str:
 
 def positions_table(group: GroupSummary) -> Table:
     """Acceptance by position with a bar of survival."""
-    table = table_of("position", "drafted", "accepted", "beta (95%)", "survival")
+    table = table_of(Column("position"), "drafted", "accepted", "beta (95%)", "survival")
     table.add_column("", no_wrap=True)
     for number, position in enumerate(group.positions, start=1):
         rate = position.rate
@@ -120,7 +120,8 @@ def positions_table(group: GroupSummary) -> Table:
 
 def tags_table(summary: TraceSummary) -> Table:
     """One line per tag."""
-    table = table_of("tag", "requests", "tokens", "tau", "kappa", "wasted", "beta 1, 2, 3")
+    headings = ("requests", "tokens", "tau", "kappa", "wasted", "beta 1, 2, 3")
+    table = table_of(Column("tag", overflow="fold"), *headings)
     plain: Mapping[int, float] = summary.plain_step_s
     for tag, group in summary.tags.items():
         tau, cost = group.acceptance.acceptance_length, group.costs.cycle_cost(plain)
@@ -133,15 +134,6 @@ def tags_table(summary: TraceSummary) -> Table:
             "" if group.wasted_share is None else f"{group.wasted_share:.0%}",
             " ".join(f"{position.rate.estimate:.2f}" for position in group.positions[:3]),
         )
-    return table
-
-
-def table_of(first: str, *others: str) -> Table:
-    """An empty table; its first column is on the left."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

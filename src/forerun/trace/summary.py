@@ -124,8 +124,8 @@ class GroupSummary:
                 {
                     "num_drafted": position.num_drafted,
                     "num_accepted": position.num_accepted,
-                    "acceptance_rate": position.rate.estimate,
-                    "acceptance_rate_ci": [position.rate.low, position.rate.high],
+                    "acceptance_rate_per_position": position.rate.estimate,
+                    "acceptance_rate_per_position_ci": [position.rate.low, position.rate.high],
                     "survival": position.survival,
                 }
                 for position in self.positions
