@@ -44,11 +44,6 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.fixture
-def target() -> TabularModel:
-    return tiny.tabular(0)
-
-
-@pytest.fixture
 def draft(target: TabularModel) -> DraftModel:
     return tiny.drafting(tiny.cousin(target, 5), 8)
 

@@ -37,16 +37,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def target() -> TabularModel:
-    return tiny.tabular(0)
-
-
-@pytest.fixture
-def draft(target: TabularModel) -> TabularModel:
-    return tiny.cousin(target, 5)
-
-
 def over(target: TabularModel, draft: TabularModel, **changes: int) -> Engine:
     return tiny.engine_over(target, tiny.drafting(draft, 8), **changes)
 

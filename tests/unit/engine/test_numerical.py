@@ -92,11 +92,13 @@ def test_generate_leaves_nothing_behind(engine):
     assert len(engine.generate([[1]], PARAMS["seeded"])[0].token_ids) == 8
 
 
-def test_parameters_that_leave_no_token(engine):
-    """Until min_tokens are out, the only allowed token must not come."""
-    params = SamplingParams(seed=1, min_tokens=2, allowed_token_ids=(tiny.EOS,))
+def test_parameters_that_leave_no_token():
+    """The only token allowed is one the target never says."""
+    target = tiny.tabular(0, order=1)
+    target.log_probs[:, 7] = -torch.inf
+    params = SamplingParams(seed=1, allowed_token_ids=(7,))
     with pytest.raises(NumericalError, match="leave no possible token"):
-        engine.generate([[1]], params)
+        tiny.engine_over(target).generate([[1]], params)
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)

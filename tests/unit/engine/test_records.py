@@ -23,11 +23,6 @@ PARAMS = SamplingParams(seed=4, max_tokens=17, ignore_eos=True)
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [3], "c": [2, 2]}
 
 
-@pytest.fixture
-def target() -> TabularModel:
-    return tiny.tabular(0)
-
-
 def drafted(target: TabularModel, **changes: int) -> Engine:
     return tiny.engine_over(target, tiny.drafting(tiny.cousin(target, 5), 8), **changes)
 

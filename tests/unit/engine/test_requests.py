@@ -14,16 +14,6 @@ PARAMS = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
-def target() -> TabularModel:
-    return tiny.tabular(0)
-
-
-@pytest.fixture
-def draft(target: TabularModel) -> TabularModel:
-    return tiny.cousin(target, 5)
-
-
-@pytest.fixture
 def engine(target: TabularModel, draft: TabularModel) -> Engine:
     return tiny.engine_over(target, tiny.drafting(draft, 8))
 

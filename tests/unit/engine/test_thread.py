@@ -46,16 +46,6 @@ class Gated(TabularModel):
 
 
 @pytest.fixture
-def target() -> TabularModel:
-    return tiny.tabular(0)
-
-
-@pytest.fixture
-def draft(target: TabularModel) -> TabularModel:
-    return tiny.cousin(target, 5)
-
-
-@pytest.fixture
 def engine(target: TabularModel, draft: TabularModel) -> Engine:
     return tiny.engine_over(target, tiny.drafting(draft, 8), max_batch=3, max_waiting=40)
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from tests.records import STEP
 
 from forerun.theory.acceptance import AcceptanceCounts
 
@@ -77,10 +80,10 @@ def test_merging_is_counting_together():
     assert MIXED + AcceptanceCounts() == MIXED
 
 
-def test_counts_from_a_trace(step_record):
+def test_counts_from_a_trace():
     records = [
-        step_record(num_drafted=5, depth_drafted=3, num_accepted=2),
-        step_record(num_drafted=3, depth_drafted=3, num_accepted=0),
+        replace(STEP, num_drafted=5, depth_drafted=3, num_accepted=2),
+        replace(STEP, num_drafted=3, depth_drafted=3, num_accepted=0),
     ]
     counts = AcceptanceCounts.from_records(records)
     assert (counts.num_steps, counts.num_drafted, counts.num_accepted) == (2, 8, 2)

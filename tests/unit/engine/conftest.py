@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+from tests import tiny
+
+from forerun.models.tabular import TabularModel
+
+
+@pytest.fixture
+def target() -> TabularModel:
+    return tiny.tabular(0)
+
+
+@pytest.fixture
+def draft(target: TabularModel) -> TabularModel:
+    return tiny.cousin(target, 5)
