@@ -44,11 +44,16 @@ class Prediction:
         return asdict(self)
 
 
-def predict(summary: ArmSummary, table: CostTable, batch: int) -> Prediction:
-    """Speedup of an arm from how much was accepted and what its cycles should cost."""
+def predict(summary: ArmSummary, table: CostTable, batch: int) -> Prediction | None:
+    """Speedup of an arm from how much was accepted and what its cycles should cost.
+
+    None where the table is too rough to bound kappa from below, and so the speedup from above.
+    """
     kappa = table.cycle_cost_interval(
         summary.arm.num_speculative_tokens, round(summary.mean_context), batch
     )
+    if kappa.low <= 0:
+        return None
     tau = summary.acceptance_length
     return Prediction(
         cycle_cost=kappa,

@@ -56,7 +56,7 @@ class CellReport:
         temperature: 0 is greedy.
         batch: prompts continued together.
         rows: every arm, plain decoding first; empty where too few blocks were measured.
-        predictions: by arm, of those whose draft has a cost table.
+        predictions: by arm, of those whose draft has a cost table that is not too rough.
         best: the best arm, where there was a choice and blocks enough.
         blocks: everything measured.
     """
@@ -80,9 +80,11 @@ class CellReport:
             batch=batch,
             rows=rows,
             predictions={
-                row.arm.name: predict(row, costs[row.arm.draft].at(temperature), batch)
+                row.arm.name: prediction
                 for row in rows
-                if row.arm.draft is not None and row.arm.draft in costs
+                if row.arm.draft is not None
+                and row.arm.draft in costs
+                and (prediction := predict(row, costs[row.arm.draft].at(temperature), batch))
             },
             best=best_of_several(blocks) if enough else None,
             blocks=blocks,

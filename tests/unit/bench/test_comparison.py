@@ -13,6 +13,7 @@ from forerun.bench.compare import Prompt, batched, run_blocks
 from forerun.bench.comparison import Cell, Comparison
 from forerun.bench.config import BenchConfig, parse_arms
 from forerun.bench.prediction import Costs, predict
+from forerun.bench.report import CellReport
 from forerun.bench.summary import summarise
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostTable
@@ -131,7 +132,25 @@ def test_a_prediction_is_tau_over_the_tables_kappa(make_arm, clock):
     draft = make_arm("d", k=3, accepted=2, step_s=1.5)
     summary = summarise(blocks_of([plain, draft], clock, 4), num_resamples=50)[1]
     prediction = predict(summary, costs.at(0.0), batch=1)
+    assert prediction is not None
     assert prediction.cycle_cost.estimate == pytest.approx(3 * 0.1 + 1.2 + 0.05)
     assert prediction.decode_speedup.estimate == pytest.approx(3.0 / 1.55)
     low, high = prediction.decode_speedup.low, prediction.decode_speedup.high
     assert low < prediction.decode_speedup.estimate < high
+
+
+def test_nothing_is_predicted_from_a_table_whose_error_reaches_zero(make_arm, clock):
+    line = CostLine(
+        rows=(1, 4),
+        verify_s=(0.010, 0.012),
+        verify_error_s=(0.020, 0.020),
+        plain_s=0.010,
+        draft_s=0.001,
+        overhead_s=0.0005,
+    )
+    costs = {"d": Costs(greedy=CostTable(lines=(line,)), sampled=CostTable(lines=(line,)))}
+    arm = replace(make_arm("d", k=3, accepted=2), draft="d")
+    blocks = blocks_of([make_arm("plain"), arm], clock, 4)
+    cell = CellReport.of(blocks, temperature=0.0, batch=1, costs=costs)
+    assert cell.rows and not cell.predictions
+    assert [cell.row(row)["predicted"] for row in cell.rows] == [None, None]
