@@ -22,7 +22,7 @@ HEADINGS = (
     "tau\nkappa",
     "predicted\n(95%)",
     "decoding\n(95%)",
-    "4-grams",
+    "4-\ngrams",
 )
 """Of the columns after the arm's name; narrow enough for 80 characters."""
 LEGEND = (
