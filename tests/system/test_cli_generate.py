@@ -104,6 +104,15 @@ def test_trace_has_header_steps_and_request(run, tmp_path):
     assert lines[-1]["num_output_tokens"] == 24
 
 
+@pytest.mark.parametrize("wrong", [{"draft": "/nonexistent"}, {"draft": "self:99"}])
+def test_a_mistake_leaves_an_earlier_trace_alone(run, tmp_path, wrong):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("earlier\n", encoding="utf-8")
+    code, _, _ = run("def f", *GREEDY, "--trace", str(path), **wrong)
+    assert code != 0
+    assert path.read_text(encoding="utf-8") == "earlier\n"
+
+
 def test_trace_names_every_sample_alike_in_steps_and_requests(run, tmp_path):
     path = tmp_path / "trace.jsonl"
     run("def f", "--max-tokens", "8", "--n", "2", "--json", "--trace", str(path))

@@ -62,10 +62,13 @@ def test_help_of_a_command_has_examples(name, capsys):
     assert f"  forerun {name}" in text.split("examples:")[1]
 
 
+NEEDED = {"generate": ["x"], "info": ["x"], "trace": ["summarize", "x"]}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_unknown_option_is_a_usage_error(name, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([name, "x", "--jsom"] if name in ("generate", "info") else [name, "--jsom"])
+        main([name, *NEEDED.get(name, ()), "--jsom"])
     assert stop.value.code == 2
     assert "--json" in capsys.readouterr().err
 

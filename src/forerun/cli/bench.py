@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,13 +123,12 @@ def run(options: BenchOptions) -> int:
 
     from forerun.bench.comparison import Comparison
 
-    with (
-        options.tracing.opened() as trace,
-        Console(stderr=True).status("starting") as status,
-    ):
+    with Console(stderr=True).status("starting") as status, ExitStack() as opened:
         comparison = Comparison(config, prompts, clock=time.perf_counter, tell=status.update)
         try:
             comparison.load()
+            # Only now: a trace that is there is replaced.
+            trace = opened.enter_context(options.tracing.opened())
             if trace is not None:
                 comparison.trace = begin_trace(trace, options, comparison)
             comparison.run(costs_of(options, comparison, status.update))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import UseAppendAction
 
+from forerun.cli.paths import check_writable
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
@@ -98,13 +99,20 @@ class TraceFlags:
     """Put token ids into the trace; without it a trace holds no text."""
 
     def check(self) -> None:
-        """Refuse an option that would silently do nothing.
+        """Refuse what would silently do nothing, and a file that cannot be written.
 
         Raises:
-            InvalidRequest: tokens are wanted in no trace.
+            InvalidRequest: tokens are wanted in no trace, or there can be none.
         """
         if self.trace_tokens and self.trace is None:
             raise InvalidRequest("--trace-tokens needs --trace FILE")
+        if self.trace is None:
+            return
+        from forerun.trace.files import check_suffix
+
+        check_suffix(self.trace)
+        if self.trace.suffix == ".jsonl":
+            check_writable("--trace", self.trace)
 
     @contextmanager
     def opened(self) -> Iterator[TraceWriter | None]:

@@ -52,13 +52,13 @@ def run(options: GenerateOptions) -> int:
     from forerun.provenance import trace_header
 
     pair, output, params = options.pair, options.output, options.sampling.params
-    with options.tracing.opened() as trace:
-        engine = load_engine(pair, num_samples=params.n)
+    engine = load_engine(pair, num_samples=params.n)
+    ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
+    with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         header = None
         if trace is not None:
             header = trace_header(pair.target, pair.draft_name, str(engine.target.device))
             trace.add(header)
-        ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
         writer = choose_writer(engine.tokenizer, num_samples=params.n, flags=output)
         session = Session(
             engine,

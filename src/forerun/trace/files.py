@@ -12,7 +12,7 @@ from forerun.trace.jsonl import JsonLines, read_json_lines
 from forerun.trace.schema import Damage, Item
 from forerun.trace.writer import Sink, TraceWriter
 
-__all__ = ["SUFFIXES", "open_trace", "read_trace"]
+__all__ = ["SUFFIXES", "check_suffix", "open_trace", "read_trace"]
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -27,8 +27,7 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
     Raises:
         InvalidRequest: it ends in something else, or cannot be written.
     """
-    if path.suffix not in SUFFIXES:
-        raise InvalidRequest(f"the trace {path} must end in {' or '.join(SUFFIXES)}")
+    check_suffix(path)
     try:
         sink = json_lines(path) if path.suffix == ".jsonl" else parquet_parts(path)
     except OSError as error:
@@ -40,6 +39,16 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
         yield writer
     finally:
         writer.close()
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a name that says nothing of the format.
+
+    Raises:
+        InvalidRequest: it ends in something else.
+    """
+    if path.suffix not in SUFFIXES:
+        raise InvalidRequest(f"the trace {path} must end in {' or '.join(SUFFIXES)}")
 
 
 def json_lines(path: Path) -> JsonLines:
