@@ -15,7 +15,7 @@ from forerun.bench.config import SCOUT_BATCH
 from forerun.bench.text import first_repeat
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["scouted"]
+__all__ = ["MIN_TOKENS", "scouted"]
 
 MIN_TOKENS = 16
 """Shorter completions time little but the prefill; their prompts are passed over."""

@@ -122,6 +122,7 @@ def run(options: BenchOptions) -> int:
     from rich.console import Console
 
     from forerun.bench.comparison import Comparison
+    from forerun.bench.scout import MIN_TOKENS
 
     with Console(stderr=True).status("starting") as status, ExitStack() as opened:
         comparison = Comparison(config, prompts, clock=time.perf_counter, tell=status.update)
@@ -136,6 +137,12 @@ def run(options: BenchOptions) -> int:
             status.stop()
             if any(comparison.blocks.values()):
                 show(comparison, options)
+    if not any(comparison.blocks.values()):
+        raise InvalidRequest(
+            "nothing was measured: of every prompt the greedy completion ends or begins to loop "
+            f"within {MIN_TOKENS} tokens; raise --max-tokens (it is {options.max_tokens}), give "
+            "other --prompts, or --temperatures 1"
+        )
     return 0
 
 
