@@ -8,10 +8,9 @@ real, as is the time of planting, which is charged to speculation; the acceptanc
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int64
-from torch import Tensor
 
-from forerun.models.base import KVStore, LanguageModel, RowBatch, Scores
+from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.models.wrapped import WrappedModel
 
 __all__ = ["PlantedTarget"]
 
@@ -19,7 +18,7 @@ __all__ = ["PlantedTarget"]
 BEYOND_ALL = 1024.0
 
 
-class PlantedTarget:
+class PlantedTarget(WrappedModel):
     """A LanguageModel whose greedy choices follow drafted chains with a planted probability.
 
     Args:
@@ -29,34 +28,9 @@ class PlantedTarget:
     """
 
     def __init__(self, model: LanguageModel, acceptance: float, seed: int) -> None:
-        self.model = model
+        super().__init__(model)
         self.acceptance = acceptance
         self.coins = torch.Generator().manual_seed(seed)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self.model.vocab_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Size of the model, tied parameters counted once."""
-        return self.model.num_parameters
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self.model.max_context
-
-    @property
-    def store(self) -> KVStore:
-        """Where the model's KV lives."""
-        return self.model.store
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
-        return self.model.device
 
     def forward(self, batch: RowBatch) -> Scores:
         """One pass of the model, its verdict on every drafted token of a chain planted.
@@ -79,9 +53,3 @@ class PlantedTarget:
             tokens = batch.tokens.index_select(0, nodes)
             scores.logits[rows, tokens] = (verdicts * 2 - 1).to(scores.logits.dtype) * BEYOND_ALL
         return scores
-
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """The model's own."""
-        return self.model.greedy_chain(batch, num_tokens, vocab_size)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
-from forerun.models.base import KVStore, LanguageModel, RowBatch, Scores
+from forerun.models.base import LanguageModel, RowBatch, Scores
 from forerun.models.greedy import chain_by_forward
+from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["ScriptReader", "ScriptedModel"]
@@ -24,35 +25,15 @@ __all__ = ["ScriptReader", "ScriptedModel"]
 CERTAIN = 1e4
 
 
-class ScriptedModel:
+class ScriptedModel(WrappedModel):
     """A LanguageModel whose most likely token is the script's; one sequence at a time."""
 
-    def __init__(self, inner: LanguageModel) -> None:
-        self.inner = inner
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
         self.script = torch.zeros(1, dtype=torch.int64)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.inner.vocab_size
-
-    @property
-    def num_parameters(self) -> int:
-        return self.inner.num_parameters
-
-    @property
-    def max_context(self) -> int:
-        return self.inner.max_context
-
-    @property
-    def store(self) -> KVStore:
-        return self.inner.store
-
-    @property
-    def device(self) -> torch.device:
-        return self.inner.device
-
     def forward(self, batch: RowBatch) -> Scores:
-        scores = self.inner.forward(batch)
+        scores = self.model.forward(batch)
         if len(batch.logit_rows):
             places = batch.positions.index_select(0, batch.logit_rows) + 1
             wanted = self.script.index_select(0, places.clamp_(max=len(self.script) - 1))

@@ -94,10 +94,8 @@ class Intake:
 
     def _check_possible(self, params: SamplingParams) -> None:
         """Refuse parameters that leave no token, be it only until min_tokens are out."""
-        ends: set[int] = set()
-        if params.min_tokens:
-            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-        forbidden = {*params.bad_token_ids, *ends}
+        ends = params.ending_tokens(self.eos_token_ids) if params.min_tokens else frozenset()
+        forbidden = ends.union(params.bad_token_ids)
         allowed: Iterable[int] = range(self.target.vocab_size)
         if params.allowed_token_ids is not None:
             allowed = params.allowed_token_ids
@@ -253,7 +251,7 @@ def as_ids(prompt: object) -> list[int]:
 def is_id(value: object) -> bool:
     """Whether it is an integer, one of numpy's or torch's included."""
     try:
-        index(value)  # type: ignore[arg-type]
+        index(value)  # type: ignore[arg-type]  # whether it may be one is the question
     except (TypeError, RuntimeError):
         return False
     return not isinstance(value, bool)

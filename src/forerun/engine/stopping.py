@@ -28,7 +28,7 @@ class TokenStops:
     """Stops that depend on ids and counts alone."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_new: int) -> None:
-        self.eos = frozenset() if params.ignore_eos else eos_token_ids
+        self.eos = params.heeded_eos(eos_token_ids)
         self.stop_ids = frozenset(params.stop_token_ids)
         self.max_new = max_new
         self.min_tokens = params.min_tokens

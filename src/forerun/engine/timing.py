@@ -29,7 +29,7 @@ class StepClock:
     def mark(self) -> None:
         """Note the beginning or the end of drafting or of the target pass: four calls a step."""
         if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotations here
             event.record()
             self._marks.append(event)
         else:

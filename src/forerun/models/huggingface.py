@@ -21,11 +21,12 @@ from forerun.models.base import RowBatch, Scores
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore, geometry_of
+from forerun.models.stored import StoredModel
 
 __all__ = ["HuggingFaceModel", "adapt", "read_weights"]
 
 
-class HuggingFaceModel:
+class HuggingFaceModel(StoredModel):
     """A LanguageModel over a transformers model; see `adapt`.
 
     Args:
@@ -38,44 +39,13 @@ class HuggingFaceModel:
     def __init__(
         self, *, network: nn.Module, store: ContiguousKVStore, architecture: Architecture
     ) -> None:
+        super().__init__(architecture, store)
         self.network = network
-        self.architecture = architecture
-        self._store = store
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits; may exceed the tokenizer's vocabulary."""
-        return self.architecture.vocab_size
 
     @property
     def num_parameters(self) -> int:
         """Size of the model, tied parameters counted once."""
         return sum(parameter.numel() for parameter in self.network.parameters())
-
-    @property
-    def num_layers(self) -> int:
-        """Layers a pass goes through."""
-        return self.architecture.num_layers
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self._store.geometry.capacity
-
-    @property
-    def store(self) -> ContiguousKVStore:
-        """Where this model's KV lives."""
-        return self._store
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
-        return self._store.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, KV and logits."""
-        return self._store.geometry.dtype
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> Scores:

@@ -81,4 +81,5 @@ def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a file, from its header."""
     with safe_open(path, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        names = file.keys()  # the file itself cannot be iterated over
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}

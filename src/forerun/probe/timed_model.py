@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from forerun.models.base import KVStore, LanguageModel, RowBatch, SampledChains, Scores
+from forerun.models.base import LanguageModel, RowBatch, SampledChains, Scores
+from forerun.models.wrapped import WrappedModel
 from forerun.probe.stopwatch import Stopwatch
 
 __all__ = ["TimedModel", "timed"]
 
 
-class TimedModel:
+class TimedModel(WrappedModel):
     """Another LanguageModel, unchanged but for the clock around its passes.
 
     Args:
@@ -25,34 +25,9 @@ class TimedModel:
     """
 
     def __init__(self, model: LanguageModel, stopwatch: Stopwatch) -> None:
-        self.model = model
+        super().__init__(model)
         self.stopwatch = stopwatch
         self.inside_s = 0.0
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self.model.vocab_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Size of the model, tied parameters counted once."""
-        return self.model.num_parameters
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self.model.max_context
-
-    @property
-    def store(self) -> KVStore:
-        """Where this model's KV lives."""
-        return self.model.store
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
-        return self.model.device
 
     def forward(self, batch: RowBatch) -> Scores:
         """One pass of the model, timed."""

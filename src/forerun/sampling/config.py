@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -197,6 +197,14 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
+
+    def heeded_eos(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """Those of the model's own end-of-text ids that end this request's text."""
+        return frozenset() if self.ignore_eos else frozenset(eos_token_ids)
+
+    def ending_tokens(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """Every token that ends the text, once min_tokens are out."""
+        return self.heeded_eos(eos_token_ids).union(self.stop_token_ids)
 
     @property
     def needs_history(self) -> bool:

@@ -73,11 +73,11 @@ class History:
             device: where the logits are.
             mask: constraint on the output; this sample's own, for it is advanced.
         """
-        eos = () if params.ignore_eos else eos_token_ids
+        ending = params.ending_tokens(eos_token_ids)
         seen = prompt_ids if params.repetition_penalty != 1 else ()
         return cls(
             bias=_bias_row(params, vocab_size, device),
-            stop_ids=tuple(sorted(t for t in {*eos, *params.stop_token_ids} if t < vocab_size)),
+            stop_ids=tuple(sorted(token for token in ending if token < vocab_size)),
             min_tokens=params.min_tokens,
             counts=TokenCounts(seen, device) if params.has_penalties else None,
             mask=mask,

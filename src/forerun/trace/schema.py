@@ -96,7 +96,7 @@ def record_from(kind: object, values: Mapping[str, object]) -> Record:
             checked[name] = value_of(str(field.type), name, values[name])
         elif field.default is MISSING:
             raise ValueError(f"no {name}")
-    record: Record = made(**checked)  # type: ignore[arg-type]
+    record: Record = made(**checked)  # type: ignore[arg-type]  # checked one by one above
     if isinstance(record, StepRecord):
         check_counts(record)
     return record

@@ -25,6 +25,7 @@ from forerun.models.architecture import Architecture
 from forerun.models.base import RowBatch, Scores
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.stored import StoredModel
 from forerun.native.library import (
     ELEMENTS,
     Kernels,
@@ -38,7 +39,7 @@ from forerun.native.library import (
 __all__ = ["NativeModel", "build_native_model"]
 
 
-class NativeModel:
+class NativeModel(StoredModel):
     """A LanguageModel whose passes run in the kernels; see `build_native_model`.
 
     Args:
@@ -56,42 +57,11 @@ class NativeModel:
         architecture: Architecture,
         num_parameters: int,
     ) -> None:
+        super().__init__(architecture, store)
         self.weights = weights
-        self.architecture = architecture
         self.num_parameters = num_parameters
-        self._store = store
         keys, _ = store.layer(0)
         self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits; may exceed the tokenizer's vocabulary."""
-        return self.architecture.vocab_size
-
-    @property
-    def num_layers(self) -> int:
-        """Layers a pass goes through."""
-        return self.architecture.num_layers
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self._store.geometry.capacity
-
-    @property
-    def store(self) -> ContiguousKVStore:
-        """Where this model's KV lives."""
-        return self._store
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
-        return self._store.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and KV; logits are fp32."""
-        return self._store.geometry.dtype
 
     def forward(self, batch: RowBatch) -> Scores:
         """One pass. Stages the KV of every row; committing is the caller's business.
@@ -100,8 +70,7 @@ class NativeModel:
             NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
             ValueError: rows overwrite committed ones or leave a gap.
         """
-        for span in batch.spans:
-            self._store.claim(span.slot, span.start, span.num_rows)
+        self._claim(batch)
         logits = torch.empty((len(batch.logit_rows), self.vocab_size))
         self._call(
             batch,
@@ -118,8 +87,7 @@ class NativeModel:
 
         All passes happen in one call; see `LanguageModel.greedy_chain`.
         """
-        for span in batch.spans:
-            self._store.claim(span.slot, span.start, span.num_rows + num_tokens - 1)
+        self._claim(batch, num_tokens - 1)
         drafted = torch.empty((len(batch.spans), num_tokens), dtype=torch.int64)
         most = min(vocab_size, self.vocab_size)
         self._call(
@@ -151,8 +119,7 @@ class NativeModel:
         All passes happen in one call; see `SampledChains`.
         """
         num_tokens, num_sequences = keys.shape
-        for span in batch.spans:
-            self._store.claim(span.slot, span.start, span.num_rows + num_tokens - 1)
+        self._claim(batch, num_tokens - 1)
         laws = torch.empty(num_tokens, num_sequences, vocab_size)
         drafted = torch.empty((num_sequences, num_tokens), dtype=torch.int64)
         keys = keys.contiguous()

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from forerun.models.architecture import Architecture
 from forerun.models.base import RowBatch, Scores
 from forerun.models.decoder import Decoder, ReadTensor
 from forerun.models.greedy import chain_by_forward
@@ -21,11 +20,12 @@ from forerun.models.runner.graphs.ragged import ragged_logits
 from forerun.models.runner.graphs.recorder import CudaRecorder, Recorder
 from forerun.models.runner.graphs.rectangle import RectangleLimits
 from forerun.models.runner.graphs.weights import Weights, read_weights
+from forerun.models.stored import StoredModel
 
 __all__ = ["TorchModel", "build_torch_model"]
 
 
-class TorchModel:
+class TorchModel(StoredModel):
     """A LanguageModel over a decoder's weights; see `build_torch_model`.
 
     Which bits a row's logits have depends on how many rows share its pass, since matrix products
@@ -40,49 +40,15 @@ class TorchModel:
     def __init__(
         self, *, weights: Weights, store: ContiguousKVStore, programs: Programs | None
     ) -> None:
+        sizes = weights.decoder.architecture
+        super().__init__(replace(sizes, num_layers=len(weights.layers)), store)
         self.weights = weights
         self.programs = programs
-        self._store = store
-
-    @property
-    def architecture(self) -> Architecture:
-        """Sizes of the model."""
-        return self.weights.decoder.architecture
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits; may exceed the tokenizer's vocabulary."""
-        return self.architecture.vocab_size
 
     @property
     def num_parameters(self) -> int:
         """Size of the model, tied parameters counted once."""
         return self.weights.num_parameters
-
-    @property
-    def num_layers(self) -> int:
-        """Layers a pass goes through."""
-        return len(self.weights.layers)
-
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
-        return self._store.geometry.capacity
-
-    @property
-    def store(self) -> ContiguousKVStore:
-        """Where this model's KV lives."""
-        return self._store
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
-        return self._store.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, KV and logits."""
-        return self._store.geometry.dtype
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> Scores:
@@ -93,7 +59,7 @@ class TorchModel:
             ValueError: rows overwrite committed ones or leave a gap.
         """
         if self.programs is not None:
-            self._claim(batch, 0)
+            self._claim(batch)
             logits = self.programs.logits(batch)
             if logits is not None:
                 return Scores(logits=logits)
@@ -125,10 +91,6 @@ class TorchModel:
         if self.programs is not None:
             programs = programs_over(weights, self._store, self.programs.recorder)
         return TorchModel(weights=weights, store=self._store, programs=programs)
-
-    def _claim(self, batch: RowBatch, num_later: int) -> None:
-        for span in batch.spans:
-            self._store.claim(span.slot, span.start, span.num_rows + num_later)
 
 
 def build_torch_model(

@@ -49,7 +49,7 @@ class CudaRecorder:
         """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotations here
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 run()

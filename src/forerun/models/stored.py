@@ -1,0 +1,59 @@
+"""What every runner's model has: the sizes of a decoder, and a KV store of ours."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.models.architecture import Architecture
+from forerun.models.base import RowBatch
+from forerun.models.kv_store import ContiguousKVStore
+
+__all__ = ["StoredModel"]
+
+
+class StoredModel:
+    """The part of a LanguageModel that follows from its sizes and its store.
+
+    Args:
+        architecture: sizes, the number of layers a pass goes through among them.
+        store: KV of the sequences, on the device of the weights and in their dtype.
+    """
+
+    def __init__(self, architecture: Architecture, store: ContiguousKVStore) -> None:
+        self.architecture = architecture
+        self._store = store
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; may exceed the tokenizer's vocabulary."""
+        return self.architecture.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+        return self.architecture.num_layers
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+        return self._store.geometry.capacity
+
+    @property
+    def store(self) -> ContiguousKVStore:
+        """Where this model's KV lives."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+        return self._store.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and KV."""
+        return self._store.geometry.dtype
+
+    def _claim(self, batch: RowBatch, num_later: int = 0) -> None:
+        """Stage the rows of a pass, and `num_later` rows behind those of every sequence."""
+        for span in batch.spans:
+            self._store.claim(span.slot, span.start, span.num_rows + num_later)
