@@ -97,7 +97,7 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     code = main(
         [
             *("bench", "--target", str(tiny_pair.target), *arms, "--prompts", str(prompts), *small),
-            *("--blocks", "2", "--temperatures", "1", "--batch", "1", "2", "--no-prediction"),
+            *("--blocks", "2", "--temperatures", "0", "--batch", "1", "2", "--no-prediction"),
             *("--trace", str(path), "--trace-tokens", "--json", "-"),
         ]
     )
@@ -106,7 +106,7 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     headers, found, requests = records_by_kind(path)
     drafts = [str(tiny_pair.draft), str(tiny_pair.small), "suffix"]
     assert [header.draft for header in headers] == drafts
-    by_tag = dict.fromkeys(("plain", "near K=1", "near K=3", "far K=2", "suffix K=2", "T=1"), 0)
+    by_tag = dict.fromkeys(("plain", "near K=1", "near K=3", "far K=2", "suffix K=2", "T=0"), 0)
     for request in requests:
         for tag in by_tag.keys() & set(request.tags):
             by_tag[tag] += request.num_output_tokens
@@ -114,7 +114,7 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
         assert by_tag[row["name"]] == sum(one["num_tokens"] for one in (row, *others))
     far = [step.drafter_hash for step in found if step.request_id.startswith("far K=2/")]
     assert set(far) == {None, headers[1].draft_hash}
-    assert sum(len(step.token_ids) for step in found) == by_tag["T=1"]
+    assert sum(len(step.token_ids) for step in found) == by_tag["T=0"]
 
     assert main(["trace", "summarize", str(path), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
