@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from forerun.theory.record import StepRecord
+from forerun.theory.stop_rule import StopRule
 
 __all__ = ["Capacity", "Controller", "Plan", "RequestState"]
 
@@ -18,10 +19,12 @@ class Plan:
     Attributes:
         method: name of the drafter, or "plain".
         num_speculative_tokens: K, most nodes to propose (0: plain decoding).
+        stop: ends a draft before K where the drafter is unsure; None drafts all of K.
     """
 
     method: str = "plain"
     num_speculative_tokens: int = 0
+    stop: StopRule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class RequestState:
         max_new: tokens that may still be emitted (context and max_tokens considered).
         temperature: of the request.
         tags: free-form labels of the request.
+        tpot_target_s: seconds per output token it wants to stay below; None: no such wish.
+        time_left_s: seconds until its deadline, as the step begins; None without one.
     """
 
     request_id: str
@@ -41,6 +46,8 @@ class RequestState:
     max_new: int
     temperature: float
     tags: tuple[str, ...] = ()
+    tpot_target_s: float | None = None
+    time_left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,11 @@ class Controller(Protocol):
     """Chooses plans. Pure with respect to clock and randomness: it sees only its arguments."""
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """One plan per state, in order; the engine cuts them to `max_new - 1` tokens."""
+        """One plan per state, in order, for those requests that may draft in this step.
+
+        The engine cuts plans to `max_new - 1` tokens and to its own K. Requests that prefill, or
+        whose drafter has asked for a pause, are in the step without being asked about.
+        """
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Outcomes of the step the last plans were for."""
+        """Outcomes of the step the last plans were for, and of the requests beside them."""

@@ -104,7 +104,8 @@ class StepRecord:
             the draft has no probabilities or the figure was not asked for.
         target_entropies: nats per verified position, None unless asked for.
         draft_entropies: nats per drafted position, None unless asked for.
-        stop_reason: why drafting ended.
+        stop_reason: why drafting ended: "budget" of the plan, "stop_rule", or the drafter's own.
+        stop_values: what the plan's stop rule measured before each drafted node; None without one.
         drafter_hash: content hash of the drafter, None for plain decoding.
         graph_hit: whether the pass replayed a captured graph; None where there are none.
         token_ids: emitted tokens, None unless token tracing is on.
@@ -132,6 +133,7 @@ class StepRecord:
     target_entropies: tuple[float, ...] | None = None
     draft_entropies: tuple[float, ...] | None = None
     stop_reason: str | None = None
+    stop_values: tuple[float, ...] | None = None
     drafter_hash: str | None = None
     graph_hit: bool | None = None
     token_ids: tuple[int, ...] | None = None
