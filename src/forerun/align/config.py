@@ -1,0 +1,146 @@
+"""Settings of an alignment: one torch-free dataclass per stage, flags are generated from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from forerun.engine.config import EngineConfig
+from forerun.sampling.config import SamplingParams
+
+__all__ = [
+    "AlignConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "Export",
+    "ObjectiveConfig",
+    "ObjectiveName",
+    "TeacherConfig",
+    "TeacherKind",
+    "TrainingConfig",
+]
+
+ObjectiveName = Literal["ce", "fkl", "rkl", "jsd", "tv", "nla", "lk"]
+TeacherKind = Literal["auto", "model", "hidden", "sampled", "top-k"]
+Export = Literal["hf", "vllm", "sglang"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which texts the draft learns from, and which it is judged on."""
+
+    prompts: Path
+    """A .jsonl, .parquet or .txt file of prompts or conversations, or a folder of them."""
+    responses_from: str | None = None
+    """OpenAI-compatible server that writes the responses; by default the target, in process."""
+    responses_model: str | None = None
+    """Name of the model to ask that server for; by default the target's name."""
+    samples_per_prompt: int = 1
+    """Responses per prompt."""
+    on_policy_share: float = 0.0
+    """Share of the training tokens the draft writes itself, for the target to score."""
+    fixed_share: float = 0.0
+    """Share of the training tokens taken from responses the records bring along."""
+    replay: tuple[Path, ...] = ()
+    """Traces with token ids: the draft learns the positions at which it was rejected."""
+    held_out_share: float = 0.1
+    """Share of the prompts kept for judging, chosen by their hash."""
+    max_prompt_tokens: int = 512
+    """Longer prompts lose their beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """Where the target's probabilities come from."""
+
+    teacher: TeacherKind = "auto"
+    """model: rerun the target at every step; hidden: cache its last hidden states; sampled: cache
+    ids drawn from it; top-k: a server's log-probabilities (truncated); auto: hidden if it fits."""
+    num_sampled_ids: int = 64
+    """Ids drawn per position for the sampled cache."""
+    cache_dir: Path | None = None
+    """Where caches are kept; by default inside the output folder."""
+    max_cache_bytes: int | None = None
+    """Most bytes a cache may take; by default nine tenths of what the disk has free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """What is minimised at every learned position."""
+
+    objective: ObjectiveName | Literal["auto"] = "auto"
+    """ce: text alone; fkl, rkl, jsd, tv: divergences; nla: -log alpha; lk: FKL early, TV late.
+    auto: what suits the deployed temperature."""
+    beta: float = 0.5
+    """jsd: the target's share of the mixture."""
+    eta: float = 3.0
+    """lk: how fast the weight moves from FKL to TV as alpha grows."""
+    length_aware: bool = False
+    """Weigh a position by its share of the expected accepted length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """How the draft is optimised."""
+
+    num_steps: int = 1000
+    """Optimiser steps."""
+    tokens_per_step: int = 8192
+    """Tokens per optimiser step, over all processes and accumulated passes."""
+    window: int = 512
+    """Tokens per packed row; longer samples are cut."""
+    rows_per_pass: int = 8
+    """Packed rows per forward pass of one process; passes are accumulated up to a step."""
+    learning_rate: float = 1e-3
+    """Peak, after warm-up; cosine down to a tenth."""
+    warmup_share: float = 0.05
+    """Share of the steps that warm up."""
+    weight_decay: float = 0.01
+    """AdamW's, on matrices."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    lora_rank: int = 0
+    """Train adapters of this rank, merged at the end; 0 trains all weights."""
+    checkpoint_every_s: float = 300.0
+    """Seconds between checkpoints."""
+    seed: int = 0
+    """Of order and initialisation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """How drafts are judged, by the engine's own verifier."""
+
+    num_speculative_tokens: int = 5
+    """K."""
+    num_evaluations: int = 8
+    """Judgements during training, evenly spread; before and after come on top."""
+    max_prompts: int = 64
+    """Held-out prompts a judgement during training uses at most; the final one uses all."""
+    profile: Path | None = None
+    """Costs to predict speedups from, by `forerun profile`; by default they are measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignConfig:
+    """One alignment, from prompts to a draft that may be served."""
+
+    target: str
+    """Folder, hub name or zoo: name of the target."""
+    draft: str | None = None
+    """The draft to start from; or see `init`."""
+    init: Path | None = None
+    """config.json of a draft to make from nothing, in the target's vocabulary."""
+    out: Path = Path("aligned")
+    """Folder for the draft (out/draft), data, caches, checkpoints, metrics and report."""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
+    """Parameters of the deployment: responses are drawn under them and the draft judged."""
+    data: DataConfig
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    export: tuple[Export, ...] = ("hf",)
+    """Serving configurations written beside the draft."""

@@ -1,0 +1,36 @@
+"""One text to learn from: tokens, which of them are learned, and where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Sample", "Source"]
+
+Source = Literal["target", "draft", "fixed", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One text of a data set.
+
+    Attributes:
+        prompt_hash: hash of the prompt's tokens: decides the split, names caches.
+        token_ids: prompt and response.
+        spans: half-open ranges of indices into `token_ids` that are learned, ascending: responses,
+            several in a conversation of several turns, single positions where rejections are
+            replayed. Index 0 can never be predicted, so spans begin at 1 or later.
+        tag: the prompt's own label, such as a domain; acceptance is reported by it.
+        source: who wrote the response.
+    """
+
+    prompt_hash: str
+    token_ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    tag: str = ""
+    source: Source = "target"
+
+    @property
+    def num_learned(self) -> int:
+        """Learned tokens."""
+        return sum(end - start for start, end in self.spans)
