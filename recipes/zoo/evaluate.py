@@ -11,10 +11,10 @@ from corpus import BOOK_SOURCES, HELD_OUT_MODULES, PYTHON_SOURCES, Source
 from train import TrainConfig, held_out_bits_per_byte
 from transformers import AutoModelForCausalLM
 
-from forerun.bench.text import distinct_ngram_share, first_repeat
 from forerun.engine.engine import Engine
 from forerun.models.zoo import held_out_prompts
 from forerun.sampling.config import SamplingParams
+from forerun.theory.text import distinct_ngram_share, first_repeat
 
 NUM_NEW_TOKENS = 192
 MIN_GAP_BITS_PER_BYTE = 0.15

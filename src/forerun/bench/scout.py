@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from forerun.bench.compare import Generator, Prompt
 from forerun.bench.config import SCOUT_BATCH
-from forerun.bench.text import first_repeat
 from forerun.sampling.config import SamplingParams
+from forerun.theory.text import first_repeat
 
 __all__ = ["MIN_TOKENS", "scouted"]
 

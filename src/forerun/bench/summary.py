@@ -9,9 +9,9 @@ from functools import partial
 from statistics import mean
 
 from forerun.bench.compare import Arm, Block, Measurement
-from forerun.bench.text import distinct_ngram_share
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, bootstrap_ratio
+from forerun.theory.text import distinct_ngram_share
 
 __all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "drafting_only", "measurable", "summarise"]
 
