@@ -3,13 +3,17 @@
 ForerunError
 ├── InvalidRequest      a prompt or a sampling parameter that cannot be honoured
 ├── InvalidModel        weights, configuration or tokenizer that cannot be used
+├── InvalidCheckpoint   a training cannot go on from a file: damaged, or of another run
 ├── InvalidProfile      a cost profile that cannot be read, or was made elsewhere
 ├── InvalidTrace        a trace that cannot be read, or holds nothing of one
+├── InvalidCache        a cache of a teacher that is of something else than it should be
+├── CacheTooLarge       a cache does not fit on its disk; what was finished of it is kept
 ├── IncompatibleDraft   draft and target do not fit each other
 ├── NotEnoughMemory     what was asked for does not fit, said before allocating
 ├── QueueFull           too many requests wait; the same request may be accepted later
 ├── EngineStopped       an engine's thread has ended, and what it was to do with it
 ├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
+├── TrainingDiverged    loss or gradient is no number (the last checkpoint is kept)
 ├── NumericalError      the target returned NaN or no possible token
 │   └── MaskError       the token mask of a request raised
 └── DrafterError        a drafter broke its contract (the engine falls back to plain decoding)
@@ -18,10 +22,13 @@ ForerunError
 from __future__ import annotations
 
 __all__ = [
+    "CacheTooLarge",
     "DrafterError",
     "EngineStopped",
     "ForerunError",
     "IncompatibleDraft",
+    "InvalidCache",
+    "InvalidCheckpoint",
     "InvalidModel",
     "InvalidProfile",
     "InvalidRequest",
@@ -31,6 +38,7 @@ __all__ = [
     "NumericalError",
     "QueueFull",
     "RunnerUnavailable",
+    "TrainingDiverged",
 ]
 
 
@@ -46,12 +54,24 @@ class InvalidModel(ForerunError):
     """A model folder is missing, unreadable, truncated or of an unsupported kind."""
 
 
+class InvalidCheckpoint(ForerunError):
+    """A training cannot go on from this file: it is damaged, or of a run with other settings."""
+
+
 class InvalidProfile(ForerunError):
     """A cost profile is damaged, of a newer format, or of another machine, pair or set-up."""
 
 
 class InvalidTrace(ForerunError):
     """A trace cannot be read at all; damage within one is reported beside what is whole."""
+
+
+class InvalidCache(ForerunError):
+    """A cache of a teacher was made of another target, tokenizer or template, or of other text."""
+
+
+class CacheTooLarge(ForerunError):
+    """A cache does not fit on its disk, or the disk filled up; what was finished of it is kept."""
 
 
 class IncompatibleDraft(ForerunError):
@@ -92,3 +112,7 @@ class MaskError(NumericalError):
 
 class DrafterError(ForerunError):
     """A drafter raised, or returned NaN, an out-of-range id or a malformed tree."""
+
+
+class TrainingDiverged(ForerunError):
+    """Loss or gradient is NaN or infinite; nothing was updated and the last checkpoint is kept."""
