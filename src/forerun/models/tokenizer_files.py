@@ -8,14 +8,13 @@ there. Only chat templates, which few runs render, are left to transformers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidModel
-from forerun.models.tokenizers import Messages, Tokenizer, TokenizerDefinition
+from forerun.errors import InvalidModel, InvalidRequest
+from forerun.models.tokenizers import Messages, Renderer, Tokenizer, TokenizerDefinition
 from forerun.native.cache import cache_folder, worked_out_once
 
 __all__ = ["adopt", "read_tokenizer"]
@@ -67,11 +66,21 @@ def definition_of(backend: Any) -> TokenizerDefinition:
     )
 
 
-def renderer(backend: Any) -> Callable[[Messages], str]:
+def renderer(backend: Any) -> Renderer:
     """The chat template of a transformers tokenizer as a function."""
-    return lambda messages: str(
-        backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    )
+    from jinja2 import TemplateError
+
+    def render(messages: Messages, with_answer_begun: bool) -> str:
+        try:
+            return str(
+                backend.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=with_answer_begun
+                )
+            )
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses the conversation: {error}") from error
+
+    return render
 
 
 def by_transformers(folder: Path) -> Any:

@@ -15,6 +15,7 @@ from forerun.models.token_bytes import piece_decoder
 __all__ = [
     "Detokenizer",
     "Messages",
+    "Renderer",
     "Tokenizer",
     "TokenizerDefinition",
     "VocabularyComparison",
@@ -24,6 +25,8 @@ __all__ = [
 
 Messages = list[dict[str, str]]
 """A conversation: each message with "role" and "content"."""
+Renderer = Callable[[Messages, bool], str]
+"""From a conversation to text, and whether the beginning of an answer follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class Tokenizer:
     def __init__(
         self,
         definition: TokenizerDefinition,
-        load_renderer: Callable[[], Callable[[Messages], str]],
+        load_renderer: Callable[[], Renderer],
     ) -> None:
         self.definition = definition
         self._load_renderer = load_renderer
@@ -77,21 +80,26 @@ class Tokenizer:
         """Text of ids, special tokens left out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, with_answer_begun: bool = True
+    ) -> str:
         """The prompt for a conversation; encode it without special tokens.
 
         Args:
             messages: each with "role" and "content".
+            with_answer_begun: whether it ends where the assistant's next words go, or where the
+                last message ends.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template.
+            InvalidRequest: the tokenizer has no chat template, or the template refuses the
+                conversation.
         """
         if not self.definition.has_chat_template:
             raise InvalidRequest("this model has no chat template; give a plain prompt")
-        return self._render([dict(message) for message in messages])
+        return self._render([dict(message) for message in messages], with_answer_begun)
 
     @cached_property
-    def _render(self) -> Callable[[Messages], str]:
+    def _render(self) -> Renderer:
         return self._load_renderer()
 
     @property

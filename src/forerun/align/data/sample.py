@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Sample", "Source"]
+__all__ = ["Sample", "Source", "prompt_hash"]
+
+HASH_LENGTH = 16
 
 Source = Literal["target", "draft", "fixed", "replay"]
 
@@ -34,3 +39,9 @@ class Sample:
     def num_learned(self) -> int:
         """Learned tokens."""
         return sum(end - start for start, end in self.spans)
+
+
+def prompt_hash(token_ids: Sequence[int]) -> str:
+    """Hash of a prompt's tokens: the first 16 hexadecimal digits of a SHA-256."""
+    content = array("q", token_ids)
+    return hashlib.sha256(content.tobytes()).hexdigest()[:HASH_LENGTH]

@@ -1,0 +1,114 @@
+"""Samples laid into rows of one width, and the rows as an endless shuffled stream."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+
+from forerun.align.batch import Batch
+from forerun.align.data.cut import cut
+from forerun.align.data.permutation import permuted
+from forerun.align.data.sample import Sample
+from forerun.errors import InvalidRequest
+from forerun.theory.splitmix import INCREMENT, finalise
+
+__all__ = ["Packing"]
+
+
+class Packing:
+    """Rows of an endless stream of epochs, each shuffled anew.
+
+    A row of the stream is a pure function of the samples, the window, the seed and the row's
+    number: ranks and resumed runs need no state to agree.
+
+    Args:
+        samples: to be packed; those without a learned token are left out, longer ones are cut.
+        window: width of a row.
+        seed: of the order.
+        pad_id: token at places nobody reads.
+
+    Attributes:
+        samples: as they are packed: what a teacher prepares, and what `Batch.samples` indexes.
+
+    Raises:
+        InvalidRequest: the window holds no pair of tokens, or nothing is to be learned.
+    """
+
+    def __init__(
+        self, samples: Sequence[Sample], *, window: int, seed: int, pad_id: int = 0
+    ) -> None:
+        if window < 2:
+            raise InvalidRequest(f"window is {window}; a row needs at least 2 tokens")
+        self.samples = tuple(cut(sample, window) for sample in samples if sample.num_learned)
+        if not self.samples:
+            raise InvalidRequest("there is nothing to learn: no sample has a learned token")
+        self.window = window
+        self.seed = seed
+        self.pad_id = pad_id
+        self._rows = rows_of([len(sample.token_ids) for sample in self.samples], window)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows after which every sample has been seen once."""
+        return len(self._rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an epoch, padding not counted."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def num_learned(self) -> int:
+        """Learned tokens of an epoch."""
+        return sum(sample.num_learned for sample in self.samples)
+
+    def batch(self, first_row: int, num_rows: int) -> Batch:
+        """Rows `first_row` to `first_row + num_rows - 1` of the stream."""
+        shape = (num_rows, self.window)
+        ids = torch.full(shape, self.pad_id)
+        # Padding counts its positions like one more sample.
+        positions = torch.arange(self.window).repeat(num_rows, 1)
+        samples = torch.full(shape, -1)
+        predicts = torch.zeros(shape, dtype=torch.bool)
+        for row in range(num_rows):
+            start = 0
+            for index in self._samples_in(first_row + row):
+                sample = self.samples[index]
+                end = start + len(sample.token_ids)
+                ids[row, start:end] = torch.tensor(sample.token_ids)
+                positions[row, start:] = torch.arange(self.window - start)
+                samples[row, start:end] = index
+                for learned, stop in sample.spans:
+                    predicts[row, start + learned - 1 : start + stop - 1] = True
+                start = end
+            positions[row, start:] = torch.arange(self.window - start)
+        return Batch(ids=ids, positions=positions, samples=samples, predicts=predicts)
+
+    def _samples_in(self, stream_row: int) -> list[int]:
+        """Samples in a row of the stream."""
+        epoch, row = divmod(stream_row, self.rows_per_epoch)
+        key = finalise(self.seed) + epoch * INCREMENT
+        return self._rows[permuted(row, self.rows_per_epoch, key)]
+
+
+def rows_of(lengths: Sequence[int], window: int) -> list[list[int]]:
+    """Samples by row: longest first, each into the fullest row that has room for it.
+
+    Args:
+        lengths: of every sample, at most the window.
+        window: width of a row.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # tokens left and row, ascending
+    for sample in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(room, (lengths[sample], 0))
+        if place < len(room):
+            left, row = room.pop(place)
+        else:
+            left, row = window, len(rows)
+            rows.append([])
+        rows[row].append(sample)
+        insort(room, (left - lengths[sample], row))
+    return rows

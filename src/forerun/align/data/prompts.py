@@ -1,0 +1,140 @@
+"""Prompts as tokens, and the responses some records bring along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forerun.align.data.conversation import learned_text
+from forerun.align.data.prompt_files import Entry, Message, read_entries
+from forerun.align.data.sample import Sample, prompt_hash
+from forerun.errors import InvalidRequest
+from forerun.models.tokenizers import Tokenizer
+
+__all__ = ["PromptRecord", "read_prompts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRecord:
+    """One prompt of a data set.
+
+    Attributes:
+        prompt_ids: tokens to be continued, at most as many as were asked for.
+        prompt_hash: of those tokens.
+        tag: the record's own label.
+        where: file and line, for errors.
+        messages: the conversation it was rendered from; empty for plain text.
+        brought: texts with the response, or all answers of a conversation, that records of this
+            prompt bring along; their prompt is whole.
+    """
+
+    prompt_ids: tuple[int, ...]
+    prompt_hash: str
+    tag: str
+    where: str
+    messages: tuple[Message, ...] = ()
+    brought: tuple[Sample, ...] = ()
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[PromptRecord]:
+    """Prompts of a file or folder, each once, in the order of their first records.
+
+    Texts are continued as they are. Conversations go through the tokenizer's chat template and are
+    continued with the assistant's last answer, which is what the record brings along if it has it.
+
+    Args:
+        path: see `read_entries`.
+        tokenizer: of the target.
+        max_prompt_tokens: longer prompts lose their beginning, a start token excepted.
+
+    Raises:
+        InvalidRequest: something is malformed or empty, or there is no chat template; file and line
+            are named.
+    """
+    if max_prompt_tokens < 1:
+        raise InvalidRequest(f"max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
+    found: dict[str, PromptRecord] = {}
+    for entry in read_entries(path):
+        try:
+            record = record_of(entry, tokenizer, max_prompt_tokens)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{entry.where}: {error}") from error
+        known = found.get(record.prompt_hash)
+        if known is not None:
+            record = replace(known, brought=known.brought + record.brought)
+        found[record.prompt_hash] = record
+    if not found:
+        raise InvalidRequest(f"{path} has no prompts")
+    return list(found.values())
+
+
+def record_of(entry: Entry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
+    """An entry in tokens.
+
+    Raises:
+        InvalidRequest: its prompt is empty, or its conversation cannot be rendered.
+    """
+    messages = messages_of(entry)
+    if messages:
+        has_answer = messages[-1]["role"] == "assistant"
+        asked = messages[:-1] if has_answer else messages
+        prompt_ids = tokenizer.encode(tokenizer.render_chat(asked), add_special_tokens=False)
+        text = learned_text(messages, tokenizer) if has_answer else None
+    else:
+        asked = ()
+        prompt_ids = tokenizer.encode(entry.text or "")
+        text = continued(prompt_ids, entry.response, tokenizer)
+    if not prompt_ids:
+        raise InvalidRequest("the prompt is empty: the tokenizer makes no token of it")
+    kept = shortened(prompt_ids, tokenizer.encode(""), max_prompt_tokens)
+    own_hash = prompt_hash(kept)
+    return PromptRecord(
+        prompt_ids=kept,
+        prompt_hash=own_hash,
+        tag=entry.tag,
+        where=entry.where,
+        messages=asked,
+        brought=() if text is None else (sample_of(text, own_hash, entry.tag),),
+    )
+
+
+def messages_of(entry: Entry) -> tuple[Message, ...]:
+    """The conversation of an entry, with the response it brings; empty for plain text."""
+    if not entry.messages or entry.response is None:
+        return entry.messages
+    if entry.messages[-1]["role"] == "assistant":
+        raise InvalidRequest('it has a "response", but its messages end with an answer already')
+    return (*entry.messages, {"role": "assistant", "content": entry.response})
+
+
+Text = tuple[list[int], list[tuple[int, int]]]
+"""Token ids, and the ranges of them that are learned."""
+
+
+def continued(prompt_ids: Sequence[int], response: str | None, tokenizer: Tokenizer) -> Text | None:
+    """A plain prompt with the response the record brings; where that ends, the text need not."""
+    if response is None:
+        return None
+    ids = [*prompt_ids, *tokenizer.encode(response, add_special_tokens=False)]
+    return ids, [(max(len(prompt_ids), 1), len(ids))]
+
+
+def sample_of(text: Text, own_hash: str, tag: str) -> Sample:
+    """A text that came with its prompt, as a sample."""
+    token_ids, spans = text
+    return Sample(
+        prompt_hash=own_hash,
+        token_ids=tuple(token_ids),
+        spans=tuple(spans),
+        tag=tag,
+        source="fixed",
+    )
+
+
+def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int, ...]:
+    """The end of a prompt, behind the start tokens if it had them."""
+    if len(ids) <= most:
+        return tuple(ids)
+    kept = tuple(start) if len(start) < most and list(ids[: len(start)]) == list(start) else ()
+    return (*kept, *ids[len(ids) - (most - len(kept)) :])

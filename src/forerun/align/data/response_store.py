@@ -1,0 +1,225 @@
+"""Responses on disk: a line each, appended as they finish, none twice, none lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from forerun.align.data.prompts import PromptRecord
+from forerun.align.data.sample import Sample, Source
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+from forerun.theory.record import Json
+
+__all__ = ["Maker", "Response", "ResponseStore", "TopLogprobs"]
+
+logger = logging.getLogger("forerun.align")
+
+NAME_LENGTH = 16
+FORMAT = 1
+
+TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
+"""Per response token: ids and natural-log probabilities, most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maker:
+    """All that decides what a response is like: other responses are never taken for these.
+
+    Attributes:
+        source: target or draft.
+        model: content hash of its weights, or address and name where a server has it.
+        tokenizer_hash: of the tokenizer.
+        params: sampling parameters of the responses.
+    """
+
+    source: Source
+    model: str
+    tokenizer_hash: str
+    params: SamplingParams
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON keeps it."""
+        params = {field.name: getattr(self.params, field.name) for field in fields(self.params)}
+        plain: dict[str, Json] = json.loads(
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "source": self.source,
+                    "model": self.model,
+                    "tokenizer_hash": self.tokenizer_hash,
+                    "params": params,
+                },
+                default=dict,
+            )
+        )
+        return plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What was said to a prompt once.
+
+    Attributes:
+        prompt_hash: of the prompt.
+        index: which of the prompt's samples.
+        token_ids: of the response, the token that ended it included.
+        finish_reason: as the engine or the server said.
+        top_logprobs: of every token, where a server offers them.
+    """
+
+    prompt_hash: str
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    top_logprobs: TopLogprobs | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What there is one response of."""
+        return self.prompt_hash, self.index
+
+
+class ResponseStore:
+    """The responses of one maker in one file, whose name is the maker's hash.
+
+    Lines are handed to the system whole, so a killed process loses the one it was writing at most;
+    what is left of that is removed by the next. One process at a time writes.
+
+    Args:
+        folder: of responses, made if need be.
+        maker: of the responses.
+
+    Raises:
+        InvalidRequest: the file is another maker's, or cannot be read.
+    """
+
+    def __init__(self, folder: Path, maker: Maker) -> None:
+        header = json.dumps(maker.to_dict(), sort_keys=True)
+        name = hashlib.sha256(header.encode()).hexdigest()[:NAME_LENGTH]
+        self.maker = maker
+        self.path = folder / f"{maker.source}-{name}.jsonl"
+        self._header = header
+        self._responses: dict[tuple[str, int], Response] = {}
+        self._load()
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def missing(
+        self, prompts: Iterable[PromptRecord], samples_per_prompt: int
+    ) -> list[tuple[PromptRecord, int]]:
+        """Prompts and sample indices without a response, first samples of all prompts first."""
+        return [
+            (prompt, index)
+            for index in range(samples_per_prompt)
+            for prompt in prompts
+            if (prompt.prompt_hash, index) not in self._responses
+        ]
+
+    def add(self, response: Response) -> None:
+        """Keep a response; one that is there already stays.
+
+        Raises:
+            OSError: it cannot be written, such as on a full disk; those before are safe.
+        """
+        if response.key in self._responses:
+            return
+        self._append(json.dumps(asdict(response), separators=(",", ":")))
+        self._responses[response.key] = response
+
+    def samples(self, prompts: Iterable[PromptRecord], samples_per_prompt: int) -> list[Sample]:
+        """Prompts with their responses; empty responses teach nothing and are left out."""
+        found = (
+            (prompt, self._responses.get((prompt.prompt_hash, index)))
+            for prompt in prompts
+            for index in range(samples_per_prompt)
+        )
+        return [
+            sample_of(prompt, response, self.maker.source)
+            for prompt, response in found
+            if response is not None and response.token_ids
+        ]
+
+    def response(self, prompt_hash: str, index: int) -> Response | None:
+        """One response, None where it is missing."""
+        return self._responses.get((prompt_hash, index))
+
+    def _append(self, line: str) -> None:
+        """Append a line; on failure the file ends where it ended before."""
+        with self.path.open("ab", buffering=0) as file:
+            end = file.tell()
+            remaining = memoryview(line.encode() + b"\n")
+            try:
+                while remaining:  # a file that is nearly full takes a part, and refuses the next
+                    remaining = remaining[file.write(remaining) or 0 :]
+            except OSError:
+                os.truncate(self.path, end)
+                raise
+
+    def _load(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            content = self.path.read_bytes() if self.path.exists() else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            if len(whole) < len(content):
+                os.truncate(self.path, len(whole))
+            if not whole:
+                self._append(self._header)
+                return
+        except OSError as error:
+            raise InvalidRequest(f"responses cannot be kept in {self.path}: {error}") from error
+        first, *lines = whole.splitlines()
+        if first.decode(errors="replace") != self._header:
+            raise InvalidRequest(
+                f"{self.path} holds responses of another model or of other parameters; move it away"
+            )
+        for number, line in enumerate(lines, start=2):
+            self._take(line, number)
+
+    def _take(self, line: bytes, number: int) -> None:
+        try:
+            response = response_of(json.loads(line))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            logger.warning("%s:%d is damaged; that response is made again", self.path, number)
+            return
+        self._responses.setdefault(response.key, response)
+
+
+def response_of(row: Any) -> Response:
+    """A line's response.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    top = row["top_logprobs"]
+    token_ids = tuple(row["token_ids"])
+    if not all(type(token) is int and token >= 0 for token in token_ids):
+        raise ValueError("token ids")
+    return Response(
+        prompt_hash=str(row["prompt_hash"]),
+        index=int(row["index"]),
+        token_ids=token_ids,
+        finish_reason=str(row["finish_reason"]),
+        top_logprobs=None
+        if top is None
+        else tuple(tuple((int(i), float(p)) for i, p in place) for place in top),
+    )
+
+
+def sample_of(prompt: PromptRecord, response: Response, source: Source) -> Sample:
+    """A prompt and what was said to it."""
+    length = len(prompt.prompt_ids)
+    return Sample(
+        prompt_hash=prompt.prompt_hash,
+        token_ids=prompt.prompt_ids + response.token_ids,
+        spans=((length, length + len(response.token_ids)),),
+        tag=prompt.tag,
+        source=source,
+    )

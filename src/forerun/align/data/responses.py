@@ -1,0 +1,94 @@
+"""Responses by an engine: the target's own, or the draft's where it is the engine's target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from forerun.align.data.prompts import PromptRecord
+from forerun.align.data.response_store import Response, ResponseStore
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+from forerun.theory.splitmix import INCREMENT, finalise
+
+__all__ = ["Tell", "seed_of", "write_responses"]
+
+Tell = Callable[[int, int], None]
+"""Told how many are done, and of how many, whenever that changes."""
+
+SEED_BITS = 63
+
+
+def write_responses(
+    engine: Engine,
+    prompts: Sequence[PromptRecord],
+    store: ResponseStore,
+    *,
+    samples_per_prompt: int = 1,
+    tell: Tell = lambda num_done, num_all: None,
+) -> None:
+    """Have the engine write the responses the store lacks.
+
+    Every sample has its own seed, from the parameters' seed, its prompt and its index alone: what
+    it says depends on neither the batch nor on where an earlier run was interrupted.
+
+    Args:
+        engine: over the store's maker; with a drafter it is faster and says the same.
+        prompts: to respond to.
+        store: gains the responses one by one, as they finish.
+        samples_per_prompt: responses per prompt.
+        tell: progress.
+
+    Raises:
+        InvalidRequest: a prompt does not fit into the context; its line is named.
+        NumericalError: as `Engine.step`.
+        OSError: the disk is full; what was written is kept.
+    """
+    missing = store.missing(prompts, samples_per_prompt)
+    num_all = len(prompts) * samples_per_prompt
+    waiting = iter(missing)
+    asked: dict[str, tuple[PromptRecord, int]] = {}
+    num_done = num_all - len(missing)
+    tell(num_done, num_all)
+    try:
+        while True:
+            while len(asked) < engine.config.max_batch and (job := next(waiting, None)):
+                asked[ask(engine, *job, store.maker.params)] = job
+            if not asked:
+                return
+            for chunk in engine.step():
+                if chunk.request_id in asked and chunk.finish_reason is not None:
+                    store.add(finished(engine, chunk.request_id, *asked.pop(chunk.request_id)))
+                    num_done += 1
+                    tell(num_done, num_all)
+    finally:
+        for request_id in asked:
+            engine.abort(request_id)
+
+
+def ask(engine: Engine, prompt: PromptRecord, index: int, params: SamplingParams) -> str:
+    """Queue one sample; returns the request's id."""
+    seed = seed_of(prompt.prompt_hash, index, params.seed or 0)
+    own = replace(params, n=1, seed=seed, logprobs=None)
+    try:
+        return engine.add_request(list(prompt.prompt_ids), own)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{prompt.where}: {error}") from error
+
+
+def finished(engine: Engine, request_id: str, prompt: PromptRecord, index: int) -> Response:
+    """The response of a request that has ended."""
+    completion = engine.take_output(request_id).completions[0]
+    return Response(
+        prompt_hash=prompt.prompt_hash,
+        index=index,
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def seed_of(prompt_hash: str, index: int, seed: int) -> int:
+    """The seed of one sample; another for every prompt, index and base seed."""
+    mixed = finalise(finalise(seed) ^ int(prompt_hash, 16))
+    return finalise(mixed + (index + 1) * INCREMENT) >> 64 - SEED_BITS
