@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import Sample, TopLogprobs
 
 __all__ = ["cut"]
 
@@ -25,9 +25,18 @@ def cut(sample: Sample, window: int) -> Sample:
     end = min(last, start + window)
     if start == 0 and end == len(sample.token_ids):
         return sample
-    kept = ((max(a, start), min(b, end)) for a, b in sample.spans)
+    kept = [(max(a, start), min(b, end)) for a, b in sample.spans]
     return replace(
         sample,
         token_ids=sample.token_ids[start:end],
         spans=tuple((a - start, b - start) for a, b in kept if a < b),
+        top_logprobs=None if sample.top_logprobs is None else kept_logprobs(sample, start, end),
     )
+
+
+def kept_logprobs(sample: Sample, start: int, end: int) -> TopLogprobs:
+    """Of the learned tokens from `start` to before `end`."""
+    learned = (index for a, b in sample.spans for index in range(a, b))
+    assert sample.top_logprobs is not None
+    pairs = zip(learned, sample.top_logprobs, strict=True)
+    return tuple(top for index, top in pairs if start <= index < end)

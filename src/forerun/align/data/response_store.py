@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.sample import Sample, Source
+from forerun.align.data.sample import Sample, Source, TopLogprobs
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json
 
-__all__ = ["Maker", "Response", "ResponseStore", "TopLogprobs"]
+__all__ = ["Maker", "Response", "ResponseStore"]
 
 logger = logging.getLogger("forerun.align")
 
 NAME_LENGTH = 16
 FORMAT = 1
-
-TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
-"""Per response token: ids and natural-log probabilities, most likely first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +196,8 @@ def response_of(row: Any) -> Response:
         KeyError, TypeError, ValueError: it is none.
     """
     top = row["top_logprobs"]
+    if top is not None and len(top) != len(row["token_ids"]):
+        raise ValueError("log-probabilities")
     token_ids = tuple(row["token_ids"])
     if not all(type(token) is int and token >= 0 for token in token_ids):
         raise ValueError("token ids")
@@ -222,4 +221,5 @@ def sample_of(prompt: PromptRecord, response: Response, source: Source) -> Sampl
         spans=((length, length + len(response.token_ids)),),
         tag=prompt.tag,
         source=source,
+        top_logprobs=response.top_logprobs,
     )

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Sample", "Source", "prompt_hash"]
+__all__ = ["Sample", "Source", "TopLogprobs", "prompt_hash"]
 
 HASH_LENGTH = 16
 
 Source = Literal["target", "draft", "fixed", "replay"]
+TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
+"""Per token: ids and natural-log probabilities of the most likely, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Sample:
             replayed. Index 0 can never be predicted, so spans begin at 1 or later.
         tag: the prompt's own label, such as a domain; acceptance is reported by it.
         source: who wrote the response.
+        top_logprobs: of every learned token, as the server that wrote them gave them; None where
+            nothing did.
     """
 
     prompt_hash: str
@@ -34,6 +38,7 @@ class Sample:
     spans: tuple[tuple[int, int], ...]
     tag: str = ""
     source: Source = "target"
+    top_logprobs: TopLogprobs | None = None
 
     @property
     def num_learned(self) -> int:
