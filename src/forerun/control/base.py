@@ -20,11 +20,13 @@ class Plan:
         method: name of the drafter, or "plain".
         num_speculative_tokens: K, most nodes to propose (0: plain decoding).
         stop: ends a draft before K where the drafter is unsure; None drafts all of K.
+        probe: made to learn something, not because it is believed to be fastest.
     """
 
     method: str = "plain"
     num_speculative_tokens: int = 0
     stop: StopRule | None = None
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

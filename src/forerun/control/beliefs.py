@@ -1,0 +1,106 @@
+"""What is believed of every request's drafts: its own steps, and those of requests like it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from forerun.control.base import RequestState
+from forerun.control.config import BeliefConfig
+from forerun.theory.posterior import Prospects
+from forerun.theory.record import StepRecord
+
+__all__ = ["Beliefs", "Curve", "Way"]
+
+
+class Way(NamedTuple):
+    """A way to draft: what is learnt of one says nothing about another.
+
+    Attributes:
+        method: name of the drafter.
+        stops: whether a stop rule may end the draft.
+    """
+
+    method: str
+    stops: bool
+
+
+class Curve(NamedTuple):
+    """What drafting deeper brings and costs, for positions 1, 2, ...
+
+    Attributes:
+        survival: P(accepted through i).
+        drafted: P(drafted through i), below 1 where a stop rule or the drafter may end it before.
+    """
+
+    survival: list[float]
+    drafted: list[float]
+
+
+Kind = tuple[tuple[str, ...], float]
+"""Requests that are taken to be alike: by their tags and temperature."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request as it is remembered."""
+
+    kind: Kind
+    ways: dict[Way, Prospects] = field(default_factory=dict)
+
+
+class Beliefs:
+    """Discounted posteriors per request, which begin with those of their kind.
+
+    Args:
+        config: how things are learnt.
+    """
+
+    def __init__(self, config: BeliefConfig) -> None:
+        self.config = config
+        self._requests: dict[str, Request] = {}
+        self._pools: dict[tuple[Kind, Way], Prospects] = {}
+
+    def curve(self, state: RequestState, way: Way, num_positions: int) -> Curve:
+        """What is expected of a request's next draft."""
+        config = self.config
+        request = self._request(state)
+        pool, own = self._pool(request.kind, way), self._own(request, way)
+        accepted = pool.accepted.means(config.prior, num_positions)
+        survival = list(accumulate(own.accepted.means_given(accepted), mul))
+        if not pool.drafted.rates:
+            return Curve(survival, [1.0] * num_positions)
+        drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
+        return Curve(survival, list(accumulate(drafted, mul)))
+
+    def observe(self, record: StepRecord, way: Way) -> None:
+        """Learn from a step in which a request was allowed to draft."""
+        request = self._requests.get(record.request_id)
+        if request is None:
+            return
+        seen = record.k_budget, record.depth_drafted, record.num_accepted
+        self._own(request, way).observe(*seen)
+        self._pool(request.kind, way).observe(*seen)
+
+    def _request(self, state: RequestState) -> Request:
+        request = self._requests.get(state.request_id)
+        if request is None:
+            request = Request(kind=(state.tags, round(state.temperature, 1)))
+            self._requests[state.request_id] = request
+            if len(self._requests) > self.config.most_requests:
+                del self._requests[next(iter(self._requests))]
+        return request
+
+    def _own(self, request: Request, way: Way) -> Prospects:
+        own = request.ways.get(way)
+        if own is None:
+            own = request.ways[way] = Prospects(self.config.request, self.config.strength)
+        return own
+
+    def _pool(self, kind: Kind, way: Way) -> Prospects:
+        pool = self._pools.get((kind, way))
+        if pool is None:
+            pool = self._pools[kind, way] = Prospects(self.config.pool, self.config.strength)
+        return pool

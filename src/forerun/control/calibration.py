@@ -1,0 +1,63 @@
+"""From a draft's confidence to the probability that its token is accepted, learnt in bins.
+
+Confidence is the top probability of the law a node is drawn from, or exp(-entropy), which is 1 for
+a law that is certain and falls with the number of tokens it wavers between. Only nodes whose
+predecessors were accepted are counted: what became of the others nobody knows.
+"""
+
+from __future__ import annotations
+
+import math
+
+from forerun.theory.record import StepRecord
+from forerun.theory.stop_rule import Measure, StopRule
+
+__all__ = ["Calibration"]
+
+NUM_BINS = 12
+
+
+class Calibration:
+    """Learns P(accepted | confidence) and where confidence is too low to pay.
+
+    Args:
+        measure: what stop rules look at.
+        memory: weight that an observation keeps after one more in its bin.
+        strength: observations that the prior is worth: that a draft is as right as it is sure.
+    """
+
+    def __init__(self, measure: Measure, memory: float = 0.995, strength: float = 4.0) -> None:
+        self.measure = measure
+        self.memory = memory
+        self.strength = strength
+        self.trials = [0.0] * NUM_BINS
+        self.wins = [0.0] * NUM_BINS
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a step whose plan had a rule of this measure."""
+        num_reached = min(record.num_accepted + 1, record.depth_drafted)
+        for index, value in enumerate((record.stop_values or ())[:num_reached]):
+            confidence = math.exp(-value) if self.measure == "entropy" else value
+            at = min(NUM_BINS - 1, int(confidence * NUM_BINS))
+            self.trials[at] = self.trials[at] * self.memory + 1.0
+            self.wins[at] = self.wins[at] * self.memory + (index < record.num_accepted)
+
+    def acceptance(self, at: int) -> float:
+        """P(accepted) of confidences in a bin."""
+        prior = (at + 0.5) / NUM_BINS
+        return (self.wins[at] + prior * self.strength) / (self.trials[at] + self.strength)
+
+    def rule(self, needed: float) -> StopRule:
+        """Stops where a node is accepted with less than `needed`, all before it being accepted."""
+        lowest = NUM_BINS
+        while lowest > 0 and self.acceptance(lowest - 1) >= needed:
+            lowest -= 1
+        # Above all bins nothing would ever be drafted, so nothing learnt: the best one stays.
+        return self.at(min(lowest, NUM_BINS - 1) / NUM_BINS)
+
+    def at(self, confidence: float) -> StopRule:
+        """The rule that stops below a confidence; at 0 it only measures."""
+        if self.measure == "top_probability":
+            return StopRule(measure=self.measure, threshold=confidence)
+        threshold = -math.log(confidence) if confidence > 0.0 else math.inf
+        return StopRule(measure=self.measure, threshold=threshold)

@@ -1,0 +1,104 @@
+"""Settings of controllers; torch-free, as all of this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from forerun.theory.drift import Memory
+from forerun.theory.stop_rule import Measure
+
+__all__ = [
+    "CONTROLLER_NAMES",
+    "BanditConfig",
+    "BeliefConfig",
+    "ControllerName",
+    "GoodputConfig",
+    "SafetyConfig",
+]
+
+ControllerName = Literal["auto", "fixed", "heuristic", "confidence", "goodput", "bandit"]
+CONTROLLER_NAMES: tuple[ControllerName, ...] = get_args(ControllerName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeliefConfig:
+    """How acceptance is learnt.
+
+    Attributes:
+        request: memory of one request's steps.
+        pool: memory of all steps with the same tags and temperature, which new requests begin with.
+        prior: P(a drafted token is accepted) before anything was seen; high, so that it is tried.
+        strength: observations that the prior is worth to a pool, and the pool to a request.
+        most_requests: requests remembered; beyond, the one that came first is forgotten.
+    """
+
+    request: Memory = field(default_factory=Memory)
+    pool: Memory = field(default_factory=lambda: Memory(slow=0.995, fast=0.95))
+    prior: float = 0.7
+    strength: float = 4.0
+    most_requests: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputConfig:
+    """How K is chosen from what is believed.
+
+    Attributes:
+        beliefs: how acceptance is learnt.
+        hysteresis: gain in tokens per second below which the plans of the last step stay.
+        catch_up: drafted levels that the first draft after a pause costs on top.
+        horizon: steps over which that is written off.
+        explore: share of the steps in which one request drafts deeper, or with another drafter,
+            than is believed best.
+        first_probe: steps without a draft until one token is drafted to see how it fares.
+        probe_every: the same after it has fared badly for long.
+        stop: what a stop rule inside K looks at, its threshold learnt; None: no such rule.
+    """
+
+    beliefs: BeliefConfig = field(default_factory=BeliefConfig)
+    hysteresis: float = 0.01
+    catch_up: float = 1.0
+    horizon: int = 16
+    explore: float = 0.02
+    first_probe: int = 8
+    probe_every: int = 32
+    stop: Measure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetyConfig:
+    """When speculation is taken to be slower than plain decoding, and what is done about it.
+
+    Attributes:
+        probe_share: share of the steps made plain to know how fast plain decoding is.
+        num_plain: plain steps without which nothing is judged; until then they are more frequent.
+        num_speculative: speculative steps without which nothing is judged.
+        memory: weight that a step keeps after one more.
+        z: standard errors below the estimate at which the lower bound lies.
+        retry_after: steps without speculation until it is tried again.
+        longest_retry: the same after it has failed again and again.
+    """
+
+    probe_share: float = 0.01
+    num_plain: int = 5
+    num_speculative: int = 16
+    memory: float = 0.98
+    z: float = 1.645
+    retry_after: int = 64
+    longest_retry: int = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BanditConfig:
+    """How configurations are tried.
+
+    Attributes:
+        ks: K to choose from.
+        memory: weight that a step keeps after one more, of any configuration.
+        width: of the confidence bound, in shares of the best rate.
+    """
+
+    ks: tuple[int, ...] = (0, 1, 2, 3, 5, 8)
+    memory: float = 0.995
+    width: float = 0.3

@@ -1,0 +1,227 @@
+"""Goodput: the K of every request that makes most expected tokens per second of the whole step.
+
+Source of the objective: SmartSpec (Liu et al. 2024, 2406.14066). Here acceptance is a posterior per
+position and request, times are a measured cost table corrected by the steps themselves, and the
+rows of a batch go to whoever gains most by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from forerun.control.allocation import Allocation, Candidate, Pricing, best_allocation, priced
+from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.beliefs import Beliefs, Curve, Way
+from forerun.control.calibration import Calibration
+from forerun.control.config import GoodputConfig
+from forerun.control.exploration import Exploration
+from forerun.control.punctuality import Punctuality, wish_s
+from forerun.control.step_times import Correction, Costs, Place, StepTimes, Tables
+from forerun.theory.record import StepRecord
+from forerun.theory.stop_rule import StopRule
+
+__all__ = ["GoodputController"]
+
+PLAIN = Plan()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What a step is decided in.
+
+    Attributes:
+        place: its batch and context.
+        times: by method.
+        correction: of those times.
+    """
+
+    place: Place
+    times: dict[str, StepTimes]
+    correction: Correction
+
+
+class GoodputController:
+    """Chooses K per request, 0 included, and between drafters where there are several.
+
+    Args:
+        costs: of every drafter that may be planned, by its method.
+        max_k: largest K.
+        config: how.
+    """
+
+    def __init__(
+        self, costs: Mapping[str, Costs], max_k: int, config: GoodputConfig | None = None
+    ) -> None:
+        self.config = config or GoodputConfig()
+        self.methods = tuple(costs)
+        self.max_k = max_k
+        self.tables = Tables(costs, max_k)
+        self.beliefs = Beliefs(self.config.beliefs)
+        self.exploration = Exploration(self.config)
+        self.punctuality = Punctuality()
+        stop = self.config.stop
+        self.calibration = None if stop is None else Calibration(stop)
+        self._corrections: dict[int, Correction] = {}
+        self._chosen: dict[str, Plan] = {}
+        self._asked: dict[str, Plan] = {}
+        self._scene: Scene | None = None
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        """The best plans, or now and then ones that are worth learning from."""
+        if not states:
+            return []
+        scene = self._look(states)
+        candidates = self._candidates(states, scene)
+        pricing = self._pricing(scene)
+        max_nodes = max(0, capacity.max_rows - len(states))
+        allocation = self._settle(candidates, pricing, max_nodes)
+        rule = self._rule(allocation, scene)
+        plans = [
+            Plan(method=candidate.method, num_speculative_tokens=depth, stop=rule)
+            if depth
+            else PLAIN
+            for candidate, depth in zip(candidates, allocation.depths, strict=True)
+        ]
+        names = [state.request_id for state in states]
+        self._chosen = dict(zip(names, plans, strict=True))
+        most = [len(candidate.curve.survival) for candidate in candidates]
+        plans = self.exploration.varied(plans, most, self.methods, max_nodes)
+        if self.calibration is not None:
+            plans = [self._measuring(plan) for plan in plans]
+        self._asked = dict(zip(names, plans, strict=True))
+        return plans
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        """Learn how far drafts came, and what the step took."""
+        self.exploration.observe(records)
+        for record in records:
+            plan = self._asked.get(record.request_id)
+            if plan is None or record.k_budget == 0:
+                continue
+            self.beliefs.observe(record, Way(plan.method, plan.stop is not None))
+            if self.calibration is not None:
+                self.calibration.observe(record)
+        if records and records[0].num_prefill_rows == 0:
+            self._observe_time(records)
+
+    def _look(self, states: Sequence[RequestState]) -> Scene:
+        batch = len(states)
+        place = Place.of(batch, sum(state.num_committed for state in states) / batch)
+        greedy = all(state.temperature == 0 for state in states)
+        correction = self._corrections.get(batch)
+        if correction is None:
+            correction = self._corrections[batch] = Correction()
+        times = {method: self.tables.at(method, place, greedy=greedy) for method in self.methods}
+        self._scene = Scene(place=place, times=times, correction=correction)
+        return self._scene
+
+    def _pricing(self, scene: Scene) -> Pricing:
+        correction = scene.correction
+        return Pricing(
+            times=scene.times,
+            plain_factor=correction.factor(False),
+            factor=correction.factor(True),
+            catch_up=self.config.catch_up / self.config.horizon,
+        )
+
+    def _candidates(self, states: Sequence[RequestState], scene: Scene) -> list[Candidate]:
+        late = None
+        found = []
+        for state in states:
+            limit_s = wish_s(state)
+            if limit_s is not None:
+                late = late or self.punctuality.p95
+                limit_s /= late
+            was = self._chosen.get(state.request_id, PLAIN)
+            method, curve = self._route(state, scene, was)
+            k = was.num_speculative_tokens if was.method == method else 0
+            found.append(Candidate(method=method, curve=curve, limit_s=limit_s, was=k))
+        return found
+
+    def _route(self, state: RequestState, scene: Scene, was: Plan) -> tuple[str, Curve]:
+        """The drafter of most expected length per cost, and what it is expected to do."""
+        most = max(0, min(self.max_k, state.max_new - 1))
+        stops = self.config.stop is not None
+        curves = {m: self.beliefs.curve(state, Way(m, stops), most) for m in self.methods}
+        if len(curves) == 1:
+            return next(iter(curves.items()))
+
+        def worth(method: str) -> float:
+            loyalty = 1.0 + self.config.hysteresis * (was.method == method)
+            return loyalty * solo_rate(curves[method], scene.times[method], scene.place.batch)
+
+        method = max(curves, key=worth)
+        return method, curves[method]
+
+    def _settle(
+        self, candidates: Sequence[Candidate], pricing: Pricing, max_nodes: int
+    ) -> Allocation:
+        """The best allocation, or the last one where the best is hardly better."""
+        best = best_allocation(candidates, pricing, max_nodes)
+        last = tuple(min(c.was, len(c.curve.survival)) for c in candidates)
+        if last == best.depths or sum(last) > max_nodes:
+            return best
+        kept = priced(candidates, pricing, last)
+        gains = best.tokens_per_s > kept.tokens_per_s * (1.0 + self.config.hysteresis)
+        return best if gains or kept.lateness > max(1.0, best.lateness) else kept
+
+    def _rule(self, allocation: Allocation, scene: Scene) -> StopRule | None:
+        """Stops where one more node would not pay even if all before it were accepted."""
+        deepest = max(allocation.depths)
+        if self.calibration is None or not deepest:
+            return None
+        method = next(iter(scene.times))
+        times, batch = scene.times[method], scene.place.batch
+        slope_s = (times.verify_s[deepest] - times.verify_s[0]) / deepest
+        node_s = (times.draft_s[batch - 1] + slope_s) / batch * scene.correction.factor(True)
+        return self.calibration.rule(allocation.tokens_per_s * node_s)
+
+    def _measuring(self, plan: Plan) -> Plan:
+        """Probes draft whatever they are allowed to, and measure."""
+        assert self.calibration is not None
+        return replace(plan, stop=self.calibration.at(0.0)) if plan.probe else plan
+
+    def _observe_time(self, records: Sequence[StepRecord]) -> None:
+        """Compare what the step took with what the table says of it."""
+        scene, first = self._scene, records[0]
+        if scene is None or len(records) != scene.place.batch:
+            return
+        depths = {
+            method: [r.depth_drafted for r in records if r.method == method and r.num_drafted]
+            for method in self.methods
+        }
+        speculative = any(depths.values())
+        expected_s = expected_step_s(depths, scene)
+        measured_s = first.draft_s + first.verify_s + first.other_s
+        if measured_s <= 0.0:
+            return
+        factor = scene.correction.factor(speculative)
+        self.punctuality.observe(measured_s, expected_s * factor)
+        scene.correction.observe(speculative, measured_s, expected_s)
+
+
+def solo_rate(curve: Curve, times: StepTimes, batch: int) -> float:
+    """Tokens per second and sequence at the best K, were all sequences like this one."""
+    best, tokens, depth = 1.0 / times.plain_s, 1.0, 0.0
+    for survived, drafted in zip(curve.survival, curve.drafted, strict=True):
+        tokens += survived
+        depth += drafted
+        best = max(best, tokens / times.cycle_s(depth, batch))
+    return best
+
+
+def expected_step_s(depths: Mapping[str, Sequence[int]], scene: Scene) -> float:
+    """What the table says of a step in which so many levels were drafted by so many requests."""
+    batch = scene.place.batch
+    used = [method for method in depths if depths[method]]
+    if not used:
+        return next(iter(scene.times.values())).plain_s
+    draft_s = sum(
+        scene.times[method].draft_s[sum(depth > level for depth in depths[method]) - 1]
+        for method in used
+        for level in range(max(depths[method]))
+    )
+    num_nodes = sum(map(sum, depths.values()))
+    verify_s = scene.times[used[0]].verify_nodes_s(num_nodes, batch)
+    return draft_s + verify_s + max(scene.times[method].overhead_s for method in used)

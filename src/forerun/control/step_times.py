@@ -1,0 +1,148 @@
+"""What a step is expected to take: cost tables read once per place, corrected by real steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from forerun.theory.cost import CostTable
+
+__all__ = ["Correction", "Costs", "Place", "StepTimes", "Tables"]
+
+CONTEXT_BUCKET = 256
+MOST_SURPRISE = 0.7
+"""Largest log of measured over expected that is believed: a step may be held up by anything."""
+
+
+class Costs(Protocol):
+    """Cost tables of one drafter, by how its nodes are chosen."""
+
+    def at(self, temperature: float) -> CostTable:
+        """The table that holds at a temperature."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one cost table was read: batch, and a bucket of contexts.
+
+    Attributes:
+        batch: sequences in the step.
+        bucket: their mean context over `CONTEXT_BUCKET`, rounded down.
+    """
+
+    batch: int
+    bucket: int
+
+    @classmethod
+    def of(cls, batch: int, mean_context: float) -> Place:
+        """The place of a batch."""
+        return cls(batch, int(mean_context) // CONTEXT_BUCKET)
+
+    @property
+    def context(self) -> int:
+        """The middle of its contexts."""
+        return self.bucket * CONTEXT_BUCKET + CONTEXT_BUCKET // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """A cost table at one place, as plain numbers; all in seconds.
+
+    Attributes:
+        plain_s: a plain step.
+        overhead_s: what a speculative cycle adds whatever it drafts.
+        verify_s: the target pass over 1, 2, ... rows per sequence.
+        draft_s: one more drafted level, by how many sequences go on: entry b of b + 1 sequences.
+    """
+
+    plain_s: float
+    overhead_s: float
+    verify_s: tuple[float, ...]
+    draft_s: tuple[float, ...]
+
+    @classmethod
+    def read(cls, table: CostTable, place: Place, max_k: int) -> StepTimes:
+        """Read the table for every size up to `max_k`."""
+        batch, context = place.batch, place.context
+        plain_s = table.plain_step_s(context, batch)
+        return cls(
+            plain_s=plain_s,
+            overhead_s=table.overhead(context, batch) * plain_s,
+            verify_s=tuple(table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)),
+            draft_s=tuple(table.draft_token_s(context, b + 1) for b in range(batch)),
+        )
+
+    def verify_nodes_s(self, num_nodes: float, batch: int) -> float:
+        """The target pass over a batch with so many drafted nodes in all, linear in between."""
+        below = min(int(num_nodes / batch), len(self.verify_s) - 1)
+        after = min(below + 1, len(self.verify_s) - 1)
+        share = num_nodes / batch - below
+        return self.verify_s[below] + share * (self.verify_s[after] - self.verify_s[below])
+
+    def cycle_s(self, depth: float, batch: int) -> float:
+        """A cycle in which every sequence drafts so many nodes on average; not for 0."""
+        draft_s = depth * self.draft_s[batch - 1]
+        return draft_s + self.verify_nodes_s(depth * batch, batch) + self.overhead_s
+
+
+class Tables:
+    """Step times by method, kind of draft and place; each is read once.
+
+    Args:
+        costs: of every method that may be planned.
+        max_k: largest K that may be planned.
+    """
+
+    def __init__(self, costs: Mapping[str, Costs], max_k: int) -> None:
+        self.costs = costs
+        self.max_k = max_k
+        self._read: dict[tuple[str, bool, Place], StepTimes] = {}
+
+    def at(self, method: str, place: Place, *, greedy: bool) -> StepTimes:
+        """What steps of a method take at a place."""
+        key = (method, greedy, place)
+        times = self._read.get(key)
+        if times is None:
+            table = self.costs[method].at(0.0 if greedy else 1.0)
+            times = self._read[key] = StepTimes.read(table, place, self.max_k)
+        return times
+
+
+class Correction:
+    """How much longer steps take than the table says, learnt while they are made.
+
+    Plain and speculative steps are corrected apart, but what is known of one kind is believed of
+    the other until it has been seen: a machine that is slow today is slow at both.
+
+    Args:
+        memory: weight that an observation keeps after one more.
+        strength: observations that the belief is worth.
+    """
+
+    __slots__ = ("counts", "logs", "memory", "strength")
+
+    def __init__(self, memory: float = 0.97, strength: float = 5.0) -> None:
+        self.memory = memory
+        self.strength = strength
+        self.logs = [0.0, 0.0]
+        self.counts = [0.0, 0.0]
+
+    def observe(self, speculative: bool, measured_s: float, expected_s: float) -> None:
+        """One step took `measured_s` where the table said `expected_s`."""
+        surprise = math.log(measured_s / expected_s)
+        surprise = max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
+        self.logs[speculative] = self.logs[speculative] * self.memory + surprise
+        self.counts[speculative] = self.counts[speculative] * self.memory + 1.0
+
+    def factor(self, speculative: bool) -> float:
+        """By which expected times are to be multiplied."""
+        either = sum(self.logs) / (sum(self.counts) + self.strength)
+        own = self.logs[speculative] + self.strength * either
+        return math.exp(own / (self.counts[speculative] + self.strength))
+
+
+def mean_context(lengths: Sequence[int]) -> float:
+    """Committed tokens per sequence."""
+    return sum(lengths) / len(lengths)

@@ -1,0 +1,85 @@
+"""How far drafts get, learnt while they are made: discounted posteriors per position.
+
+A position enters where everything before it was accepted and the plan allowed it. What was not
+allowed is unobserved. Where a stop rule ended a draft, the next position was allowed and not
+passed: so the survival at K is that of drafting under that rule, which is what a decision about K
+under the same rule needs; whether the draft would have been right there nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.theory.drift import DriftingRate, Memory
+
+__all__ = ["Passing", "Prospects"]
+
+
+class Passing:
+    """P(position i passed | i - 1 passed and i allowed), for every i.
+
+    Args:
+        memory: of each position.
+        strength: trials that what is believed before any observation is worth.
+    """
+
+    __slots__ = ("memory", "rates", "strength")
+
+    def __init__(self, memory: Memory, strength: float) -> None:
+        self.memory = memory
+        self.strength = strength
+        self.rates: list[DriftingRate] = []
+
+    def observe(self, num_allowed: int, num_passed: int) -> None:
+        """Count one step.
+
+        Args:
+            num_allowed: positions the plan allowed.
+            num_passed: how many of them were passed, from the first on.
+        """
+        rates = self.rates
+        num_reached = min(num_allowed, num_passed + 1)
+        while len(rates) < num_reached:
+            rates.append(DriftingRate(self.memory))
+        for index in range(num_reached):
+            rates[index].observe(index < num_passed)
+
+    def means(self, prior: float, num_positions: int) -> list[float]:
+        """Posterior means; a position nobody has seen is believed to be like the one before it."""
+        found: list[float] = []
+        mean, strength, rates = prior, self.strength, self.rates
+        for index in range(num_positions):
+            if index < len(rates):
+                mean = rates[index].mean(mean, strength)
+            found.append(mean)
+        return found
+
+    def means_given(self, priors: Sequence[float]) -> list[float]:
+        """Posterior means where others have something to say about every position."""
+        strength, rates = self.strength, self.rates
+        num_seen = len(rates)
+        return [
+            rates[index].mean(prior, strength) if index < num_seen else prior
+            for index, prior in enumerate(priors)
+        ]
+
+
+class Prospects:
+    """What drafting under one method and stop rule brings, and how deep it goes.
+
+    Args:
+        memory: of every rate.
+        strength: trials that the prior is worth.
+    """
+
+    __slots__ = ("accepted", "drafted")
+
+    def __init__(self, memory: Memory, strength: float) -> None:
+        self.accepted = Passing(memory, strength)
+        self.drafted = Passing(memory, strength)
+
+    def observe(self, k_budget: int, depth_drafted: int, num_accepted: int) -> None:
+        """Count one step that was allowed `k_budget` positions, which must be at least 1."""
+        self.accepted.observe(k_budget, num_accepted)
+        if depth_drafted < k_budget or self.drafted.rates:  # else all that is allowed is drafted
+            self.drafted.observe(k_budget, depth_drafted)
