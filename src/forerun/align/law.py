@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-__all__ = ["DenseLaw", "SparseLaw", "TargetLaw"]
+__all__ = ["DenseLaw", "SparseLaw", "TargetLaw", "dense_probs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,3 +31,11 @@ class SparseLaw:
 
 
 TargetLaw = DenseLaw | SparseLaw
+
+
+def dense_probs(law: TargetLaw, vocab_size: int) -> Float32[Tensor, "rows vocab"]:
+    """The law as one probability per token: nothing where a sparse law names no id."""
+    if isinstance(law, DenseLaw):
+        return law.target_probs
+    empty = law.shares.new_zeros(len(law.ids), vocab_size)
+    return empty.scatter_add_(1, law.ids, law.shares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -12,6 +12,7 @@ from forerun.align.law import TargetLaw
 __all__ = ["Objective"]
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A loss per learned row, differentiable in the draft's logits."""
 
@@ -33,4 +34,10 @@ class Objective(Protocol):
         law: TargetLaw | None,
         labels: Int64[Tensor, " rows"],
     ) -> Float[Tensor, " rows"]:
-        """Loss of every row, in nats or in probability."""
+        """Loss of every row, in nats or in probability.
+
+        Args:
+            draft_logits: already divided by the temperature the draft is deployed at.
+            law: None where `needs_law` is False.
+            labels: the tokens of the text, which CE alone reads.
+        """

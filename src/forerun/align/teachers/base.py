@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from forerun.align.batch import Batch
 from forerun.align.data.sample import Sample
@@ -12,6 +12,7 @@ from forerun.align.law import TargetLaw
 __all__ = ["Teacher", "TeacherRows"]
 
 
+@runtime_checkable
 class TeacherRows(Protocol):
     """The target's law at the learned rows of one batch, made chunk by chunk.
 
@@ -26,6 +27,7 @@ class TeacherRows(Protocol):
         """The law at some of them, under the deployed temperature and truncation."""
 
 
+@runtime_checkable
 class Teacher(Protocol):
     """Knows the target's probabilities."""
 

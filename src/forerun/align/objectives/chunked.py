@@ -1,0 +1,242 @@
+"""The loss of hidden rows through the draft's head, a chunk of logits at a time.
+
+Logits of a whole pass are the largest tensor of training (8,192 rows x 152k tokens are 5 GB in
+fp32), and their gradient is as large again. Here a chunk's logits, loss and gradient exist together
+and are gone before the next: the gradients of hidden rows and head are formed on the way forward,
+and backward only hands them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forerun.align.objectives.acceptance import acceptance_probability
+from forerun.align.objectives.base import Objective
+from forerun.align.teachers.base import TeacherRows
+
+__all__ = [
+    "CHUNK_ROWS",
+    "Head",
+    "LearnedRows",
+    "LossSum",
+    "chunked_acceptance",
+    "chunked_loss",
+]
+
+CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Head:
+    """The draft's last layer, from hidden rows to logits."""
+
+    weight: Float[Tensor, "vocab hidden"]
+    bias: Float[Tensor, " vocab"] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LearnedRows:
+    """The learned rows of one pass.
+
+    Attributes:
+        hidden: the draft's, after its final norm.
+        labels: the tokens of the text.
+        teacher: the target's law at these rows; None for objectives that need none.
+        weights: of each row in the sum; None weighs all 1.
+    """
+
+    hidden: Float[Tensor, "rows hidden"]
+    labels: Int64[Tensor, " rows"]
+    teacher: TeacherRows | None = None
+    weights: Float[Tensor, " rows"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossSum:
+    """A sum over rows: dividing is for whoever knows the rows of all processes.
+
+    Attributes:
+        loss: differentiable in hidden rows and head.
+        acceptance: sum of alpha under the deployed rule; None if not asked for.
+        num_rows: summed over.
+    """
+
+    loss: Float[Tensor, ""]
+    acceptance: Float[Tensor, ""] | None
+    num_rows: int
+
+
+def chunked_loss(
+    rows: LearnedRows,
+    head: Head,
+    objective: Objective,
+    *,
+    temperature: float,
+    with_acceptance: bool = False,
+) -> LossSum:
+    """Weighted sum of the objective over rows.
+
+    Under autocast products are in its dtype, and everything between logits and their gradient in
+    fp32 (in fp64 where the hidden rows are).
+
+    Args:
+        rows: hidden rows and what they are to say.
+        head: the draft's.
+        objective: what is summed.
+        temperature: the one the draft is deployed at; 0 is greedy, and logits stay as they are.
+        with_acceptance: also sum alpha, which needs a teacher.
+    """
+    if rows.teacher is None and (objective.needs_law or with_acceptance):
+        raise ValueError(f"{objective.name} and acceptance need a teacher, and there is none")
+    asked = _Asked(
+        rows=rows,
+        objective=objective,
+        temperature=temperature,
+        with_acceptance=with_acceptance,
+        with_gradient=torch.is_grad_enabled(),
+        dtype=_product_dtype(rows.hidden),
+    )
+    loss, acceptance = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        rows.hidden, head.weight, head.bias, asked
+    )
+    return LossSum(
+        loss=loss, acceptance=acceptance if with_acceptance else None, num_rows=len(rows)
+    )
+
+
+@torch.no_grad()
+def chunked_acceptance(
+    rows: LearnedRows, head: Head, *, temperature: float
+) -> Float32[Tensor, " rows"]:
+    """Alpha at every row, under the deployed rule; without a gradient."""
+    if rows.teacher is None:
+        raise ValueError("acceptance needs a teacher, and there is none")
+    dtype = _product_dtype(rows.hidden)
+    found = torch.empty(len(rows), device=rows.hidden.device)
+    with torch.autocast(rows.hidden.device.type, enabled=False):
+        layer = _Layer(rows.hidden, head.weight, head.bias, dtype)
+        for chunk in _chunks(len(rows)):
+            logits = layer.logits(chunk, temperature)
+            found[chunk] = acceptance_probability(logits, rows.teacher.law(chunk), temperature)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Asked:
+    """All a pass depends on but the three tensors that autograd has to see."""
+
+    rows: LearnedRows
+    objective: Objective
+    temperature: float
+    with_acceptance: bool
+    with_gradient: bool
+    dtype: torch.dtype
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Forward makes the gradients too; backward scales them by what comes from above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked
+    ) -> tuple[Tensor, Tensor]:
+        wanted = [asked.with_gradient and needed for needed in ctx.needs_input_grad[:3]]
+        with torch.autocast(hidden.device.type, enabled=False):
+            layer = _Layer(hidden, weight, bias, asked.dtype)
+            gradients = _Gradients(layer, wanted)
+            sums = [_add_chunk(chunk, layer, asked, gradients) for chunk in _chunks(len(hidden))]
+        loss, acceptance = torch.stack(sums).sum(0) if sums else hidden.new_zeros(2)
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        ctx.dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
+        ctx.mark_non_differentiable(acceptance)
+        return loss, acceptance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [
+            None if gradient is None else (gradient * grad_loss).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None
+
+
+def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients) -> Tensor:
+    """Loss and acceptance of some rows, summed; their gradients go where they belong."""
+    rows = asked.rows
+    law = None if rows.teacher is None else rows.teacher.law(chunk)
+    logits = layer.logits(chunk, asked.temperature).requires_grad_(gradients.any_wanted)
+    with torch.set_grad_enabled(gradients.any_wanted):
+        losses = asked.objective.losses(logits, law, rows.labels[chunk])
+        loss = losses.sum() if rows.weights is None else losses @ rows.weights[chunk]
+    if gradients.any_wanted:
+        (of_logits,) = torch.autograd.grad(loss, logits)
+        gradients.add(chunk, of_logits / (asked.temperature or 1))
+    acceptance = loss.new_zeros(())
+    if asked.with_acceptance and law is not None:
+        alphas = acceptance_probability(logits.detach(), law, asked.temperature)
+        acceptance = alphas.sum()
+    return torch.stack([loss.detach(), acceptance])
+
+
+class _Layer:
+    """The head in the dtype of its products."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.hidden = hidden.to(dtype)
+        self.weight = weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+
+    def logits(self, chunk: slice, temperature: float) -> Tensor:
+        """In fp32, or fp64 where the hidden rows are; divided by the temperature but if greedy."""
+        logits = F.linear(self.hidden[chunk], self.weight, self.bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if temperature in (0, 1) else logits / temperature
+
+
+class _Gradients:
+    """Of hidden rows, weight and bias, each only if wanted; sums are kept in fp32."""
+
+    def __init__(self, layer: _Layer, wanted: Sequence[bool]) -> None:
+        hidden, weight, bias = wanted
+        exact = torch.promote_types(layer.weight.dtype, torch.float32)
+        self._layer = layer
+        self.any_wanted = any(wanted)
+        self.hidden = torch.empty_like(layer.hidden) if hidden else None
+        self.weight = torch.zeros_like(layer.weight, dtype=exact) if weight else None
+        self.bias = layer.weight.new_zeros(len(layer.weight), dtype=exact) if bias else None
+
+    def add(self, chunk: slice, of_logits: Tensor) -> None:
+        """What the logits of some rows pass on."""
+        if self.bias is not None:
+            self.bias += of_logits.sum(0)
+        of_logits = of_logits.to(self._layer.weight.dtype)
+        if self.hidden is not None:
+            torch.mm(of_logits, self._layer.weight, out=self.hidden[chunk])
+        if self.weight is not None:
+            self.weight += of_logits.T @ self._layer.hidden[chunk]
+
+
+def _chunks(num_rows: int) -> Iterator[slice]:
+    for first in range(0, num_rows, CHUNK_ROWS):
+        yield slice(first, min(first + CHUNK_ROWS, num_rows))
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype

@@ -1,0 +1,78 @@
+"""What may be minimised at a row: each divergence a function of both laws, for autograd to derive.
+
+All take the draft's log-probabilities and the target's probabilities, and work where the target's
+law is 0 at some or all tokens but one. Gradients in closed form, with respect to the draft's
+logits, are what the tests hold them to. Below, p is the target's law and q the draft's.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = [
+    "PROBABILITY_FLOOR",
+    "forward_kl",
+    "jensen_shannon",
+    "likelihood_hybrid",
+    "negative_log_acceptance",
+    "overlap",
+    "reverse_kl",
+    "total_variation",
+]
+
+Laws = Float[Tensor, "rows vocab"]
+PerRow = Float[Tensor, " rows"]
+
+PROBABILITY_FLOOR = 1e-8
+"""What reverse KL takes for the target's smaller probabilities: a truncated token costs the draft
+18 nats, not infinitely many."""
+
+
+def overlap(log_draft: Laws, target_probs: Laws) -> PerRow:
+    """sum min(p, q): the probability that a token drawn from the draft is accepted (alpha)."""
+    return torch.minimum(log_draft.exp(), target_probs).sum(-1)
+
+
+def forward_kl(log_draft: Laws, target_probs: Laws) -> PerRow:
+    """sum p log(p / q): covers all the target may say."""
+    entropy = -torch.xlogy(target_probs, target_probs).sum(-1)
+    return -(target_probs * log_draft).sum(-1) - entropy
+
+
+def reverse_kl(log_draft: Laws, target_probs: Laws) -> PerRow:
+    """sum q log(q / p): says nothing the target would not, p at least `PROBABILITY_FLOOR`."""
+    log_target = target_probs.clamp(min=PROBABILITY_FLOOR).log()
+    return (log_draft.exp() * (log_draft - log_target)).sum(-1)
+
+
+def jensen_shannon(log_draft: Laws, target_probs: Laws, beta: float) -> PerRow:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
+    draft_probs = log_draft.exp()
+    mixture = beta * target_probs + (1 - beta) * draft_probs
+    log_mixture = mixture.clamp(min=torch.finfo(mixture.dtype).tiny).log()
+    to_target = torch.xlogy(target_probs, target_probs) - target_probs * log_mixture
+    to_draft = draft_probs * (log_draft - log_mixture)
+    return (beta * to_target + (1 - beta) * to_draft).sum(-1)
+
+
+def total_variation(log_draft: Laws, target_probs: Laws) -> PerRow:
+    """1 - alpha: the probability that a drafted token is rejected."""
+    return 1 - overlap(log_draft, target_probs)
+
+
+def negative_log_acceptance(log_draft: Laws, target_probs: Laws) -> PerRow:
+    """-log alpha: total variation with the gradient scaled up where acceptance is rare."""
+    alpha = overlap(log_draft, target_probs)
+    return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log()
+
+
+def likelihood_hybrid(log_draft: Laws, target_probs: Laws, eta: float) -> PerRow:
+    """w KL(p || q) + (1 - w) TV(p, q) with w = exp(-eta alpha): KL early, TV late.
+
+    The weight is no part of the gradient. LK losses, arXiv 2602.23881.
+    """
+    alpha = overlap(log_draft, target_probs)
+    weight = torch.exp(-eta * alpha.detach())
+    return weight * forward_kl(log_draft, target_probs) + (1 - weight) * (1 - alpha)

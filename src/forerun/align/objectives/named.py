@@ -1,0 +1,117 @@
+"""Objectives by name: which divergence, and what it asks of a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.align.config import ObjectiveConfig, ObjectiveName
+from forerun.align.law import SparseLaw, TargetLaw, dense_probs
+from forerun.align.objectives.base import Objective
+from forerun.align.objectives.divergences import (
+    forward_kl,
+    jensen_shannon,
+    likelihood_hybrid,
+    negative_log_acceptance,
+    reverse_kl,
+    total_variation,
+)
+
+__all__ = ["CrossEntropy", "Divergence", "ForwardKL", "make_objective"]
+
+Logits = Float[Tensor, "rows vocab"]
+PerRow = Float[Tensor, " rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropy:
+    """-log q(label): learns from text alone, and from who wrote it."""
+
+    name: ObjectiveName = "ce"
+    linear: bool = True
+    needs_law: bool = False
+
+    def losses(
+        self, draft_logits: Logits, law: TargetLaw | None, labels: Int64[Tensor, " rows"]
+    ) -> PerRow:
+        """In nats."""
+        log_draft = draft_logits.log_softmax(-1)
+        return -log_draft.gather(1, labels[:, None])[:, 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """A divergence between the two laws at a row.
+
+    Attributes:
+        function: from the draft's log-probabilities and the target's probabilities to a loss.
+    """
+
+    name: ObjectiveName
+    function: Callable[[Logits, Logits], PerRow]
+    linear: bool = False
+    needs_law: bool = True
+
+    def losses(
+        self, draft_logits: Logits, law: TargetLaw | None, labels: Int64[Tensor, " rows"]
+    ) -> PerRow:
+        """In nats; of total variation, in probability."""
+        target_probs = dense_probs(_given(law), draft_logits.shape[-1])
+        return self.function(draft_logits.log_softmax(-1), target_probs.to(draft_logits.dtype))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardKL:
+    """KL(p || q), linear in p: of a sparse law it reads the named ids alone."""
+
+    name: ObjectiveName = "fkl"
+    linear: bool = True
+    needs_law: bool = True
+
+    def losses(
+        self, draft_logits: Logits, law: TargetLaw | None, labels: Int64[Tensor, " rows"]
+    ) -> PerRow:
+        """In nats."""
+        law = _given(law)
+        log_draft = draft_logits.log_softmax(-1)
+        if isinstance(law, SparseLaw):
+            return forward_kl(log_draft.gather(1, law.ids), law.shares.to(log_draft.dtype))
+        return forward_kl(log_draft, law.target_probs.to(log_draft.dtype))
+
+
+def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
+    """The objective of a configuration.
+
+    A greedy draft is accepted where its most likely token is what the target says, so "auto" learns
+    the target's law as it is (FKL; at a greedy target that is CE on its choices). A sampled one is
+    accepted with probability alpha, which the LK hybrid ends up maximising.
+
+    Args:
+        config: by name, with the name's own parameters.
+        temperature: the one the draft is deployed at.
+    """
+    name = config.objective
+    if name == "auto":
+        name = "fkl" if temperature == 0 else "lk"
+    if name == "ce":
+        return CrossEntropy()
+    if name == "fkl":
+        return ForwardKL()
+    functions: dict[str, Callable[[Logits, Logits], PerRow]] = {
+        "rkl": reverse_kl,
+        "jsd": partial(jensen_shannon, beta=config.beta),
+        "tv": total_variation,
+        "nla": negative_log_acceptance,
+        "lk": partial(likelihood_hybrid, eta=config.eta),
+    }
+    return Divergence(name=name, function=functions[name])
+
+
+def _given(law: TargetLaw | None) -> TargetLaw:
+    if law is None:
+        raise ValueError("this objective compares with the target's law, and none was given")
+    return law

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.align.objectives.laws import GivenRows, argmax_law, dense_law, normal
+from torch import Tensor
+
+from forerun.align.config import ObjectiveConfig, ObjectiveName
+from forerun.align.law import TargetLaw, dense_probs
+from forerun.align.objectives.chunked import (
+    CHUNK_ROWS,
+    Head,
+    LearnedRows,
+    chunked_acceptance,
+    chunked_loss,
+)
+from forerun.align.objectives.named import make_objective
+
+ROWS, WIDTH, VOCAB = 2 * CHUNK_ROWS + 3, 6, 29
+NAMES: tuple[ObjectiveName, ...] = ("ce", "fkl", "rkl", "jsd", "tv", "nla", "lk")
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((ROWS, WIDTH), (VOCAB, WIDTH), (VOCAB,))
+    made = [normal(*shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes)]
+    return made[0].requires_grad_(), made[1].requires_grad_(), made[2].requires_grad_()
+
+
+def rows_of(hidden: Tensor, law: TargetLaw, weights: Tensor | None = None) -> LearnedRows:
+    labels = torch.arange(ROWS) * 5 % VOCAB
+    return LearnedRows(hidden=hidden, labels=labels, teacher=GivenRows(law), weights=weights)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: float) -> None:
+    hidden, weight, bias = tensors()
+    law = dense_law(ROWS, VOCAB) if temperature else argmax_law(ROWS, VOCAB)
+    weights = normal(ROWS, seed=9).abs()
+    rows, head = rows_of(hidden, law, weights), Head(weight=weight, bias=bias)
+    objective = make_objective(ObjectiveConfig(objective=name), temperature)
+    found = chunked_loss(rows, head, objective, temperature=temperature)
+    logits = (hidden @ weight.T + bias) / (temperature or 1)
+    expected = objective.losses(logits, law, rows.labels) @ weights
+    assert found.num_rows == ROWS
+    torch.testing.assert_close(found.loss, expected)
+    leaves = (hidden, weight, bias)
+    # Scaled from above, as dividing by the rows of all processes does.
+    torch.testing.assert_close(
+        torch.autograd.grad(found.loss / 7, leaves), torch.autograd.grad(expected / 7, leaves)
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_acceptance_comes_with_it(temperature: float) -> None:
+    hidden, weight, _ = tensors()
+    law = dense_law(ROWS, VOCAB)
+    rows, head = rows_of(hidden, law), Head(weight=weight)
+    objective = make_objective(ObjectiveConfig(objective="ce"), temperature)
+    found = chunked_loss(rows, head, objective, temperature=temperature, with_acceptance=True)
+    logits = (hidden @ weight.T).detach()
+    probs = dense_probs(law, VOCAB).double()
+    if temperature == 0:
+        expected = probs[torch.arange(ROWS), logits.argmax(-1)]
+    else:
+        expected = torch.minimum(logits.softmax(-1), probs).sum(-1)
+    each = chunked_acceptance(rows, head, temperature=temperature)
+    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-6)
+    assert found.acceptance is not None
+    torch.testing.assert_close(found.acceptance, expected.sum(), rtol=1e-5, atol=1e-6)
+    assert chunked_loss(rows, head, objective, temperature=temperature).acceptance is None
+
+
+def test_what_is_frozen_gets_no_gradient() -> None:
+    hidden, weight, _ = tensors()
+    rows, objective = (
+        rows_of(hidden, dense_law(ROWS, VOCAB)),
+        make_objective(ObjectiveConfig(), 1.0),
+    )
+    found = chunked_loss(rows, Head(weight=weight.detach()), objective, temperature=1.0)
+    found.loss.backward()
+    assert hidden.grad is not None
+    with torch.no_grad():
+        unasked = chunked_loss(rows, Head(weight=weight), objective, temperature=1.0)
+    assert not unasked.loss.requires_grad
+    torch.testing.assert_close(unasked.loss, found.loss.detach())
+
+
+def test_a_tied_head_gets_both_gradients() -> None:
+    _, weight, _ = tensors()
+    ids = torch.arange(ROWS) % VOCAB
+    law = dense_law(ROWS, VOCAB)
+    objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
+    rows = rows_of(weight[ids], law)
+    found = chunked_loss(rows, Head(weight=weight), objective, temperature=1.0).loss
+    expected = objective.losses(weight[ids] @ weight.T, law, rows.labels).sum()
+    torch.testing.assert_close(
+        torch.autograd.grad(found, weight), torch.autograd.grad(expected, weight)
+    )
+
+
+def test_under_autocast_products_are_bf16_and_gradients_keep_their_dtype() -> None:
+    hidden, weight, _ = tensors(torch.float32)
+    law = dense_law(ROWS, VOCAB)
+    objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
+    rows, head = rows_of(hidden, law), Head(weight=weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = chunked_loss(rows, head, objective, temperature=1.0)
+        each = chunked_acceptance(rows, head, temperature=1.0)
+    assert found.loss.dtype == each.dtype == torch.float32
+    found.loss.backward()
+    exact = chunked_loss(rows, head, objective, temperature=1.0)
+    expected = torch.autograd.grad(exact.loss, (hidden, weight))
+    assert 0 < float((found.loss / exact.loss - 1).detach().abs()) < 1e-2
+    for leaf, gradient in zip((hidden, weight), expected, strict=True):
+        assert leaf.grad is not None and leaf.grad.dtype == torch.float32
+        assert float((leaf.grad - gradient).norm() / gradient.norm()) < 2e-2
+
+
+def test_no_rows_are_no_loss() -> None:
+    hidden, weight, _ = tensors()
+    empty = LearnedRows(
+        hidden=hidden[:0], labels=torch.arange(0), teacher=GivenRows(dense_law(0, VOCAB))
+    )
+    objective = make_objective(ObjectiveConfig(), 1.0)
+    found = chunked_loss(empty, Head(weight=weight), objective, temperature=1.0)
+    found.loss.backward()
+    assert float(found.loss.detach()) == 0
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_a_missing_teacher_is_named() -> None:
+    hidden, weight, _ = tensors()
+    rows = LearnedRows(hidden=hidden, labels=torch.zeros(ROWS, dtype=torch.int64))
+    head, text_alone = Head(weight=weight), make_objective(ObjectiveConfig(objective="ce"), 1.0)
+    chunked_loss(rows, head, text_alone, temperature=1.0)
+    with pytest.raises(ValueError, match="lk and acceptance need a teacher"):
+        chunked_loss(rows, head, make_objective(ObjectiveConfig(), 1.0), temperature=1.0)
+    with pytest.raises(ValueError, match="acceptance needs a teacher"):
+        chunked_acceptance(rows, Head(weight=weight), temperature=1.0)

@@ -1,0 +1,178 @@
+"""Every objective against its gradient in closed form, in fp64.
+
+p is the target's law, q the draft's, z its logits. Derived by hand from the definitions: for a loss
+L(q) with g_i = dL/dq_i, the softmax gives dL/dz_i = q_i (g_i - sum_j q_j g_j).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.unit.align.objectives.laws import argmax_law, dense_law, normal, truncated_law
+from torch import Tensor
+
+from forerun.align.config import ObjectiveConfig, ObjectiveName
+from forerun.align.law import SparseLaw, TargetLaw, dense_probs
+from forerun.align.objectives.divergences import PROBABILITY_FLOOR
+from forerun.align.objectives.named import make_objective
+
+ROWS, VOCAB = 7, 23
+BETA, ETA = 0.3, 2.5
+NAMES: tuple[ObjectiveName, ...] = ("ce", "fkl", "rkl", "jsd", "tv", "nla", "lk")
+LAWS = {"dense": dense_law, "truncated": truncated_law, "argmax": argmax_law}
+
+Closed = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def of_ce(q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    return q - torch.nn.functional.one_hot(labels, VOCAB)
+
+
+def of_fkl(q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    return p.sum(-1, keepdim=True) * q - p
+
+
+def of_rkl(q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    ratio = (q / p.clamp(min=PROBABILITY_FLOOR)).log()
+    return q * (ratio - (q * ratio).sum(-1, keepdim=True))
+
+
+def of_jsd(q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    ratio = (q / (BETA * p + (1 - BETA) * q)).log()
+    return (1 - BETA) * q * (ratio - (q * ratio).sum(-1, keepdim=True))
+
+
+def of_tv(q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    below = (q < p).double()
+    return -q * (below - (below * q).sum(-1, keepdim=True))
+
+
+def alpha(q: Tensor, p: Tensor) -> Tensor:
+    return torch.where(q < p, q, p).sum(-1, keepdim=True)
+
+
+def of_nla(q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    return of_tv(q, p, labels) / alpha(q, p)
+
+
+def of_lk(q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    weight = (-ETA * alpha(q, p)).exp()
+    return weight * of_fkl(q, p, labels) + (1 - weight) * of_tv(q, p, labels)
+
+
+CLOSED: dict[str, Closed] = {
+    "ce": of_ce,
+    "fkl": of_fkl,
+    "rkl": of_rkl,
+    "jsd": of_jsd,
+    "tv": of_tv,
+    "nla": of_nla,
+    "lk": of_lk,
+}
+
+
+def losses_of(name: ObjectiveName, logits: Tensor, law: TargetLaw | None) -> Tensor:
+    objective = make_objective(ObjectiveConfig(objective=name, beta=BETA, eta=ETA), 1.0)
+    return objective.losses(logits, law, torch.arange(ROWS) * 3 % VOCAB)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_is_the_closed_form(name: ObjectiveName, law: str) -> None:
+    target = LAWS[law](ROWS, VOCAB)
+    logits = normal(ROWS, VOCAB, seed=0, scale=2).requires_grad_()
+    (found,) = torch.autograd.grad(losses_of(name, logits, target).sum(), logits)
+    draft, probs = logits.detach().softmax(-1), dense_probs(target, VOCAB).double()
+    expected = CLOSED[name](draft, probs, torch.arange(ROWS) * 3 % VOCAB)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_perfect_draft_has_nothing_to_learn_on_average(name: ObjectiveName) -> None:
+    """Of CE over labels drawn from the target, which is its expectation over p."""
+    logits = normal(ROWS, VOCAB, seed=0).requires_grad_()
+    law = dense_law(ROWS, VOCAB)
+    target = type(law)(target_probs=logits.detach().softmax(-1).float())
+    if name == "ce":
+        everything = torch.stack(
+            [
+                make_objective(ObjectiveConfig(objective="ce"), 1.0).losses(
+                    logits, None, torch.full((ROWS,), token)
+                )
+                for token in range(VOCAB)
+            ],
+            1,
+        )
+        losses = (everything * target.target_probs).sum(1)
+    else:
+        losses = losses_of(name, logits, target)
+        assert losses.abs().max() < 1e-6
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    # Rounding p to fp32 decides where q < p holds, which moves TV's subgradient within [-q, q].
+    if name not in ("tv", "nla", "lk"):
+        assert gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_temperature_0_the_argmax_alone_is_the_whole_law(name: ObjectiveName) -> None:
+    sparse = argmax_law(ROWS, VOCAB)
+    dense = type(dense_law(1, 1))(target_probs=dense_probs(sparse, VOCAB))
+    logits = normal(ROWS, VOCAB, seed=0)
+    torch.testing.assert_close(losses_of(name, logits, sparse), losses_of(name, logits, dense))
+
+
+def test_at_temperature_0_fkl_and_log_acceptance_are_ce_on_the_argmax() -> None:
+    law = argmax_law(ROWS, VOCAB)
+    logits = normal(ROWS, VOCAB, seed=0, scale=4)
+    surprise = -logits.log_softmax(-1).gather(1, law.ids)[:, 0]
+    for name in ("fkl", "nla"):
+        torch.testing.assert_close(losses_of(name, logits, law), surprise)
+    torch.testing.assert_close(losses_of("tv", logits, law), 1 - surprise.neg().exp())
+
+
+@pytest.mark.parametrize("name", ["ce", "fkl"])
+def test_the_linear_ones_average_over_drawn_ids_to_the_whole_law(name: ObjectiveName) -> None:
+    """Gradients under each possible id, weighed by its probability, sum to that of the law."""
+    law = dense_law(ROWS, VOCAB)
+    logits = normal(ROWS, VOCAB, seed=0).requires_grad_()
+    objective = make_objective(ObjectiveConfig(objective=name), 1.0)
+    assert objective.linear
+    expected = torch.zeros_like(logits)
+    for token in range(VOCAB):
+        ids = torch.full((ROWS, 1), token)
+        drawn = SparseLaw(ids=ids, shares=torch.ones(ROWS, 1))
+        losses = objective.losses(logits, drawn, ids[:, 0])
+        expected += torch.autograd.grad(losses @ law.target_probs[:, token].double(), logits)[0]
+    whole = make_objective(ObjectiveConfig(objective="fkl"), 1.0).losses(logits, law, ids[:, 0])
+    torch.testing.assert_close(torch.autograd.grad(whole.sum(), logits)[0], expected)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ce", "fkl")])
+def test_the_others_say_that_drawn_ids_do_not_do(name: ObjectiveName) -> None:
+    assert not make_objective(ObjectiveConfig(objective=name), 1.0).linear
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_laws_without_anything_in_common_leave_gradients_finite(name: ObjectiveName) -> None:
+    logits = torch.full((1, VOCAB), -300.0, dtype=torch.float32)
+    logits[0, 0] = 300.0
+    logits.requires_grad_()
+    law = SparseLaw(ids=torch.tensor([[5]]), shares=torch.ones(1, 1))
+    objective = make_objective(ObjectiveConfig(objective=name, beta=BETA, eta=ETA), 1.0)
+    loss = objective.losses(logits, law, torch.tensor([5]))
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert bool(loss.isfinite().all()) and bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ce"])
+def test_a_law_is_asked_for(name: ObjectiveName) -> None:
+    with pytest.raises(ValueError, match="target's law"):
+        losses_of(name, normal(ROWS, VOCAB, seed=0), None)
+
+
+def test_auto_suits_the_temperature() -> None:
+    assert make_objective(ObjectiveConfig(), 0.0).name == "fkl"
+    assert make_objective(ObjectiveConfig(), 0.8).name == "lk"
