@@ -18,7 +18,7 @@ from forerun.sampling.noise import Purpose, draw, position_key, step_key, unifor
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.walk import target_tokens
 
-__all__ = ["Levels", "draft_keys", "draft_levels", "race_keys"]
+__all__ = ["Levels", "draft_keys", "draft_levels", "fit_vocabulary", "race_keys"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,160 @@
+"""What a draft is worth: tau, beta, alpha and predicted speedup, over all prompts and by tag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import mean
+
+from forerun.align.evaluation.judged import JudgedPrompt
+from forerun.align.evaluation.prediction import PredictedSpeedup, predicted_speedup
+from forerun.align.evaluation.resampling import over_prompts
+from forerun.theory.cost import CostTable
+from forerun.theory.intervals import Interval
+
+__all__ = ["AcceptanceFigures", "DraftFigures", "figures_of", "judge_figures"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceFigures:
+    """What some prompts say about a draft; intervals are of 95%, over prompts.
+
+    Attributes:
+        num_prompts: judged.
+        num_steps: that could draft all K tokens.
+        num_tokens: emitted by the verifier, up to where a text begins to loop.
+        acceptance_length: tau; None where no step drafted.
+        acceptance_rate_per_position: beta, for positions 1 to K.
+        acceptance_probability: alpha, teacher-forced over the target's own responses, by the rule
+            deployed: sum of min(target, draft), which for greedy drafts is the target's
+            probability of the draft's most likely token. None for drafters without a model.
+        looped_share: completions that were cut where they began to loop.
+        distinct_4gram_share: mean over completions, up to there.
+        mean_context: tokens before a step.
+        speedup: predicted; None without a cost table.
+    """
+
+    num_prompts: int
+    num_steps: int
+    num_tokens: int
+    acceptance_length: Interval | None
+    acceptance_rate_per_position: tuple[Interval, ...]
+    acceptance_probability: Interval | None
+    looped_share: float
+    distinct_4gram_share: float
+    mean_context: float
+    speedup: PredictedSpeedup | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftFigures:
+    """A draft, judged under one set of parameters.
+
+    Attributes:
+        draft: which, in words.
+        temperature: of the requests.
+        num_speculative_tokens: K.
+        overall: over all prompts.
+        by_tag: over the prompts of each tag.
+        prompts: what the figures were made of.
+    """
+
+    draft: str
+    temperature: float
+    num_speculative_tokens: int
+    overall: AcceptanceFigures
+    by_tag: dict[str, AcceptanceFigures]
+    prompts: tuple[JudgedPrompt, ...] = field(repr=False)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready: all but the prompts."""
+        return {
+            "draft": self.draft,
+            "temperature": self.temperature,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "overall": asdict(self.overall),
+            "by_tag": {tag: asdict(figures) for tag, figures in self.by_tag.items()},
+        }
+
+
+def judge_figures(
+    draft: str,
+    temperature: float,
+    num_speculative_tokens: int,
+    prompts: Sequence[JudgedPrompt],
+    costs: CostTable | None = None,
+    *,
+    seed: int = 0,
+) -> DraftFigures:
+    """Figures over all prompts, and over those of each tag where there are several."""
+
+    def over(chosen: Sequence[JudgedPrompt]) -> AcceptanceFigures:
+        return figures_of(chosen, num_speculative_tokens, costs, seed=seed)
+
+    tags = sorted({prompt.tag for prompt in prompts})
+    overall = over(prompts)
+    by_tag = {tag: over([p for p in prompts if p.tag == tag]) for tag in tags}
+    return DraftFigures(
+        draft=draft,
+        temperature=temperature,
+        num_speculative_tokens=num_speculative_tokens,
+        overall=overall,
+        by_tag=by_tag,
+        prompts=tuple(prompts),
+    )
+
+
+def figures_of(
+    prompts: Sequence[JudgedPrompt],
+    num_speculative_tokens: int,
+    costs: CostTable | None = None,
+    *,
+    seed: int = 0,
+) -> AcceptanceFigures:
+    """Figures over some prompts, at least one."""
+    counts = [prompt.acceptance for prompt in prompts]
+    num_steps = sum(count.num_steps for count in counts)
+    contexts = sum(prompt.num_context_tokens for prompt in prompts)
+    alpha = over_prompts(
+        [sum(prompt.alphas) for prompt in prompts],
+        [len(prompt.alphas) for prompt in prompts],
+        (0.0, 1.0),
+        seed=seed,
+    )
+    speedup = None
+    if costs is not None:
+        speedup = predicted_speedup(prompts, costs, num_speculative_tokens, seed=seed)
+    return AcceptanceFigures(
+        num_prompts=len(prompts),
+        num_steps=num_steps,
+        num_tokens=sum(prompt.num_tokens for prompt in prompts),
+        acceptance_length=over_prompts(
+            [count.num_emitted for count in counts],
+            [count.num_steps for count in counts],
+            (1.0, 1.0 + num_speculative_tokens),
+            seed=seed,
+        ),
+        acceptance_rate_per_position=beta_of(prompts, num_speculative_tokens, seed),
+        acceptance_probability=alpha,
+        looped_share=mean(float(prompt.looped) for prompt in prompts),
+        distinct_4gram_share=mean(prompt.distinct_4gram_share for prompt in prompts),
+        mean_context=contexts / num_steps if num_steps else 0.0,
+        speedup=speedup,
+    )
+
+
+def beta_of(
+    prompts: Sequence[JudgedPrompt], num_speculative_tokens: int, seed: int
+) -> tuple[Interval, ...]:
+    """Share of the steps accepted through each position, as far as any step drafted."""
+    found = []
+    for position in range(1, num_speculative_tokens + 1):
+        drafted, accepted = [], []
+        for prompt in prompts:
+            steps = prompt.acceptance.steps.items()
+            drafted.append(sum(n for (depth, _), n in steps if depth >= position))
+            accepted.append(sum(n for (_, taken), n in steps if taken >= position))
+        interval = over_prompts(accepted, drafted, (0.0, 1.0), seed=seed)
+        if interval is not None:
+            found.append(interval)
+    return tuple(found)

@@ -1,0 +1,236 @@
+"""Judge a draft by the engine's own verifier, on prompts kept for it.
+
+What is reported is counted, not modelled: every draft continues the same prompts under the deployed
+parameters. Looping text flatters every drafter, so a text counts up to its first repeated 32-gram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from forerun.align.evaluation.figures import DraftFigures, judge_figures
+from forerun.align.evaluation.judged import HeldOut, JudgedPrompt
+from forerun.align.evaluation.teacher_forced import acceptance_probabilities
+from forerun.drafters.base import Drafter
+from forerun.drafters.draft_model import DraftModel
+from forerun.engine.engine import Engine
+from forerun.engine.results import RequestOutput
+from forerun.errors import InvalidRequest
+from forerun.models.base import LanguageModel
+from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.cost import CostTable
+from forerun.theory.record import StepRecord
+from forerun.theory.text import distinct_ngram_share, first_repeat
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Judges drafts of one target under one set of parameters.
+
+    The target answers every prompt once, at the first judgement that needs it. Draws without a seed
+    of the user's are keyed by prompt, so that a judgement is a function of its arguments.
+
+    Args:
+        engine: over the target, idle; its K must be at least that of the judge.
+        prompts: that no draft was trained on, two or more.
+        params: of the deployment.
+        num_speculative_tokens: K, at least 1.
+        costs: to predict speedups from, at this temperature; None predicts none.
+        seed: of resamples and of draws.
+
+    Raises:
+        InvalidRequest: there are too few prompts, or K is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        prompts: Sequence[HeldOut],
+        params: SamplingParams,
+        num_speculative_tokens: int,
+        costs: CostTable | None = None,
+        seed: int = 0,
+    ) -> None:
+        check(engine, prompts, num_speculative_tokens)
+        self.engine = engine
+        self.prompts = list(prompts)
+        self.params = params
+        self.num_speculative_tokens = num_speculative_tokens
+        self.costs = costs
+        self.seed = seed
+
+    def at(self, temperature: float, costs: CostTable | None = None) -> Judge:
+        """A judge of the same prompts at another temperature, where the target answers anew."""
+        return Judge(
+            engine=self.engine,
+            prompts=[replace(prompt, response_ids=None) for prompt in self.prompts],
+            params=replace(self.params, temperature=temperature),
+            num_speculative_tokens=self.num_speculative_tokens,
+            costs=costs,
+            seed=self.seed,
+        )
+
+    def judge(
+        self,
+        draft: str | Path | Drafter,
+        *,
+        name: str | None = None,
+        max_prompts: int | None = None,
+    ) -> DraftFigures:
+        """Figures of one draft.
+
+        Args:
+            draft: a folder or a name, loaded here, or a drafter.
+            name: how figures call it; by default the folder or the drafter's method.
+            max_prompts: judge on so many, evenly spread over all.
+
+        Raises:
+            InvalidModel: the folder cannot be read.
+            IncompatibleDraft: the tokenizers differ.
+        """
+        records: list[StepRecord] = []
+        engine = alone(self.engine).with_draft(draft, self.num_speculative_tokens)
+        engine.on_record = records.append
+        chosen = spread(len(self.prompts), max_prompts)
+        prompts = [self.prompts[index].prompt_ids for index in chosen]
+        outputs = engine.generate(prompts, [self._params_of(index) for index in chosen])
+        steps: dict[str, list[StepRecord]] = {}
+        for record in records:
+            steps.setdefault(record.request_id, []).append(record)
+        alphas = self._alphas(engine, chosen)
+        judged = [
+            judged_prompt(
+                self.prompts[index].tag,
+                output,
+                steps.get(output.request_id, []),
+                self.num_speculative_tokens,
+                its_alphas,
+            )
+            for index, output, its_alphas in zip(chosen, outputs, alphas, strict=True)
+        ]
+        return judge_figures(
+            name or named(draft),
+            self.params.temperature,
+            self.num_speculative_tokens,
+            judged,
+            self.costs,
+            seed=self.seed,
+        )
+
+    def responses(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
+        """What the target itself answers the prompts of these indices; asked once."""
+        missing = [index for index in chosen if self.prompts[index].response_ids is None]
+        outputs = alone(self.engine).generate(
+            [self.prompts[index].prompt_ids for index in missing],
+            [self._params_of(index) for index in missing],
+        )
+        for index, output in zip(missing, outputs, strict=True):
+            answered = replace(self.prompts[index], response_ids=output.token_ids)
+            self.prompts[index] = answered
+        return [self.prompts[index].response_ids or () for index in chosen]
+
+    def _alphas(self, engine: Engine, chosen: Sequence[int]) -> list[tuple[float, ...]]:
+        """Teacher-forced acceptance probabilities, per prompt and position."""
+        draft = draft_model_of(engine)
+        if draft is None:
+            return [()] * len(chosen)
+        return [
+            tuple(
+                acceptance_probabilities(
+                    engine.target,
+                    draft,
+                    self.prompts[index].prompt_ids,
+                    response[: first_repeat(response)],
+                    self.params,
+                    engine.eos_token_ids,
+                )
+            )
+            for index, response in zip(chosen, self.responses(chosen), strict=True)
+        ]
+
+    def _params_of(self, index: int) -> SamplingParams:
+        """Those deployed, with noise of this prompt's own but the same verifier."""
+        params = replace(self.params, n=1, logprobs=None)
+        if params.greedy or params.seed is not None:
+            return params
+        verification = "block" if params.verification == "auto" else params.verification
+        return replace(params, seed=self.seed + index, verification=verification)
+
+
+def alone(engine: Engine) -> Engine:
+    """The same target, plainly decoding; no request finds what another has left in the KV.
+
+    A prompt found there drafts one step earlier, and figures would depend on what ran before.
+    """
+    return Engine(
+        target=engine.target,
+        tokenizer=engine.tokenizer,
+        config=replace(engine.config, sharing="none"),
+        eos_token_ids=engine.eos_token_ids,
+    )
+
+
+def judged_prompt(
+    tag: str,
+    output: RequestOutput,
+    records: Sequence[StepRecord],
+    num_speculative_tokens: int,
+    alphas: tuple[float, ...],
+) -> JudgedPrompt:
+    """One prompt's counts, from the steps of its request."""
+    tokens = output.token_ids
+    end = first_repeat(tokens)
+    num_prompt = len(output.prompt_token_ids)
+    counted = [
+        record
+        for record in records
+        if record.k_budget == num_speculative_tokens and record.context_tokens < num_prompt + end
+    ]
+    return JudgedPrompt(
+        tag=tag,
+        acceptance=AcceptanceCounts.from_records(counted),
+        num_context_tokens=sum(record.context_tokens for record in counted),
+        num_tokens=end,
+        looped=end < len(tokens),
+        distinct_4gram_share=distinct_ngram_share(tokens[:end]),
+        alphas=alphas,
+    )
+
+
+def draft_model_of(engine: Engine) -> LanguageModel | None:
+    """The draft's own model; None where there is none beside the target."""
+    drafter = engine.drafter.drafter if engine.drafter is not None else None
+    if isinstance(drafter, DraftModel) and drafter.model.store is not engine.target.store:
+        return drafter.model
+    return None
+
+
+def spread(num_prompts: int, most: int | None) -> list[int]:
+    """Indices of at most so many prompts, evenly over all: sources often come one after another."""
+    count = num_prompts if most is None else min(most, num_prompts)
+    return [index * num_prompts // count for index in range(count)]
+
+
+def named(draft: str | Path | Drafter) -> str:
+    """How figures call a draft."""
+    return str(draft) if isinstance(draft, str | Path) else draft.method
+
+
+def check(engine: Engine, prompts: Sequence[HeldOut], num_speculative_tokens: int) -> None:
+    """Refuse what would end in figures that say nothing."""
+    if len(prompts) < 2:
+        raise InvalidRequest(
+            f"{len(prompts)} held-out prompts; an interval takes two or more: give more prompts, "
+            "or raise the held-out share"
+        )
+    most = engine.config.num_speculative_tokens
+    if not 1 <= num_speculative_tokens <= most:
+        raise InvalidRequest(
+            f"num_speculative_tokens is {num_speculative_tokens}; the engine was loaded for 1 to "
+            f"{most}"
+        )

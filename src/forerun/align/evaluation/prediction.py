@@ -1,0 +1,104 @@
+"""What acceptance is worth in time: speedup at every K by the cost table, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.align.evaluation.judged import JudgedPrompt
+from forerun.align.evaluation.resampling import over_prompts
+from forerun.theory.cost import CostTable
+from forerun.theory.intervals import Interval
+
+__all__ = ["PredictedSpeedup", "predicted_speedup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedSpeedup:
+    """Decoding against plain decoding, by counts and cost table.
+
+    Attributes:
+        num_speculative_tokens: the K in 0..max of highest speedup; 0 says that drafting costs more
+            than it saves.
+        best: speedup at the best K, which the one half of the prompts chooses for the other.
+        per_k: speedup at K = 1, 2, ...
+    """
+
+    num_speculative_tokens: int
+    best: Interval
+    per_k: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """kappa of K drafted tokens, in plain steps; K = 0 is plain decoding."""
+
+    num_speculative_tokens: int
+    cost: Interval
+
+
+def predicted_speedup(
+    prompts: Sequence[JudgedPrompt], table: CostTable, max_k: int, *, batch: int = 1, seed: int = 0
+) -> PredictedSpeedup | None:
+    """tau over kappa at the mean context of the steps.
+
+    The best of several K is flattered by the prompts it won on. So every second prompt chooses the
+    K that the others are scored at, and the other way round.
+
+    Args:
+        prompts: judged at K = `max_k`.
+        table: of this draft's shape beside the target.
+        max_k: largest K to consider.
+        batch: sequences decoded at once in the deployment.
+        seed: decides the resamples.
+
+    Returns:
+        None where nothing was drafted, or the table is too rough to bound kappa from below.
+    """
+    prompts = [prompt for prompt in prompts if prompt.acceptance.num_steps]
+    if not prompts:
+        return None
+    num_steps = sum(prompt.acceptance.num_steps for prompt in prompts)
+    context = round(sum(prompt.num_context_tokens for prompt in prompts) / num_steps)
+    cycles = [
+        Cycle(num_speculative_tokens=k, cost=table.cycle_cost_interval(k, context, batch))
+        for k in range(max_k + 1)
+    ]
+    if any(cycle.cost.low <= 0 for cycle in cycles):
+        return None
+    even, odd = prompts[::2], prompts[1::2]
+    chosen = [best_of(odd or even, cycles), best_of(even, cycles)]
+    return PredictedSpeedup(
+        num_speculative_tokens=best_of(prompts, cycles).num_speculative_tokens,
+        best=speedup_of(prompts, [chosen[i % 2] for i in range(len(prompts))], seed),
+        per_k=tuple(speedup_of(prompts, [cycle] * len(prompts), seed) for cycle in cycles[1:]),
+    )
+
+
+def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[Cycle]) -> Cycle:
+    """The cycle of highest speedup; the shortest of equals."""
+
+    def speedup(cycle: Cycle) -> float:
+        emitted = sum(prompt.num_emitted_at(cycle.num_speculative_tokens) for prompt in prompts)
+        return emitted / cycle.cost.estimate
+
+    return max(cycles, key=speedup)
+
+
+def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[Cycle], seed: int) -> Interval:
+    """Tokens over plain steps' time, every prompt at its own cycle.
+
+    The interval spans the prompts' and the table's: low end over dear cycles, high end over cheap.
+    """
+    pairs = [*zip(prompts, cycles, strict=True)]
+    emitted = [float(prompt.num_emitted_at(c.num_speculative_tokens)) for prompt, c in pairs]
+    spent = [prompt.acceptance.num_steps * cycle.cost.estimate for prompt, cycle in pairs]
+    bounds = (
+        min(1 / cycle.cost.estimate for cycle in cycles),
+        max((1 + cycle.num_speculative_tokens) / cycle.cost.estimate for cycle in cycles),
+    )
+    found = over_prompts(emitted, spent, bounds, seed=seed)
+    assert found is not None
+    dearer = max(cycle.cost.high / cycle.cost.estimate for cycle in cycles)
+    cheaper = min(cycle.cost.low / cycle.cost.estimate for cycle in cycles)
+    return Interval(estimate=found.estimate, low=found.low / dearer, high=found.high / cheaper)

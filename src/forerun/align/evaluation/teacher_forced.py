@@ -1,0 +1,106 @@
+"""Acceptance probability at every position of a text the target wrote, by the rule deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.drafters.levels import fit_vocabulary
+from forerun.models.base import LanguageModel
+from forerun.models.context import Context, pack
+from forerun.sampling.config import SamplingParams, draft_params
+from forerun.sampling.history import History, RowHistory
+from forerun.sampling.processors import pack_params, target_probs
+from forerun.theory.tree import TokenTree
+
+__all__ = ["acceptance_probabilities"]
+
+CHUNK = 256
+"""Rows of one pass; those of a chunk are the largest tensors here."""
+
+
+@torch.inference_mode()
+def acceptance_probabilities(
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    params: SamplingParams,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> list[float]:
+    """Sum of min(target, draft) at every token of the response, both laws as the engine makes them.
+
+    A greedy law has all its mass on one token. So a greedy draft is judged by the target's
+    probability of that token, and under greedy parameters by whether the two agree.
+
+    Args:
+        target: needs a free slot, as the draft does.
+        draft: of the same token ids.
+        prompt_ids: what the response answers, at least one token.
+        response_ids: the target's own text.
+        params: of the request; the draft's own temperature holds for the draft.
+        eos_token_ids: the model's own.
+
+    Returns:
+        One probability per token of the response, as far as both contexts reach.
+    """
+    reach = min(target.max_context, draft.max_context, len(prompt_ids) + len(response_ids))
+    response = response_ids[: max(0, reach - len(prompt_ids))]
+    if not response:
+        return []
+    ids = [*prompt_ids, *response]
+    first = len(prompt_ids) - 1
+    history = None
+    if params.needs_history:
+        history = History.of(
+            params, prompt_ids, vocab_size=target.vocab_size, eos_token_ids=eos_token_ids
+        )
+    alphas: list[float] = []
+    passes = zip(logits_of(target, ids, first), logits_of(draft, ids, first), strict=True)
+    for target_logits, draft_logits in passes:
+        chunk = response[len(alphas) : len(alphas) + len(target_logits)]
+        histories = [] if history is None else along(history, chunk)
+        target_rows = laws(target_logits, params, histories)
+        shared = fit_vocabulary(draft_logits.to(target_rows.device), target.vocab_size)
+        draft_rows = laws(shared, draft_params(params), histories)
+        # A draft without a law drafts nothing, so nothing of it is accepted.
+        alphas += torch.minimum(target_rows, draft_rows).sum(-1).nan_to_num(0.0).tolist()
+        if history is not None:
+            for token in chunk:
+                history.append(token)
+    return alphas
+
+
+def logits_of(
+    model: LanguageModel, ids: Sequence[int], first: int
+) -> Iterator[Float[Tensor, "rows vocab"]]:
+    """Logits of rows `first` to the last but one, in the same chunks whatever the model."""
+    fed = list(ids[:-1])
+    context = Context(model.store, fed)
+    try:
+        for start in range(0, len(fed), CHUNK):
+            size = min(CHUNK, len(fed) - start)
+            wanted = range(max(first - start, 0), size)
+            batch = pack([context.span(size)], context.pending(size), wanted, model.device)
+            logits = model.forward(batch).logits
+            context.commit(range(size))
+            if wanted:
+                yield logits
+    finally:
+        context.close()
+
+
+def along(history: History, tokens: Sequence[int]) -> list[RowHistory]:
+    """What the law of each of these tokens depends on."""
+    return history.along(TokenTree.chain(len(tokens) - 1), tokens[:-1])
+
+
+def laws(
+    logits: Float[Tensor, "rows vocab"], params: SamplingParams, histories: Sequence[RowHistory]
+) -> Float[Tensor, "rows vocab"]:
+    """The law of every row under the same parameters."""
+    rows = pack_params([params], logits.device, [0] * len(logits))
+    return target_probs(logits, rows, histories)
