@@ -13,6 +13,7 @@ ForerunError
 ├── QueueFull           too many requests wait; the same request may be accepted later
 ├── EngineStopped       an engine's thread has ended, and what it was to do with it
 ├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
+├── ServerUnavailable   a server of responses does not answer (those it gave are kept)
 ├── TrainingDiverged    loss or gradient is no number (the last checkpoint is kept)
 ├── NumericalError      the target returned NaN or no possible token
 │   └── MaskError       the token mask of a request raised
@@ -38,6 +39,7 @@ __all__ = [
     "NumericalError",
     "QueueFull",
     "RunnerUnavailable",
+    "ServerUnavailable",
     "TrainingDiverged",
 ]
 
@@ -112,6 +114,10 @@ class MaskError(NumericalError):
 
 class DrafterError(ForerunError):
     """A drafter raised, or returned NaN, an out-of-range id or a malformed tree."""
+
+
+class ServerUnavailable(ForerunError):
+    """A server of responses is not there, too busy or broken, and stayed so."""
 
 
 class TrainingDiverged(ForerunError):
