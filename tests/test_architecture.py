@@ -21,6 +21,7 @@ TORCH_FREE = (
     "forerun",
     "forerun.control.base",
     "forerun.engine.config",
+    "forerun.plan.advice",
     "forerun.probe.profile_file",
     "forerun.sampling.config",
     "forerun.trace.files",

@@ -15,13 +15,13 @@ import torch
 from forerun.bench.arms import draft_arms, plain_arm, warm_up
 from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks
 from forerun.bench.config import BenchConfig
-from forerun.bench.prediction import Costs
 from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.scout import scouted
 from forerun.bench.threads import on_best_threads
 from forerun.bench.tracing import BenchTrace
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
+from forerun.plan.costs import Costs
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 

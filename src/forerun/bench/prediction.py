@@ -12,19 +12,7 @@ from forerun.bench.summary import ArmSummary
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 
-__all__ = ["Costs", "Prediction", "predict"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """Cost tables of one draft beside the target, with greedy and with sampled drafts."""
-
-    greedy: CostTable
-    sampled: CostTable
-
-    def at(self, temperature: float) -> CostTable:
-        """The table that holds at a temperature."""
-        return self.greedy if temperature == 0 else self.sampled
+__all__ = ["Prediction", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from forerun.bench.best import BestOfSeveral, best_of_several
 from forerun.bench.compare import Block, Measurement
 from forerun.bench.config import LEAST_BLOCKS, BenchConfig, DemoConfig
 from forerun.bench.exactness import ExactnessReport
-from forerun.bench.prediction import Costs, Prediction, predict
+from forerun.bench.prediction import Prediction, predict
 from forerun.bench.summary import ArmSummary, measurable, summarise
 from forerun.bench.verdict import verdict
+from forerun.plan.costs import Costs
 from forerun.provenance import Provenance
 
 __all__ = ["BenchReport", "CellReport", "DemoReport"]

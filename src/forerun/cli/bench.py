@@ -20,8 +20,8 @@ from forerun.models.zoo.catalog import PREFIX
 
 if TYPE_CHECKING:
     from forerun.bench.comparison import Comparison
-    from forerun.bench.prediction import Costs
     from forerun.bench.tracing import BenchTrace
+    from forerun.plan.costs import Costs
     from forerun.trace.writer import TraceWriter
 
 __all__ = ["COMMAND", "BenchOptions"]

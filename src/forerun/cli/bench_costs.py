@@ -9,12 +9,12 @@ from pathlib import Path
 
 from forerun.bench.compare import Arm
 from forerun.bench.comparison import Comparison
-from forerun.bench.prediction import Costs
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.models.load import load_tokenizer
+from forerun.plan.costs import Costs
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import Facts, Pair, facts_of, setup_of

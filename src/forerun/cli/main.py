@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": "continue a prompt, streaming",
     "info": "say what a model is, what it needs and whether a draft fits it",
     "profile": "measure what drafting and verifying cost on this machine",
+    "plan": "say which drafter, K and batch to use, and what it should be worth",
     "trace": "say what a trace holds: tokens and cost per step, acceptance by position",
     "exact": "prove by enumeration that every verifier keeps the target's law",
 }

@@ -12,9 +12,10 @@ from forerun.bench.best import best_of_several
 from forerun.bench.compare import Prompt, batched, run_blocks
 from forerun.bench.comparison import Cell, Comparison
 from forerun.bench.config import BenchConfig, parse_arms
-from forerun.bench.prediction import Costs, predict
+from forerun.bench.prediction import predict
 from forerun.bench.report import CellReport
 from forerun.bench.summary import summarise
+from forerun.plan.costs import Costs
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine

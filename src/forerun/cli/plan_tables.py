@@ -1,0 +1,129 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from forerun.cli.tables import table_of
+from forerun.plan.advice import Advice, BreakEven
+from forerun.plan.config import PlanConfig
+from forerun.plan.option import Option
+from forerun.plan.what_if import Scenario
+
+__all__ = ["print_plan"]
+
+LEGEND = (
+    "speedup: tau / kappa, decoding alone; tau: tokens per step; kappa: a step in plain steps\n"
+    "even at: the accepted / drafted, the constant alpha and the cost of a drafted token\n"
+    "(in plain steps) at which speculation gains nothing"
+)
+
+
+def print_plan(
+    advice: Advice, what_if: Sequence[Scenario], config: PlanConfig, origin: Sequence[str]
+) -> None:
+    """What to do, the best at every batch, break-even, what would change it, what it rests on."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(sentence(advice.best, config))}[/]", "", soft_wrap=True, sep="\n")
+    console.print(batches(advice, config), "")
+    console.print(break_even(advice), "")
+    console.print(scenarios(what_if, advice), "")
+    for remark in advice.remarks:
+        console.print(f"[yellow]{escape(remark)}[/]", soft_wrap=True)
+    console.print(f"[dim]{LEGEND}[/]", soft_wrap=True)
+    for line in origin:
+        console.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
+
+
+def sentence(best: Option, config: PlanConfig) -> str:
+    """The plan in a line."""
+    where = f"at batch {best.batch}, context {config.context}, T={config.temperature:g}"
+    speed = f"{best.tokens_per_s:.4g} tokens/s, {milliseconds(best.tpot_s)} ms per token"
+    if best.is_plain:
+        return f"decode plainly {where}: {speed}; no draft pays"
+    return (
+        f"draft with {best.draft}, K={best.num_speculative_tokens}, {where}: {speed}, "
+        f"{with_ends(best)} times plain decoding"
+    )
+
+
+def batches(advice: Advice, config: PlanConfig) -> Table:
+    """The best at every batch size."""
+    table = table_of(Column("batch", no_wrap=True), *headings(advice))
+    for option in advice.per_batch:
+        late = config.slo_tpot_s is not None and option.tpot_s > config.slo_tpot_s
+        table.add_row(f"{option.batch}{' (too slow)' if late else ''}", *cells(option, advice))
+    return table
+
+
+def headings(advice: Advice) -> tuple[str, ...]:
+    """Of an option's columns: within 80 characters there is room for the drafter or its parts."""
+    if len(advice.curves) > 1:
+        return ("drafter", "K", "speedup (95%)", "ms/token")
+    return ("K", "tau", "kappa", "speedup (95%)", "ms/token", "tokens/s")
+
+
+def break_even(advice: Advice) -> Table:
+    """From where on each drafter stops paying."""
+    table = table_of(
+        Column("even at", overflow="fold"), "K", "accepted / drafted", "alpha", "draft cost"
+    )
+    for name, found in advice.break_even:
+        table.add_row(escape(name), *limits(found))
+    return table
+
+
+def limits(found: BreakEven) -> tuple[str, ...]:
+    """Cells of one line."""
+    alpha, rate = found.acceptance_probability, found.draft_acceptance_rate
+    return (
+        str(found.num_speculative_tokens),
+        f"{rate:.3f}" if rate <= 1 else f"{rate:.3f} (never)",
+        "never" if alpha is None else f"{alpha:.3f}",
+        f"{found.draft_cost:.3f}" if found.draft_cost >= 0 else "never",
+    )
+
+
+def scenarios(what_if: Sequence[Scenario], advice: Advice) -> Table:
+    """What would change the plan."""
+    table = table_of(Column("what if", no_wrap=True), *headings(advice))
+    for scenario in what_if:
+        table.add_row(escape(scenario.name), *cells(scenario.option, advice))
+    return table
+
+
+def cells(option: Option, advice: Advice) -> tuple[str, ...]:
+    """An option without its batch, in the columns of `headings`."""
+    k = "plain" if option.is_plain else str(option.num_speculative_tokens)
+    speedup = "1" if option.is_plain else with_ends(option)
+    latency = milliseconds(option.tpot_s)
+    if len(advice.curves) > 1:
+        return escape(short(option.draft, advice)), k, speedup, latency
+    tau, kappa = option.acceptance_length.estimate, option.cycle_cost.estimate
+    return k, f"{tau:.2f}", f"{kappa:.2f}", speedup, latency, f"{option.tokens_per_s:.4g}"
+
+
+def short(name: str | None, advice: Advice) -> str:
+    """The last part of a path, where that tells the drafters apart."""
+    if name is None:
+        return ""
+    last = [Path(other).name for other, _ in advice.curves]
+    return Path(name).name if last.count(Path(name).name) == 1 else name
+
+
+def with_ends(option: Option) -> str:
+    """A speedup with its interval."""
+    found = option.speedup
+    if found.low == found.high:
+        return f"{found.estimate:.2f}"
+    return f"{found.estimate:.2f} ({found.low:.2f}–{found.high:.2f})"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time for people."""
+    return f"{1e3 * seconds:.3g}"

@@ -1,0 +1,270 @@
+"""The drafters a plan compares: what each costs and how far it is accepted, from what was given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.drafters.config import parse_drafter
+from forerun.errors import InvalidProfile, InvalidRequest
+from forerun.plan.acceptance import Acceptance, counted, given
+from forerun.plan.config import PlanConfig
+from forerun.plan.costs import Costs, with_draft_cost
+from forerun.plan.option import Candidate
+from forerun.plan.roofline import Machine, cost_table
+from forerun.plan.traced import TracedDrafts, drafts_in
+from forerun.plan.what_if import BATCH_FACTORS, CONTEXT_FACTORS
+from forerun.probe.profile import Profile
+from forerun.probe.profile_file import load_profile
+from forerun.theory.cost import CostTable
+from forerun.trace.files import read_trace
+
+if TYPE_CHECKING:
+    from forerun.cli.plan import PlanOptions
+
+__all__ = ["candidates_of", "read_profiles"]
+
+logger = logging.getLogger(__name__)
+
+DRAFT = "draft"
+"""Of a roofline, where nobody names it."""
+ROOFLINE_BATCHES: tuple[int, ...] = (1, 8, 32, 128)
+ROOFLINE_CONTEXT = 1024
+"""Where nobody says."""
+
+
+def candidates_of(options: PlanOptions) -> tuple[list[Candidate], PlanConfig]:
+    """Every drafter asked for, and where the plan is to hold.
+
+    Raises:
+        InvalidRequest: something is missing, unknown, or named twice.
+        InvalidProfile: a profile is damaged, or profiles and trace are of different pairs.
+        InvalidTrace: the trace says nothing of acceptance.
+    """
+    profiles = read_profiles(options.profile)
+    machine = options.machine.chosen
+    config = config_of(options, profiles)
+    traced = read_traced(options)
+    check_same_pair(profiles, traced)
+    if machine is None:
+        measured = {
+            name: Costs(greedy=profile.greedy, sampled=profile.sampled)
+            for name, profile in profiles.items()
+        }
+        tables = {name: costs.at(config.temperature) for name, costs in measured.items()}
+    else:
+        tables = rooflines(machine, options, profiles, config)
+    names = options.draft or tuple(tables)
+    figures = given_by(options, names)
+    candidates = [
+        Candidate(
+            name=name,
+            table=table_for(name, tables, traced),
+            acceptance=acceptance_for(name, figures, traced, options),
+        )
+        for name in names
+    ]
+    return candidates, config
+
+
+def config_of(options: PlanOptions, profiles: Mapping[str, Profile]) -> PlanConfig:
+    """Where the plan is to hold: as asked for, otherwise as profiled.
+
+    Raises:
+        InvalidRequest: there are no costs at all, or a value cannot work.
+    """
+    batches, context = ROOFLINE_BATCHES, ROOFLINE_CONTEXT
+    if options.machine.chosen is None:
+        if not profiles:
+            raise InvalidRequest(
+                "a plan needs costs: a --profile of `forerun profile`, or a --machine"
+            )
+        table = next(iter(profiles.values())).greedy
+        batches, context = table.batches, table.contexts[0]
+    return PlanConfig(
+        batches=tuple(sorted(set(options.batch))) or batches,
+        context=context if options.context is None else options.context,
+        temperature=options.temperature,
+        max_k=options.max_k,
+        slo_tpot_s=options.slo_tpot,
+    )
+
+
+def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
+    """Profiles by the draft they are of.
+
+    Raises:
+        InvalidProfile: one is damaged, or they are not of one target on one machine.
+        InvalidRequest: two are of the same draft.
+    """
+    found: dict[str, Profile] = {}
+    for path in paths:
+        profile = load_profile(path)
+        if profile.draft in found:
+            raise InvalidRequest(f"{path} is a second profile with draft {profile.draft}")
+        for other in found.values():
+            mine, its = (
+                replace(setup, draft_hash="", draft_runner="")
+                for setup in (profile.setup, other.setup)
+            )
+            if differences := mine.differences(its):
+                raise InvalidProfile(
+                    f"{path} cannot be compared with the profile of {other.draft}: "
+                    f"{', '.join(differences)}"
+                )
+        found[profile.draft] = profile
+    return found
+
+
+def read_traced(options: PlanOptions) -> TracedDrafts | None:
+    """What the trace says of drafters."""
+    if options.trace is None:
+        return None
+    found = drafts_in(read_trace(options.trace), str(options.trace))
+    if found.num_damaged:
+        logger.warning(
+            "%d places of the trace %s could not be read; the plan is from the rest",
+            found.num_damaged,
+            options.trace,
+        )
+    return found
+
+
+def check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | None) -> None:
+    """Acceptance of one pair says nothing of another.
+
+    Raises:
+        InvalidProfile: the trace was made with another target or draft; the difference is named.
+    """
+    for name, draft in ({} if traced is None else traced.drafts).items():
+        header = draft.header
+        for profile in profiles.values():
+            setup = profile.setup
+            differences = []
+            if header.target_hash != setup.target_hash:
+                differences.append(f"target_hash {header.target_hash} ({header.target})")
+            if profile.draft == name and header.draft_hash != setup.draft_hash:
+                differences.append(f"draft_hash {header.draft_hash} ({name})")
+            if differences:
+                raise InvalidProfile(
+                    f"the trace was made with {' and '.join(differences)}, the profile of "
+                    f"{profile.target} and {profile.draft} with target_hash {setup.target_hash} "
+                    f"and draft_hash {setup.draft_hash}: acceptance holds for its own pair"
+                )
+
+
+def rooflines(
+    machine: Machine, options: PlanOptions, profiles: Mapping[str, Profile], config: PlanConfig
+) -> dict[str, CostTable]:
+    """Costs by draft model on a machine that is only described, wherever the plan looks."""
+    batches = {batch * factor for batch in config.batches for factor in (1, *BATCH_FACTORS)}
+    contexts = {config.context * factor for factor in (1, *CONTEXT_FACTORS)}
+    sources: Mapping[str, Profile | None] = profiles or {name_without_profile(options): None}
+    return {
+        name: cost_table(
+            machine, *options.machine.sizes(profile), batches=batches, contexts=contexts
+        )
+        for name, profile in sources.items()
+    }
+
+
+def name_without_profile(options: PlanOptions) -> str:
+    """The draft a described size belongs to."""
+    models = [name for name in options.draft if parse_drafter(name) is None]
+    if options.machine.draft_params is None and (models or not options.draft):
+        raise InvalidRequest("how large is the draft? give --draft-params, or --draft suffix")
+    if len(models) > 1:
+        raise InvalidRequest(
+            f"--draft-params is the size of one draft, and {', '.join(models)} are named; give a "
+            "--profile of each"
+        )
+    return models[0] if models else DRAFT
+
+
+def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts | None) -> CostTable:
+    """What a drafter costs.
+
+    A drafter without a model is put beside the target of any profile: what it takes per token is
+    in the trace, or nothing. The rest of a cycle is taken to be what it is with a draft model.
+
+    Raises:
+        InvalidRequest: nothing says what it costs.
+    """
+    if name in tables:
+        return tables[name]
+    beside = next(iter(tables.values()))
+    named = parse_drafter(name)
+    measured = None
+    if traced is not None and name in traced.drafts:
+        measured = traced.drafts[name].draft_token_s
+    if named is None or (named.name == "self" and measured is None):
+        raise InvalidRequest(
+            f"nothing says what drafting with {name} costs: the profiles are of "
+            f"{', '.join(tables)}; profile it"
+            + (", or give a trace of it" if named is not None else "")
+        )
+    return with_draft_cost(beside, draft_s=0.0 if measured is None else measured)
+
+
+def given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Figures of --acceptance by draft.
+
+    Raises:
+        InvalidRequest: a figure is no number, or belongs to no draft, or to several.
+    """
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise InvalidRequest(f"--draft {min(doubled)} is given twice")
+    found: dict[str, list[float]] = {}
+    for text in options.acceptance:
+        name, equals, figures = text.rpartition("=")
+        if not equals and len(names) > 1:
+            raise InvalidRequest(
+                f"--acceptance {text} could be of {', '.join(names)}; say DRAFT={text}"
+            )
+        name = name if equals else names[0]
+        if name not in names:
+            raise InvalidRequest(f"--acceptance is of {name}, the drafters are {', '.join(names)}")
+        if name in found:
+            raise InvalidRequest(f"--acceptance of {name} is given twice")
+        found[name] = list(numbers(text, figures))
+    return found
+
+
+def numbers(text: str, figures: str) -> Iterator[float]:
+    """What is between the commas."""
+    for part in figures.split(","):
+        try:
+            yield float(part)
+        except ValueError:
+            raise InvalidRequest(
+                f"--acceptance {text}: {part!r} is no number; give 0.8, or 0.8,0.6,0.4"
+            ) from None
+
+
+def acceptance_for(
+    name: str,
+    figures: Mapping[str, list[float]],
+    traced: TracedDrafts | None,
+    options: PlanOptions,
+) -> Acceptance:
+    """How far a drafter is accepted: as given, otherwise as traced.
+
+    Raises:
+        InvalidRequest: nothing says it, or the figures are impossible.
+        InvalidTrace: no request of the trace has the temperature.
+    """
+    if name in figures:
+        return given(figures[name], conditional=options.conditional, max_k=options.max_k)
+    if traced is not None and name in traced.drafts:
+        return counted(traced.counts(name, options.temperature))
+    if traced is not None:
+        raise InvalidRequest(
+            f"the trace is of {', '.join(traced.drafts)} and says nothing of {name}; give "
+            f"--acceptance {name}=..., or name the --draft to plan"
+        )
+    raise InvalidRequest(
+        f"a plan needs to know how far {name} is accepted: --acceptance or --trace"
+    )

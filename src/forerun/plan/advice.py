@@ -1,0 +1,180 @@
+"""The best drafter, K and batch, what they rest on, and from where on they stop paying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from forerun.errors import InvalidRequest
+from forerun.plan.config import PlanConfig
+from forerun.plan.costs import with_batches
+from forerun.plan.option import Candidate, Option, option_at
+from forerun.theory.speedup import break_even_alpha, break_even_rate
+
+__all__ = ["Advice", "BreakEven", "advise", "best_of", "options_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Where a drafter at some K and batch costs as much as it gains.
+
+    Attributes:
+        num_speculative_tokens: K.
+        batch: sequences at once.
+        draft_acceptance_rate: accepted / drafted; above 1 no draft can pay.
+        acceptance_probability: the constant alpha; None where none is enough.
+        draft_cost: what a drafted token may take in plain steps; negative where even free drafts
+            would not pay.
+    """
+
+    num_speculative_tokens: int
+    batch: int
+    draft_acceptance_rate: float
+    acceptance_probability: float | None
+    draft_cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        best: the highest throughput that keeps the promise on latency.
+        per_batch: the best at every batch size, whatever the latency.
+        curves: every K by drafter, at the batch of `best`.
+        break_even: by drafter that could be used, at its own best K there.
+        remarks: what a reader must know to trust this.
+    """
+
+    best: Option
+    per_batch: tuple[Option, ...]
+    curves: tuple[tuple[str, tuple[Option, ...]], ...]
+    break_even: tuple[tuple[str, BreakEven], ...]
+    remarks: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON wants it."""
+        return {
+            "best": asdict(self.best),
+            "per_batch": [asdict(option) for option in self.per_batch],
+            "curves": {name: [asdict(option) for option in curve] for name, curve in self.curves},
+            "break_even": {name: asdict(found) for name, found in self.break_even},
+            "remarks": list(self.remarks),
+        }
+
+
+def advise(candidates: Sequence[Candidate], config: PlanConfig) -> Advice:
+    """Compare every drafter at every K and batch.
+
+    Raises:
+        InvalidRequest: no drafter is given, or nothing keeps the promise on latency.
+        InvalidProfile: a profile is too rough.
+    """
+    if not candidates:
+        raise InvalidRequest("a plan compares drafters, and none is given")
+    measured = candidates[0].table.batches[-1]
+    candidates = [replace(c, table=with_batches(c.table, config.batches)) for c in candidates]
+    found = {batch: options_of(candidates, config, batch) for batch in config.batches}
+    per_batch = tuple(best_of(options) for options in found.values())
+    allowed = [option for options in found.values() for option in options if keeps(option, config)]
+    if not allowed:
+        raise InvalidRequest(unreachable(candidates, config, per_batch))
+    best = max(allowed, key=lambda option: option.tokens_per_s)
+    curves = tuple((c.name, tuple(options_of([c], config, best.batch))) for c in candidates)
+    ks = {name: best_of(curve[1:]).num_speculative_tokens for name, curve in curves}
+    return Advice(
+        best=best,
+        per_batch=per_batch,
+        curves=curves,
+        break_even=tuple(
+            (c.name, break_even(c, ks[c.name], best.batch, config.context)) for c in candidates
+        ),
+        remarks=tuple(remarks(candidates, config, best, measured)),
+    )
+
+
+def options_of(candidates: Iterable[Candidate], config: PlanConfig, batch: int) -> list[Option]:
+    """Plain decoding, then every drafter at every K its acceptance is known for."""
+    found: list[Option] = []
+    for candidate in candidates:
+        deepest = min(config.max_k, len(candidate.acceptance.survival))
+        found += (
+            option_at(candidate, k, batch=batch, context=config.context)
+            for k in range(bool(found), deepest + 1)
+        )
+    return found
+
+
+def best_of(options: Iterable[Option]) -> Option:
+    """Of options at one batch size, the fastest; the first of equals."""
+    return max(options, key=lambda option: option.tokens_per_s)
+
+
+def keeps(option: Option, config: PlanConfig) -> bool:
+    """Whether it keeps the promise on latency."""
+    return config.slo_tpot_s is None or option.tpot_s <= config.slo_tpot_s
+
+
+def break_even(candidate: Candidate, k: int, batch: int, context: int) -> BreakEven:
+    """By how much each of the three may be worse."""
+    table = candidate.table
+    costs = {
+        "draft_cost": table.draft_cost(context, batch),
+        "verify_cost": table.verify_cost(k + 1, context, batch),
+        "overhead": table.overhead(context, batch),
+    }
+    tau = candidate.acceptance.length(k).estimate
+    return BreakEven(
+        num_speculative_tokens=k,
+        batch=batch,
+        draft_acceptance_rate=break_even_rate(k, **costs),
+        acceptance_probability=break_even_alpha(k, table.cycle_cost(k, context, batch)),
+        draft_cost=(tau - costs["verify_cost"] - costs["overhead"]) / k,
+    )
+
+
+def unreachable(
+    candidates: Sequence[Candidate], config: PlanConfig, per_batch: Sequence[Option]
+) -> str:
+    """Why no option keeps the promise."""
+    nearest = min(per_batch, key=lambda option: option.tpot_s)
+    plain_s = candidates[0].table.plain_step_s(config.context, nearest.batch)
+    how = "plain" if nearest.is_plain else f"{nearest.draft} at K={nearest.num_speculative_tokens}"
+    assert config.slo_tpot_s is not None
+    return (
+        f"{1e3 * config.slo_tpot_s:.3g} ms per token cannot be kept: at batch {nearest.batch} a "
+        f"plain step takes {1e3 * plain_s:.3g} ms and the best there is ({how}) "
+        f"{1e3 * nearest.tpot_s:.3g} ms per token"
+    )
+
+
+def remarks(
+    candidates: Sequence[Candidate], config: PlanConfig, best: Option, measured_batch: int
+) -> Iterator[str]:
+    """Where the plan leans on what was not measured, and how sure it is."""
+    used = next((c for c in candidates if c.name == best.draft), candidates[0])
+    table, k = used.table, best.num_speculative_tokens
+    plain_s = table.plain_step_s(config.context, best.batch)
+    if config.slo_tpot_s is not None and config.slo_tpot_s < plain_s:
+        yield (
+            f"the promise of {1e3 * config.slo_tpot_s:.3g} ms per token is below the plain step of "
+            f"{1e3 * plain_s:.3g} ms: only speculation keeps it, on average, and while drafts are "
+            "accepted as assumed"
+        )
+    if k and not best.speedup.is_above(1.0):
+        yield "the interval of the speedup reaches down to 1: that it pays is not shown"
+    if k and k == len(used.acceptance.survival) and not used.acceptance.is_constant:
+        yield f"acceptance is known for {k} positions only; a larger K might be better"
+    if len(used.acceptance.requests) == 1:
+        yield "acceptance comes from a single request; its error is not in the interval"
+    if not used.acceptance.requests:
+        yield "acceptance is taken as given; its error is not in the interval"
+    if best.cycle_cost.low == best.cycle_cost.high and k:
+        yield "the costs have no known error; it is not in the interval"
+    if best.batch > measured_batch:
+        yield (
+            f"batch {best.batch} is beyond the {measured_batch} measured: rows of more sequences "
+            "are taken to cost what more rows of the same sequences do"
+        )
+    if config.context > table.contexts[-1]:
+        yield f"context {config.context} is beyond {table.contexts[-1]}: an extrapolation"

@@ -1,0 +1,50 @@
+"""What a plan is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from forerun.errors import InvalidRequest
+from forerun.sampling.checks import Range
+
+__all__ = ["PlanConfig"]
+
+RANGES = (
+    Range("context", 0, integer=True),
+    Range("temperature", 0),
+    Range("max_k", 1, high=1024, integer=True),
+    Range("slo_tpot_s", 0, above_low=True, optional=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Where a plan is to hold.
+
+    Attributes:
+        batches: sequences at once that are considered, ascending.
+        context: committed tokens of every sequence, about halfway through its output.
+        temperature: 0 for greedy drafts, above for sampled ones.
+        max_k: most drafted tokens per step.
+        slo_tpot_s: most seconds per output token (None: no such promise).
+
+    Raises:
+        InvalidRequest: a value cannot work; the message names it.
+    """
+
+    batches: tuple[int, ...]
+    context: int
+    temperature: float = 0.0
+    max_k: int = 16
+    slo_tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        for limits in RANGES:
+            limits.check(getattr(self, limits.name))
+        ascending = all(before < after for before, after in pairwise(self.batches))
+        if not self.batches or self.batches[0] < 1 or not ascending:
+            raise InvalidRequest(
+                f"batches is {list(self.batches)}; it must ascend from 1 or more, each once"
+            )

@@ -1,0 +1,81 @@
+"""What a drafter costs beside its target: with greedy and with sampled drafts, and variations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+
+__all__ = ["Costs", "with_batches", "with_draft_cost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Cost tables of one draft beside the target, with greedy and with sampled drafts."""
+
+    greedy: CostTable
+    sampled: CostTable
+
+    def at(self, temperature: float) -> CostTable:
+        """The table that holds at a temperature."""
+        return self.greedy if temperature == 0 else self.sampled
+
+
+def with_draft_cost(
+    table: CostTable, *, factor: float = 1.0, draft_s: float | None = None
+) -> CostTable:
+    """The same target with another drafter.
+
+    Args:
+        table: of the drafter that was measured.
+        factor: every drafted token takes so many times what it took.
+        draft_s: what every drafted token takes instead, whatever the batch.
+    """
+
+    def changed(lines: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        if draft_s is not None:
+            return [(draft_s, 0.0) for _ in lines]
+        return [(factor * seconds, factor * error_s) for seconds, error_s in lines]
+
+    found = changed((line.draft_s, line.draft_error_s) for line in table.lines)
+    return CostTable(
+        lines=tuple(
+            replace(line, draft_s=seconds, draft_error_s=error_s)
+            for line, (seconds, error_s) in zip(table.lines, found, strict=True)
+        )
+    )
+
+
+def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
+    """The table with lines for batches beyond the largest measured one.
+
+    A pass does not care much whose rows it has: so many times the sequences are taken to cost what
+    so many times the rows of the largest measured batch cost, and a draft's pass to grow as the
+    target's does. What reading the keys and values of more sequences takes is not in it, so this
+    is kinder to large batches than a measurement would be.
+    """
+    largest = table.batches[-1]
+    wanted = sorted({batch for batch in batches if batch > largest})
+    measured = [line for line in table.lines if line.batch == largest]
+    return CostTable(
+        lines=(*table.lines, *(grown(line, batch) for batch in wanted for line in measured))
+    )
+
+
+def grown(line: CostLine, batch: int) -> CostLine:
+    """A line at a larger batch, from its own rows."""
+    times = batch / line.batch
+    passes = [line.verify(math.ceil(rows * times)) for rows in line.rows]
+    factor = passes[0].s / line.verify(1).s
+    return replace(
+        line,
+        batch=batch,
+        verify_s=tuple(reading.s for reading in passes),
+        verify_error_s=tuple(reading.error_s for reading in passes),
+        plain_s=line.plain_s + passes[0].s - line.verify(1).s,
+        draft_s=line.draft_s * factor,
+        draft_error_s=line.draft_error_s * factor,
+    )

@@ -1,0 +1,97 @@
+"""One way to decode, and what it should be worth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from forerun.errors import InvalidProfile
+from forerun.plan.acceptance import Acceptance
+from forerun.theory.cost import CostTable
+from forerun.theory.intervals import Interval
+
+__all__ = ["Candidate", "Option", "option_at"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A drafter that could be used.
+
+    Attributes:
+        name: of the drafter.
+        table: what it costs, at the temperature in question.
+        acceptance: how far it is accepted there.
+    """
+
+    name: str
+    table: CostTable
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A drafter at some K and batch.
+
+    Attributes:
+        draft: name of the drafter; None decodes plainly.
+        num_speculative_tokens: K.
+        batch: sequences at once.
+        acceptance_length: tau.
+        cycle_cost: kappa, in plain steps.
+        speedup: tau / kappa with its 95% interval.
+        tpot_s: seconds per output token of a sequence.
+        tokens_per_s: of all sequences together.
+    """
+
+    draft: str | None
+    num_speculative_tokens: int
+    batch: int
+    acceptance_length: Interval
+    cycle_cost: Interval
+    speedup: Interval
+    tpot_s: float
+    tokens_per_s: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it drafts nothing."""
+        return self.num_speculative_tokens == 0
+
+
+def option_at(
+    candidate: Candidate, num_speculative_tokens: int, *, batch: int, context: int
+) -> Option:
+    """What a drafter should be worth at K, a batch size and a context.
+
+    Raises:
+        InvalidProfile: the table is too rough to bound the speedup from above.
+    """
+    k, table = num_speculative_tokens, candidate.table
+    tau = candidate.acceptance.length(k)
+    kappa = table.cycle_cost_interval(k, context, batch)
+    if kappa.low <= 0:
+        raise InvalidProfile(
+            f"the profile with {candidate.name} is too rough at batch {batch}: a cycle at K={k} "
+            f"takes {kappa.low:.2f} to {kappa.high:.2f} plain steps; profile for longer"
+        )
+    tpot_s = table.plain_step_s(context, batch) * kappa.estimate / tau.estimate
+    return Option(
+        draft=candidate.name if k else None,
+        num_speculative_tokens=k,
+        batch=batch,
+        acceptance_length=tau,
+        cycle_cost=kappa,
+        speedup=ratio(tau, kappa),
+        tpot_s=tpot_s,
+        tokens_per_s=batch / tpot_s,
+    )
+
+
+def ratio(tau: Interval, kappa: Interval) -> Interval:
+    """tau / kappa; the relative errors of both, taken as independent, add up in quadrature."""
+    estimate = tau.estimate / kappa.estimate
+    below = math.hypot(1 - tau.low / tau.estimate, 1 - kappa.estimate / kappa.high)
+    above = math.hypot(tau.high / tau.estimate - 1, kappa.estimate / kappa.low - 1)
+    return Interval(
+        estimate=estimate, low=max(0.0, estimate * (1 - below)), high=estimate * (1 + above)
+    )

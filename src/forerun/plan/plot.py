@@ -1,0 +1,72 @@
+"""Pictures of plans: speedup over K, one line per drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.plan.advice import Advice
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot"]
+
+COLOURS = ("#1a7f64", "#cf5b2e", "#4361a8", "#9a6bb0", "#b08900")
+"""Told apart in greyscale and by colour-blind readers."""
+
+
+def plot(advice: Advice, path: Path) -> None:
+    """Draw the speedup over K at the batch of the plan, with its 95% interval.
+
+    Args:
+        advice: what `advise` found.
+        path: its suffix names the format.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Ids from a fixed salt, no date: the same plan gives the same file.
+    with rc_context({"svg.hashsalt": "forerun"}):
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure.subplots(), advice)
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=160, metadata=metadata)
+
+
+def draw(axes: Axes, advice: Advice) -> None:
+    """One line and one band per drafter, a mark at the plan."""
+    for index, (name, curve) in enumerate(advice.curves):
+        colour = COLOURS[index % len(COLOURS)]
+        ks = [option.num_speculative_tokens for option in curve]
+        found = [option.speedup for option in curve]
+        axes.plot(
+            ks, [s.estimate for s in found], marker="o", markersize=3, color=colour, label=name
+        )
+        axes.fill_between(
+            ks,
+            [s.low for s in found],
+            [s.high for s in found],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
+    best = advice.best
+    axes.plot(
+        best.num_speculative_tokens,
+        best.speedup.estimate,
+        marker="o",
+        markersize=11,
+        markerfacecolor="none",
+        color="black",
+        linestyle="none",
+        label="plan",
+    )
+    axes.axhline(1.0, color="#6e7781", linewidth=1, linestyle=":")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("K: most drafted tokens per step")
+    axes.set_ylabel(f"predicted speedup at batch {best.batch} (95% interval)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)

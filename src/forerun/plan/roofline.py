@@ -1,0 +1,167 @@
+"""Costs on a machine nobody measured: arithmetic and bytes against what a data sheet promises.
+
+A pass takes as long as its arithmetic or its reading, whichever is longer, and what launching it
+costs. That is a bound no machine beats and real ones miss by a factor, which in kappa mostly
+cancels; where a plan matters, profile the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from forerun.errors import InvalidRequest
+from forerun.sampling.checks import Range
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+
+__all__ = ["PRESETS", "Machine", "ModelSize", "cost_table", "preset"]
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
+RANGES = (
+    Range("flops_per_s", 0, above_low=True),
+    Range("bytes_per_s", 0, above_low=True),
+    Range("launch_s", 0),
+    Range("step_s", 0),
+)
+SIZE_RANGES = (
+    Range("num_parameters", 0, above_low=True),
+    Range("weight_bytes", 0, above_low=True),
+    Range("kv_token_bytes", 0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a roofline needs to know of a machine.
+
+    Attributes:
+        name: for people.
+        flops_per_s: dense arithmetic in the dtype of the passes.
+        bytes_per_s: memory read rate.
+        launch_s: what every pass costs before it computes.
+        step_s: what every step costs outside the passes.
+        source: where the figures are from.
+
+    Raises:
+        InvalidRequest: a figure is not positive.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float = 1e-4
+    step_s: float = 5e-4
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no machine."""
+        for limits in RANGES:
+            limits.check(getattr(self, limits.name))
+
+    @property
+    def ridge_rows(self) -> float:
+        """Rows from which a pass over 2-byte weights computes longer than it reads."""
+        return self.flops_per_s / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What a roofline needs to know of a model.
+
+    Attributes:
+        num_parameters: multiplied with every row.
+        weight_bytes: read once by every pass.
+        kv_token_bytes: of every committed token of every sequence, read once by every pass.
+
+    Raises:
+        InvalidRequest: a figure is not positive.
+    """
+
+    num_parameters: float
+    weight_bytes: float
+    kv_token_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no model."""
+        for limits in SIZE_RANGES:
+            limits.check(getattr(self, limits.name))
+
+
+def data_sheet(name: str, tera_flops: float, giga_bytes: float) -> Machine:
+    """A machine as its vendor describes it; the overheads are assumptions of ours."""
+    return Machine(
+        name=name,
+        flops_per_s=tera_flops * 1e12,
+        bytes_per_s=giga_bytes * 1e9,
+        source="data sheet: dense 16-bit arithmetic and memory rate; overheads are assumed",
+    )
+
+
+PRESETS: Mapping[str, Machine] = MappingProxyType(
+    {
+        machine.name: machine
+        for machine in (
+            data_sheet("a100-80gb", 312, 2039),
+            data_sheet("b200", 2250, 8000),
+            data_sheet("h100-sxm", 989, 3350),
+            data_sheet("h200-sxm", 989, 4800),
+            data_sheet("l4", 121, 300),
+            data_sheet("l40s", 362, 864),
+            data_sheet("mi300x", 1307, 5300),
+            data_sheet("rtx-4090", 165, 1008),
+        )
+    }
+)
+"""Peaks from the vendors' public data sheets, one accelerator each, without sparsity."""
+
+
+def preset(name: str) -> Machine:
+    """A machine by name.
+
+    Raises:
+        InvalidRequest: there is none of that name.
+    """
+    if name not in PRESETS:
+        raise InvalidRequest(
+            f"machine {name!r} is unknown; there are {', '.join(PRESETS)}, or give --flops and "
+            "--bandwidth"
+        )
+    return PRESETS[name]
+
+
+def pass_s(machine: Machine, model: ModelSize, num_rows: int, batch: int, context: int) -> float:
+    """A pass over `num_rows` rows of each of `batch` sequences.
+
+    Two operations per parameter and row. The keys and values of a sequence are read once for all
+    its rows; their arithmetic is left out, since it is small beside reading them.
+    """
+    arithmetic_s = 2 * model.num_parameters * num_rows * batch / machine.flops_per_s
+    read = model.weight_bytes + batch * context * model.kv_token_bytes
+    return max(arithmetic_s, read / machine.bytes_per_s) + machine.launch_s
+
+
+def cost_table(
+    machine: Machine,
+    target: ModelSize,
+    draft: ModelSize | None,
+    *,
+    batches: Collection[int],
+    contexts: Collection[int],
+) -> CostTable:
+    """The table a roofline gives; drafting costs nothing where there is no draft model."""
+
+    def line(batch: int, context: int) -> CostLine:
+        verify_s = tuple(pass_s(machine, target, rows, batch, context) for rows in ROWS)
+        return CostLine(
+            batch=batch,
+            context=context,
+            rows=ROWS,
+            verify_s=verify_s,
+            plain_s=verify_s[0] + machine.step_s,
+            draft_s=0.0 if draft is None else pass_s(machine, draft, 1, batch, context),
+            overhead_s=machine.step_s,
+        )
+
+    return CostTable(lines=tuple(line(b, c) for b in sorted(batches) for c in sorted(contexts)))

@@ -1,0 +1,137 @@
+"""What a trace says of each drafter: how far every request accepted it, and what drafting took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from forerun.errors import InvalidTrace
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.trace.schema import Item
+
+__all__ = ["TracedDraft", "TracedDrafts", "drafts_in"]
+
+
+@dataclass(slots=True, kw_only=True)
+class TracedDraft:
+    """One drafter's steps.
+
+    Attributes:
+        header: of its runs, with the names and hashes of target and draft.
+        requests: counts by request.
+        draft_s: drafting, in cycles that read no prompt.
+        num_drafted: depth of those drafts.
+    """
+
+    header: TraceHeader
+    requests: dict[str, AcceptanceCounts] = field(default_factory=dict)
+    draft_s: float = 0.0
+    num_drafted: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the drafter."""
+        return str(self.header.draft)
+
+    @property
+    def draft_token_s(self) -> float | None:
+        """Seconds per drafted token; None where every draft was beside a prompt."""
+        return self.draft_s / self.num_drafted if self.num_drafted else None
+
+    def add(self, record: StepRecord) -> None:
+        """Count a step that drafted."""
+        counts = self.requests.setdefault(record.request_id, AcceptanceCounts())
+        counts.add(record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted)
+        if not record.num_prefill_rows:
+            self.draft_s += record.draft_s
+            self.num_drafted += record.depth_drafted
+
+
+@dataclass(slots=True, kw_only=True)
+class TracedDrafts:
+    """All drafters of a trace.
+
+    Attributes:
+        drafts: by name.
+        temperatures: of the requests that ended, by id.
+        num_damaged: places that could not be read.
+    """
+
+    drafts: dict[str, TracedDraft] = field(default_factory=dict)
+    temperatures: dict[str, float] = field(default_factory=dict)
+    num_damaged: int = 0
+
+    def counts(self, draft: str, temperature: float) -> list[AcceptanceCounts]:
+        """Requests of one drafter, greedy or sampled ones; those that did not end count as both.
+
+        Raises:
+            InvalidTrace: there are none.
+        """
+        requests = self.drafts[draft].requests
+        found = [
+            counts
+            for request_id, counts in requests.items()
+            if (self.temperatures.get(request_id, temperature) == 0) == (temperature == 0)
+        ]
+        if not found:
+            raise InvalidTrace(
+                f"the trace has no step of {draft} at temperature {temperature:g}, but "
+                f"{len(requests)} requests at others; say --temperature"
+            )
+        return found
+
+
+def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
+    """Read a trace.
+
+    Args:
+        items: what reading it yields.
+        where: its name, for messages.
+
+    Raises:
+        InvalidTrace: it has no step that drafted, or no header that says with what.
+    """
+    found = TracedDrafts()
+    headers: list[TraceHeader] = []
+    num_steps = 0
+    for item in items:
+        if isinstance(item, TraceHeader):
+            headers.append(item)
+        elif isinstance(item, RequestRecord):
+            found.temperatures[item.request_id] = temperature_of(item.parameters)
+        elif isinstance(item, StepRecord):
+            num_steps += 1
+            if item.num_drafted:
+                header = header_of(item, headers, where)
+                name = str(header.draft)
+                found.drafts.setdefault(name, TracedDraft(header=header)).add(item)
+        else:
+            found.num_damaged += 1
+    if not found.drafts:
+        raise InvalidTrace(
+            f"the trace {where} has {num_steps} steps and drafted in none of them: it says nothing "
+            "of acceptance"
+        )
+    return found
+
+
+def header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
+    """The header of the drafter a step used."""
+    drafts = [header for header in headers if header.draft is not None]
+    named = [h for h in drafts if str(h.draft).partition(":")[0] == record.method]
+    alike = named or [h for h in drafts if h.draft_hash == record.drafter_hash]
+    if len(alike) != 1 and len(drafts) == 1:
+        alike = drafts
+    if len(alike) != 1:
+        raise InvalidTrace(
+            f"the trace {where} does not say which of its {len(drafts)} drafters request "
+            f"{record.request_id} used at step {record.step}"
+        )
+    return alike[0]
+
+
+def temperature_of(parameters: Mapping[str, object]) -> float:
+    """Of a request; sampling is the default of the parameters, too."""
+    value = parameters.get("temperature", 1.0)
+    return float(value) if isinstance(value, int | float) else 1.0
