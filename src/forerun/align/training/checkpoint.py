@@ -1,0 +1,159 @@
+"""Where a training can go on: weights, optimiser state and step, in one file replaced at once.
+
+The file is the same whatever trained it, one process or many with sharded weights, so a run may go
+on with another number of processes. There is no random state: order and schedule are functions of
+the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from forerun.errors import InvalidCheckpoint
+
+__all__ = ["load_checkpoint", "save_checkpoint", "trained_weights", "whole"]
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and compilation put into the names of parameters."""
+
+
+def named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by the names they have without wrappers."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        if parameter.requires_grad:
+            found[name] = parameter
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, shards gathered: all processes must ask for the same one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Whole trained weights on the CPU, by name.
+
+    Args:
+        module: sharded or not.
+        keep: whether this process wants them; it takes part in the gathering in any case.
+    """
+    gathered = {}
+    for name, parameter in named_trained(module).items():
+        tensor = whole(parameter.detach())
+        if keep:
+            gathered[name] = tensor.cpu().clone()
+    return gathered
+
+
+def save_checkpoint(
+    path: Path,
+    module: nn.Module,
+    optimiser: Optimizer,
+    *,
+    step: int,
+    identity: Mapping[str, str],
+    is_writer: bool,
+) -> None:
+    """Write the state after `step` steps; an earlier file is there until the new one is whole.
+
+    Args:
+        path: of the file.
+        module: what is trained.
+        optimiser: its optimiser.
+        step: steps done.
+        identity: what the run is a function of; a run of another identity will refuse the file.
+        is_writer: whether this process writes; every process must call, to gather shards.
+    """
+    tensors = {}
+    for name, tensor in state_tensors(module, optimiser):
+        gathered = whole(tensor.detach())
+        if is_writer:
+            tensors[name] = gathered.cpu().clone()
+    if not is_writer:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    try:
+        save_file(tensors, scratch, {"step": str(step), "identity": json.dumps(dict(identity))})
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)  # half a file would only fill the disk that was full
+
+
+def state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the state by its name in the file."""
+    for name, parameter in named_trained(module).items():
+        yield f"weights/{name}", parameter
+        for key, value in optimiser.state[parameter].items():
+            yield f"optimiser/{name}/{key}", value
+
+
+def load_checkpoint(
+    path: Path, module: nn.Module, optimiser: Optimizer, *, identity: Mapping[str, str]
+) -> int:
+    """Restore a state if there is one.
+
+    Returns:
+        Steps done; 0 without a file.
+
+    Raises:
+        InvalidCheckpoint: the file is damaged, or of a run with other settings.
+    """
+    if not path.exists():
+        return 0
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            check_identity(path, json.loads(metadata["identity"]), identity)
+            for name, parameter in named_trained(module).items():
+                with torch.no_grad():
+                    parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))
+                prefix = f"optimiser/{name}/"
+                for key in [key for key in file.keys() if key.startswith(prefix)]:  # noqa: SIM118
+                    value = file.get_tensor(key)
+                    optimiser.state[parameter][key.removeprefix(prefix)] = (
+                        laid_out(value, parameter) if value.ndim else value.to(parameter.device)
+                    )
+            return int(metadata["step"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise InvalidCheckpoint(
+            f"{path} cannot be read ({error}); delete it to start again"
+        ) from error
+
+
+def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor as a parameter is: on its device, and cut as it is cut."""
+    tensor = tensor.to(like.device)
+    if isinstance(like, DTensor):
+        return distribute_tensor(tensor, like.device_mesh, like.placements)
+    return tensor
+
+
+def check_identity(path: Path, found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Refuse the state of another run.
+
+    Raises:
+        InvalidCheckpoint: naming what differs.
+    """
+    different = [
+        f"{key} was {found.get(key)}, is {wanted.get(key)}"
+        for key in sorted(found.keys() | wanted.keys())
+        if found.get(key) != wanted.get(key)
+    ]
+    if different:
+        raise InvalidCheckpoint(
+            f"{path} is of another run ({'; '.join(different)}); use its settings, another "
+            "output folder, or delete it"
+        )

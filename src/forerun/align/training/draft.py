@@ -1,0 +1,227 @@
+"""The draft as it is trained: loaded or made, checked against its target, written to be served."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forerun.errors import IncompatibleDraft, InvalidModel
+from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.huggingface import read_weights
+from forerun.models.load import load_tokenizer, model_folder, read_config
+from forerun.models.tokenizers import compare_vocabularies
+
+__all__ = ["Draft", "DraftConfig", "load_draft"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+TOKEN_SETTINGS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+LORA_ALPHA_PER_RANK = 2
+PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """Which draft is trained, and for which target.
+
+    Attributes:
+        target: folder of the target: its tokenizer and vocabulary are the draft's.
+        draft: folder of the draft to begin with; or see `init`.
+        init: config.json of a draft to make from nothing.
+        lora_rank: of the adapters that are trained instead of all weights; 0 for none.
+        seed: of fresh weights and adapters.
+        attention: implementation of transformers that is trained with.
+    """
+
+    target: Path
+    draft: Path | None = None
+    init: Path | None = None
+    lora_rank: int = 0
+    seed: int = 0
+    attention: str = "sdpa"
+
+
+class Draft:
+    """A draft under training.
+
+    Args:
+        config: which.
+        model: of transformers, in fp32; with adapters put into its layers if `lora_rank` asks.
+    """
+
+    def __init__(self, config: DraftConfig, model: Any) -> None:
+        self.config = config
+        self.model = model
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a Hugging Face folder in bf16: weights, configuration, the target's tokenizer.
+
+        The folder is there as a whole or not at all; an earlier one is replaced.
+
+        Args:
+            folder: to write.
+            weights: trained weights by their names in `DraftLoss`, as `Trainer.weights` gives them.
+        """
+        merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
+        scratch = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(scratch, ignore_errors=True)
+        merged.to(torch.bfloat16).save_pretrained(scratch)
+        copy_tokenizer(self.config.target, scratch)
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+
+
+def load_draft(config: DraftConfig) -> Draft:
+    """Load or make a draft and check that it can be trained for its target.
+
+    Raises:
+        InvalidModel: files are missing, damaged or of an unsupported kind, or the model cannot be
+            trained on packed rows.
+        IncompatibleDraft: its tokenizer is not the target's.
+    """
+    if config.draft is not None:
+        check_tokenizers(config.target, config.draft)
+    model = base_model(config)
+    check_trainable(model)
+    return Draft(config, with_adapters(model, config))
+
+
+def base_model(config: DraftConfig) -> Any:
+    """The draft to begin with, in fp32 and in the width of the target's vocabulary."""
+    target = read_object(config.target / "config.json")
+    if config.draft is None:
+        return fresh_model(config, target)
+    checkpoint = read_checkpoint(config.draft)
+    read_config(checkpoint)  # refuses what the engine could not serve
+    model = read_weights(checkpoint, torch.float32)
+    model.set_attn_implementation(config.attention)
+    if model.config.vocab_size != target["vocab_size"]:
+        # Tokens are the same, padding ids are not: the target's law covers the target's.
+        model.resize_token_embeddings(target["vocab_size"], mean_resizing=False)
+    return model
+
+
+def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
+    """Fresh weights in a given shape; whatever concerns tokens is the target's."""
+    if config.init is None:
+        raise InvalidModel("neither a draft to begin with nor a config.json to make one from")
+    settings = read_object(config.init)
+    if "model_type" not in settings:
+        raise InvalidModel(f"{config.init} names no model_type; is it a model's config.json?")
+    settings |= {name: target[name] for name in TOKEN_SETTINGS if name in target}
+    shape = AutoConfig.for_model(**settings)
+    shape._attn_implementation = config.attention
+    with torch.random.fork_rng(devices=[]):
+        # transformers fills weights from the global generator.
+        torch.manual_seed(config.seed)  # noqa: TID251
+        untyped: Any = AutoModelForCausalLM
+        return untyped.from_config(shape, dtype=torch.float32)
+
+
+def with_adapters(model: Any, config: DraftConfig) -> Any:
+    """The model, with adapters in all its linear layers but the head if a rank is given."""
+    if config.lora_rank == 0:
+        return model
+    from peft import LoraConfig, inject_adapter_in_model
+
+    adapters = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=LORA_ALPHA_PER_RANK * config.lora_rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # noqa: TID251 (peft fills weights from it too)
+        inject_adapter_in_model(adapters, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
+    """A whole model with the trained weights in place, adapters merged.
+
+    The model under training may be sharded, or compiled; this one is made anew.
+    """
+    model = with_adapters(base_model(config), config)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+    if config.lora_rank == 0:
+        return model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    return model
+
+
+def check_trainable(model: Any) -> None:
+    """Refuse a model whose logits are more than head times decoder, or which mixes packed texts.
+
+    Training reads hidden rows and the head's weights, and lays several texts in one row; whether
+    that is the same as the model itself is tried out on a few tokens.
+
+    Raises:
+        InvalidModel: it is not.
+    """
+    name = type(model).__name__
+    ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size
+    positions = torch.arange(PROBE_TOKENS)[None]
+    head = model.get_output_embeddings()
+    if head is None:
+        raise InvalidModel(f"{name} has no head of its own and cannot be trained as a draft")
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids, use_cache=False).logits[0]
+        packed = model.get_decoder()(
+            input_ids=torch.cat([ids.flip(1), ids], 1),
+            position_ids=torch.cat([positions, positions], 1),
+            use_cache=False,
+        ).last_hidden_state[0, PROBE_TOKENS:]
+        found = torch.nn.functional.linear(packed, head.weight, head.bias)
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+        raise InvalidModel(
+            f"{name} cannot be trained as a draft: its logits are scaled or capped after the head, "
+            "or it does not keep packed texts apart"
+        )
+
+
+def check_tokenizers(target: Path, draft: Path) -> None:
+    """Refuse a draft that means other text by its tokens.
+
+    Raises:
+        IncompatibleDraft: naming the first tokens that differ.
+    """
+    comparison = compare_vocabularies(load_tokenizer(target), load_tokenizer(draft))
+    if comparison.identical:
+        return
+    shown = "; ".join(
+        f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
+    )
+    raise IncompatibleDraft(
+        f"the tokenizer of the draft {draft} is not the target's ({comparison.num_draft} and "
+        f"{comparison.num_target} tokens; {shown}); train a draft made from nothing (init) instead"
+    )
+
+
+def copy_tokenizer(target: Path, folder: Path) -> None:
+    """The target's tokenizer, chat template and generation settings, for the draft to bring."""
+    source = model_folder(target)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

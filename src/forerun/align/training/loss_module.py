@@ -1,0 +1,85 @@
+"""Draft and loss as one module, so that whatever shards or replicates it sees one forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from forerun.align.batch import Batch
+from forerun.align.objectives.base import Objective
+from forerun.align.objectives.chunked import Head, LearnedRows, chunked_acceptance, chunked_loss
+from forerun.align.objectives.length_aware import length_weights
+from forerun.align.teachers.base import TeacherRows
+
+__all__ = ["DraftLoss"]
+
+
+class DraftLoss(nn.Module):
+    """The summed loss of packed rows; logits of the whole vocabulary exist chunk by chunk only.
+
+    The head is not called but read, inside this module's own forward pass: the root of a sharded
+    module holds what its layers do not, so the head's rows are whole while they are needed. That is
+    also why this class has no `get_output_embeddings`: Accelerate would shard the head by itself.
+
+    Args:
+        model: a decoder of transformers with a linear head, tied or not.
+        objective: what is minimised.
+        temperature: of the deployment; decides which acceptance is reported.
+        length_aware: K of the deployment, to weigh rows by their share of the expected accepted
+            length; None weighs all alike.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Objective,
+        temperature: float,
+        length_aware: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.objective = objective
+        self.temperature = temperature
+        self.length_aware = length_aware
+        # Accelerate looks here for the layers to shard one by one.
+        self._no_split_modules = list(model._no_split_modules or ())
+
+    def forward(
+        self, batch: Batch, teacher_rows: TeacherRows | None
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """Sums over the learned rows of a batch.
+
+        Args:
+            batch: on the device of the model.
+            teacher_rows: the target's law at its learned rows; None for objectives without need.
+
+        Returns:
+            The loss, differentiable, and the acceptance probability (alpha), 0 without a law.
+        """
+        hidden = self.model.get_decoder()(
+            input_ids=batch.ids, position_ids=batch.positions, use_cache=False
+        ).last_hidden_state[batch.predicts]
+        output = self.model.get_output_embeddings()
+        head = Head(weight=output.weight, bias=output.bias)
+        rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
+        if self.length_aware is not None:
+            rows = self._weighed(rows, head, batch, self.length_aware)
+        total = chunked_loss(
+            rows,
+            head,
+            self.objective,
+            temperature=self.temperature,
+            with_acceptance=teacher_rows is not None,
+        )
+        alpha = hidden.new_zeros(()) if total.acceptance is None else total.acceptance
+        return total.loss, alpha
+
+    def _weighed(self, rows: LearnedRows, head: Head, batch: Batch, k: int) -> LearnedRows:
+        """The same rows with their shares of the expected accepted length."""
+        alphas = chunked_acceptance(rows, head, temperature=self.temperature)
+        learned = batch.predicts
+        weights = length_weights(alphas, batch.samples[learned], batch.positions[learned], k)
+        return replace(rows, weights=weights)

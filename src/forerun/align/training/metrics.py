@@ -1,0 +1,105 @@
+"""What a training step measured, and where it is kept: JSON lines and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["MetricsLog", "StepMetrics", "read_metrics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimiser step, over all processes.
+
+    Attributes:
+        step: steps done, this one included.
+        loss: mean over learned rows, as the objective counts.
+        acceptance_probability: alpha, mean over learned rows; None where no law was asked for.
+        num_learned: rows both are means over.
+        num_tokens: places of the packed rows, padding included.
+        grad_norm: before clipping.
+        learning_rate: of this step.
+        duration_s: of this step.
+    """
+
+    step: int
+    loss: float
+    acceptance_probability: float | None
+    num_learned: int
+    num_tokens: int
+    grad_norm: float
+    learning_rate: float
+    duration_s: float
+
+
+class MetricsLog:
+    """Steps as lines of JSON, one file for a run however often it was interrupted.
+
+    What a killed process had logged after its last checkpoint is done again when the run goes on,
+    so those lines are dropped and every step is there once.
+
+    Args:
+        path: of the .jsonl file.
+        events: folder for TensorBoard; None for none.
+    """
+
+    def __init__(self, path: Path, events: Path | None = None) -> None:
+        self.path = path
+        self.events = events
+        self._writer: SummaryWriter | None = None
+
+    def open_at(self, step: int) -> MetricsLog:
+        """Begin, or go on behind a step; use as a context manager."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [entry for entry in read_metrics(self.path) if entry.step <= step]
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text("".join(map(line_of, kept)), encoding="utf-8")
+        scratch.replace(self.path)
+        if self.events is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.events), purge_step=step + 1)
+        return self
+
+    def append(self, metrics: StepMetrics) -> None:
+        """Keep one step."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line_of(metrics))
+        if self._writer is not None:
+            values = asdict(metrics)
+            step = values.pop("step")
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(f"train/{name}", value, step)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def line_of(metrics: StepMetrics) -> str:
+    """A line of the log."""
+    return json.dumps(asdict(metrics)) + "\n"
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The steps of a log; a last line that was cut off by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [StepMetrics(**json.loads(line)) for line in lines if line.endswith("\n")]

@@ -1,0 +1,218 @@
+"""The training loop: packed rows in, steps out, the same steps whatever the number of processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from forerun.align.batch import Batch
+from forerun.align.config import TrainingConfig
+from forerun.align.teachers.base import Teacher
+from forerun.align.training.checkpoint import (
+    load_checkpoint,
+    save_checkpoint,
+    trained_weights,
+    whole,
+)
+from forerun.align.training.interruption import Interruption
+from forerun.align.training.loss_module import DraftLoss
+from forerun.align.training.metrics import StepMetrics
+from forerun.align.training.optimiser import (
+    learning_rate_at,
+    make_optimiser,
+    set_learning_rate,
+)
+from forerun.errors import TrainingDiverged
+
+__all__ = ["RowSource", "Trainer"]
+
+CHECKPOINT = "checkpoint.safetensors"
+FREE_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
+"""Settings that may change between a run and its continuation: the steps stay what they are."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """An endless stream of packed rows, as `Packing` is."""
+
+    def batch(self, first_row: int, num_rows: int) -> Batch:
+        """Rows by their numbers: no state, so any process may ask for any."""
+
+
+class Trainer:
+    """Optimises a draft, step by step, on this process's share of every step's rows.
+
+    A step is the same mean over the same rows with one process or many: its rows are numbered,
+    every process takes an equal run of them, and the loss is divided by the learned rows of all.
+
+    Args:
+        config: how it is optimised.
+        module: draft and objective, weights in fp32.
+        teacher: for objectives that need the target's law.
+        accelerator: which devices and processes, and in what precision.
+        folder: for the checkpoint.
+        identity: what else the run is a function of, such as hashes of data and target.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TrainingConfig,
+        module: DraftLoss,
+        teacher: Teacher | None,
+        accelerator: Accelerator,
+        folder: Path,
+        identity: Mapping[str, str],
+    ) -> None:
+        self.config = config
+        self.module = module
+        self.teacher = teacher
+        self.accelerator = accelerator
+        self.path = folder / CHECKPOINT
+        settings = {k: str(v) for k, v in asdict(config).items() if k not in FREE_SETTINGS}
+        self.identity = settings | dict(identity)
+        self.step = 0
+        # Replicates or shards the module in place, and moves it to its device.
+        self._wrapped: nn.Module
+        self._wrapped, self.optimiser = accelerator.prepare(module, make_optimiser(module, config))
+        self._saved_s = time.monotonic()
+
+    @property
+    def rows_per_step(self) -> int:
+        """Packed rows of a step, over all processes: a multiple of their number."""
+        world: int = self.accelerator.num_processes
+        wanted = max(1, self.config.tokens_per_step // self.config.window)
+        return math.ceil(wanted / world) * world
+
+    def resume(self) -> int:
+        """Go on from the checkpoint if there is one; returns the steps done.
+
+        Raises:
+            InvalidCheckpoint: it is damaged, or of another run.
+        """
+        optimiser = self.optimiser.optimizer
+        step = load_checkpoint(self.path, self.module, optimiser, identity=self.identity)
+        self.step = step
+        return step
+
+    def run(self, rows: RowSource, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
+        """Train until so many steps are done, and keep a checkpoint.
+
+        Args:
+            rows: where the packed rows of the steps come from.
+            until_step: steps done at the end, those before this call included.
+            on_step: told of every step, in every process.
+
+        Raises:
+            TrainingDiverged: loss or gradient is no number; the last checkpoint is left as it was.
+            KeyboardInterrupt: a signal came; the step was finished and a checkpoint kept.
+        """
+        self._wrapped.train()
+        with Interruption() as interruption:
+            while self.step < until_step:
+                started_s = time.monotonic()
+                late = started_s - self._saved_s > self.config.checkpoint_every_s
+                batches = [rows.batch(first, number) for first, number in self._passes()]
+                mine = sum(int(batch.predicts.sum()) for batch in batches)
+                # One answer for all processes: what one of them wants, all do.
+                learned, wished, due = self._sum(mine, interruption.wished, late)
+                on_step(self._optimise(batches, int(learned), started_s))
+                if wished or due:
+                    self.save()
+                if wished:
+                    raise KeyboardInterrupt
+        self.save()
+
+    def save(self) -> None:
+        """Keep a checkpoint; every process must call."""
+        save_checkpoint(
+            self.path,
+            self.module,
+            self.optimiser.optimizer,
+            step=self.step,
+            identity=self.identity,
+            is_writer=self.accelerator.is_main_process,
+        )
+        self._saved_s = time.monotonic()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trained weights by name, whole and in fp32, in the main process; {} in the others.
+
+        Every process must call.
+        """
+        return trained_weights(self.module, keep=self.accelerator.is_main_process)
+
+    def _passes(self) -> Sequence[tuple[int, int]]:
+        """First row and number of rows of each pass of this process in the coming step."""
+        share = self.rows_per_step // self.accelerator.num_processes
+        first = self.step * self.rows_per_step + self.accelerator.process_index * share
+        most = self.config.rows_per_pass
+        return [(first + done, min(most, share - done)) for done in range(0, share, most)]
+
+    def _optimise(self, batches: Sequence[Batch], learned: int, started_s: float) -> StepMetrics:
+        """One step over this process's batches and everybody else's."""
+        losses, alphas = self._backward(batches, learned)
+        loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
+        norm = self._clip()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise TrainingDiverged(
+                f"step {self.step + 1}: the loss is {loss}, the norm of its gradient {norm}; the "
+                f"last checkpoint ({self.path}) is as it was. Try a smaller learning_rate than "
+                f"{self.config.learning_rate}, or a longer warm-up"
+            )
+        learning_rate = learning_rate_at(self.step, self.config)
+        set_learning_rate(self.optimiser, learning_rate)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.step += 1
+        return StepMetrics(
+            step=self.step,
+            loss=loss,
+            acceptance_probability=None if self.teacher is None else alpha,
+            num_learned=learned,
+            num_tokens=self.rows_per_step * self.config.window,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            duration_s=time.monotonic() - started_s,
+        )
+
+    def _backward(self, batches: Sequence[Batch], learned: int) -> tuple[float, float]:
+        """Accumulate gradients; sums of loss and alpha over this process's learned rows."""
+        # Gradients are averaged over processes; this makes them the sum over all their rows.
+        scale = self.accelerator.num_processes / max(1, learned)
+        sums = torch.zeros(2, device=self.accelerator.device)
+        for number, batch in enumerate(batches, start=1):
+            if number < len(batches):
+                with self.accelerator.no_sync(self._wrapped):
+                    sums += self._pass(batch, scale)
+            else:
+                sums += self._pass(batch, scale)
+        return float(sums[0]), float(sums[1])
+
+    def _pass(self, batch: Batch, scale: float) -> Tensor:
+        batch = batch.to(self.accelerator.device)
+        rows = None if self.teacher is None else self.teacher.rows(batch)
+        loss, alpha = self._wrapped(batch, rows)
+        self.accelerator.backward(loss * scale)
+        return torch.stack([loss.detach(), alpha])
+
+    def _clip(self) -> float:
+        """Clip the gradients of all processes together; returns their norm before."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        return float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
+
+    def _sum(self, *values: float) -> list[float]:
+        """Sums over all processes."""
+        if self.accelerator.num_processes == 1:
+            return [float(value) for value in values]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        summed = self.accelerator.reduce(mine, reduction="sum")
+        return [float(value) for value in summed]

@@ -1,0 +1,146 @@
+"""A training in miniature: tiny models on disk, texts, and a teacher that is a table of bigrams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tests import tiny
+from torch import Tensor
+
+from forerun.align.batch import Batch
+from forerun.align.config import ObjectiveConfig, TrainingConfig
+from forerun.align.data.packing import Packing
+from forerun.align.data.sample import Sample
+from forerun.align.law import DenseLaw, TargetLaw
+from forerun.align.objectives.named import make_objective
+from forerun.align.training.draft import Draft, DraftConfig, load_draft
+from forerun.align.training.loss_module import DraftLoss
+from forerun.align.training.trainer import Trainer
+
+WINDOW = 24
+
+
+def target_folder(folder: Path, **changes: int) -> Path:
+    """A random target with the tests' tokenizer."""
+    tiny.network(seed=5, **changes).save_pretrained(folder)
+    tiny.backend().save_pretrained(folder)
+    return folder
+
+
+def draft_folder(folder: Path, family: str = "llama", **changes: int) -> Path:
+    """A random draft with the tests' tokenizer."""
+    network = tiny.network(family, seed=9, scale=0.1, hidden_size=16, **changes)
+    network.save_pretrained(folder)
+    tiny.backend().save_pretrained(folder)
+    return folder
+
+
+def samples(number: int = 40) -> list[Sample]:
+    """Texts of 6 to 20 tokens; all but the first few are learned."""
+    generator = torch.Generator().manual_seed(3)
+
+    def some(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.empty(count).random_(low, high, generator=generator).long().tolist()
+
+    made = []
+    for index in range(number):
+        length, start = some(6, 21)[0], some(1, 4)[0]
+        made.append(
+            Sample(
+                prompt_hash=f"{index:016x}",
+                token_ids=tuple(some(0, 20, length)),
+                spans=((start, length),),
+            )
+        )
+    return made
+
+
+class TableRows:
+    def __init__(self, probs: Tensor) -> None:
+        self.probs = probs
+
+    def __len__(self) -> int:
+        return len(self.probs)
+
+    def law(self, rows: slice) -> TargetLaw:
+        return DenseLaw(target_probs=self.probs[rows])
+
+
+class TableTeacher:
+    """A law for every last token, which a draft can learn completely."""
+
+    exact = True
+    truncated = False
+
+    def __init__(self, sharpness: float = 3.0) -> None:
+        generator = torch.Generator().manual_seed(1)
+        logits = torch.empty(tiny.VOCAB_SIZE, tiny.VOCAB_SIZE).normal_(generator=generator)
+        self.table = (sharpness * logits).softmax(-1)
+
+    def prepare(self, samples: Sequence[Sample]) -> None: ...
+
+    def rows(self, batch: Batch) -> TableRows:
+        return TableRows(self.table[batch.ids[batch.predicts]])
+
+
+class NaNTeacher(TableTeacher):
+    """Knows nothing from a certain batch on."""
+
+    def __init__(self, good_batches: int) -> None:
+        super().__init__()
+        self.left = good_batches
+
+    def rows(self, batch: Batch) -> TableRows:
+        self.left -= 1
+        rows = super().rows(batch)
+        return rows if self.left >= 0 else TableRows(rows.probs * torch.nan)
+
+
+def config(**changes: object) -> TrainingConfig:
+    defaults = {
+        "num_steps": 12,
+        "tokens_per_step": 8 * WINDOW,
+        "window": WINDOW,
+        "rows_per_pass": 4,
+        "learning_rate": 2e-2,
+        "warmup_share": 0.1,
+    }
+    return TrainingConfig(**(defaults | changes))
+
+
+def packing(number: int = 40) -> Packing:
+    return Packing(samples(number), window=WINDOW, seed=0)
+
+
+def trainer_of(
+    draft: Draft,
+    folder: Path,
+    settings: TrainingConfig | None = None,
+    *,
+    teacher: TableTeacher | None = None,
+    objective: str = "fkl",
+    accelerator: Accelerator | None = None,
+) -> Trainer:
+    """In fp32, on the CPU, by the table unless another teacher is given."""
+    chosen = make_objective(ObjectiveConfig(objective=objective), 1.0)
+    return Trainer(
+        config=settings or config(),
+        module=DraftLoss(draft.model, chosen, 1.0),
+        teacher=teacher or TableTeacher(),
+        accelerator=accelerator or Accelerator(cpu=True, mixed_precision="no"),
+        folder=folder,
+        identity={"data": "samples", "objective": objective},
+    )
+
+
+def tiny_draft(folder: Path, **changes: object) -> Draft:
+    """Target and draft made under a folder, and loaded."""
+    target = folder / "target"
+    draft = folder / "draft"
+    if not target.exists():
+        target_folder(target)
+        draft_folder(draft)
+    return load_draft(DraftConfig(target=target, draft=draft, **changes))
