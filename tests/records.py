@@ -46,6 +46,7 @@ REQUEST = RequestRecord(
     ttft_s=0.2,
     prefill_s=0.15,
     finish_reason="stop",
+    prompt_token_ids=(0, 7, 12345, *range(9)),
 )
 FULL = replace(
     STEP,

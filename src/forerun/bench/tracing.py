@@ -70,7 +70,7 @@ class TracedEngine:
                 }
                 trace.add(record, changes)
             for output, params in zip(call.outputs, call.params, strict=True):
-                for request in request_records(output, params, self.tags):
+                for request in request_records(output, params, self.tags, with_tokens=with_tokens):
                     trace.add(request, {"request_id": self._name(request.request_id)})
         self.calls.clear()
 

@@ -105,5 +105,5 @@ class Session:
     def _trace_request(self, output: RequestOutput, params: SamplingParams) -> None:
         if self.trace is None:
             return
-        for record in request_records(output, params):
+        for record in request_records(output, params, with_tokens=self.trace_tokens):
             self.trace.add(record)

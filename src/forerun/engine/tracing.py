@@ -13,9 +13,20 @@ __all__ = ["request_records"]
 
 
 def request_records(
-    output: RequestOutput, params: SamplingParams, tags: tuple[str, ...] = ()
+    output: RequestOutput,
+    params: SamplingParams,
+    tags: tuple[str, ...] = (),
+    *,
+    with_tokens: bool = False,
 ) -> list[RequestRecord]:
-    """One record per sample of a finished request, named as in its steps."""
+    """One record per sample of a finished request, named as in its steps.
+
+    Args:
+        output: of the request.
+        params: it was asked for with.
+        tags: its labels.
+        with_tokens: whether the ids of its prompt are kept.
+    """
     parameters = {item.name: plain(getattr(params, item.name)) for item in fields(params)}
     return [
         RequestRecord(
@@ -27,6 +38,7 @@ def request_records(
             ttft_s=completion.ttft_s,
             prefill_s=completion.prefill_s,
             finish_reason=completion.finish_reason,
+            prompt_token_ids=output.prompt_token_ids if with_tokens else None,
         )
         for completion in output.completions
     ]

@@ -57,6 +57,7 @@ class RequestRecord:
         ttft_s: from arrival to the first token, waiting included; None where none came.
         prefill_s: from joining the batch to the first token; None where none came.
         finish_reason: "stop", "length", "deadline" or "abort".
+        prompt_token_ids: the prompt, None unless token tracing is on.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class RequestRecord:
     ttft_s: float | None
     prefill_s: float | None
     finish_reason: str
+    prompt_token_ids: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Json]:
         """JSON-ready fields by name."""

@@ -1,0 +1,90 @@
+"""Where the draft was wrong in service: rejected positions from traces that kept tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forerun.align.data.sample import Sample, prompt_hash
+from forerun.errors import InvalidRequest
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.trace.files import read_trace
+from forerun.trace.schema import Damage
+
+__all__ = ["replayed"]
+
+
+def replayed(path: Path, *, target_hash: str, tokenizer_hash: str) -> list[Sample]:
+    """One sample per request of a trace, of which the rejected positions are learned.
+
+    The rejected position of a step is the one behind the accepted ones: the target's own token
+    stands there instead of the draft's. Positions after it were never looked at.
+
+    Args:
+        path: a trace with token ids (`--trace-tokens`); damaged parts of it are passed over.
+        target_hash: of the target's weights.
+        tokenizer_hash: of its tokenizer.
+
+    Raises:
+        InvalidTrace: the trace cannot be read.
+        InvalidRequest: it is of another target or tokenizer, or kept no tokens.
+    """
+    steps: dict[str, list[StepRecord]] = {}
+    requests: list[RequestRecord] = []
+    for item in read_trace(path):
+        if isinstance(item, TraceHeader):
+            check_header(item, path, target_hash, tokenizer_hash)
+        elif isinstance(item, StepRecord):
+            steps.setdefault(item.request_id, []).append(item)
+        elif not isinstance(item, Damage):
+            requests.append(item)
+    found = [
+        sample_of(request, sorted(steps[request.request_id], key=lambda step: step.step))
+        for request in requests
+        if request.request_id in steps and request.prompt_token_ids
+    ]
+    if not found:
+        raise InvalidRequest(
+            f"the trace {path} has no finished request with the tokens of its prompt and its "
+            "steps; write it with --trace-tokens"
+        )
+    return [sample for sample in found if sample is not None and sample.spans]
+
+
+def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_hash: str) -> None:
+    """Refuse a trace of other models.
+
+    Raises:
+        InvalidRequest: it is.
+    """
+    if header.tokenizer_hash != tokenizer_hash:
+        raise InvalidRequest(
+            f"the trace {path} was written with another tokenizer ({header.tokenizer_hash}, not "
+            f"{tokenizer_hash}); its tokens mean something else"
+        )
+    if header.target_hash != target_hash:
+        raise InvalidRequest(
+            f"the trace {path} is of another target ({header.target}, {header.target_hash}, not "
+            f"{target_hash}); what it rejected tells nothing of this one: record it anew"
+        )
+
+
+def sample_of(request: RequestRecord, steps: list[StepRecord]) -> Sample | None:
+    """The text of a request and where its draft was wrong; None where steps are missing."""
+    assert request.prompt_token_ids is not None
+    token_ids = list(request.prompt_token_ids)
+    spans: list[tuple[int, int]] = []
+    for step in steps:
+        if step.token_ids is None or step.context_tokens != len(token_ids):
+            return None
+        token_ids += step.token_ids
+        if step.last_token_source == "recovered":
+            spans.append((len(token_ids) - 1, len(token_ids)))
+    if len(token_ids) != request.num_prompt_tokens + request.num_output_tokens:
+        return None
+    return Sample(
+        prompt_hash=prompt_hash(request.prompt_token_ids),
+        token_ids=tuple(token_ids),
+        spans=tuple(spans),
+        tag="/".join(request.tags),
+        source="replay",
+    )

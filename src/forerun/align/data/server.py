@@ -1,0 +1,237 @@
+"""Responses from an OpenAI-compatible server: patient with it, resumed where it broke off."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import httpx
+
+from forerun.align.data.prompts import PromptRecord
+from forerun.align.data.response_store import Response, ResponseStore
+from forerun.align.data.responses import Tell, seed_of
+from forerun.align.data.server_protocol import (
+    ID_FLAGS,
+    BrokenReply,
+    check_params,
+    request_body,
+    response_of,
+)
+from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.models.tokenizers import Tokenizer
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["ResponseServer", "ServerConfig", "write_responses_from"]
+
+logger = logging.getLogger("forerun.align")
+
+CHAT = "/chat/completions"
+COMPLETIONS = "/completions"
+API_KEY = "OPENAI_API_KEY"
+REFUSED = (400, 422)
+BUSY = (408, 409, 425, 429)
+SEED_MASK = (1 << 31) - 1
+"""Seeds every server takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """An OpenAI-compatible server and how patient to be with it.
+
+    Attributes:
+        url: such as http://localhost:8000/v1, asked for completions of tokens; one that ends in
+            /chat/completions is asked to answer conversations, through its own template.
+        model: name the server knows the target by.
+        num_logprobs: most likely tokens to report with every token, 0 for none.
+        max_concurrent: requests at once.
+        num_tries: of a request, before the server counts as broken.
+        first_wait_s: before the second try; doubled for every further one.
+        max_wait_s: most seconds between two tries, also where the server asks for more.
+        timeout_s: seconds to wait for an answer.
+    """
+
+    url: str
+    model: str
+    num_logprobs: int = 0
+    max_concurrent: int = 16
+    num_tries: int = 7
+    first_wait_s: float = 1.0
+    max_wait_s: float = 60.0
+    timeout_s: float = 600.0
+
+    @property
+    def endpoint(self) -> str:
+        """The address requests go to."""
+        base = self.url.rstrip("/")
+        if base.endswith(COMPLETIONS):
+            return base
+        return base + ("" if base.endswith("/v1") else "/v1") + COMPLETIONS
+
+    @property
+    def chat(self) -> bool:
+        """Whether conversations are sent."""
+        return self.endpoint.endswith(CHAT)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ResponseServer:
+    """Asks one server; from several threads at once, if need be.
+
+    The environment's OPENAI_API_KEY is sent where it is set.
+
+    Attributes:
+        config: which server.
+        tokenizer: of the target.
+        client: what carries the requests.
+        closing: set when nobody wants its answers any more; waiting ends at once.
+        tells_ids: whether it may be asked for token ids; False once it has refused to be.
+    """
+
+    config: ServerConfig
+    tokenizer: Tokenizer
+    client: httpx.Client
+    closing: Event = field(default_factory=Event)
+    tells_ids: bool = field(default=True, init=False)
+
+    @classmethod
+    def connect(cls, config: ServerConfig, tokenizer: Tokenizer) -> ResponseServer:
+        """A server by its address; nothing is sent yet."""
+        key = os.environ.get(API_KEY)
+        client = httpx.Client(
+            timeout=config.timeout_s,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=config.max_concurrent),
+        )
+        return cls(config=config, tokenizer=tokenizer, client=client)
+
+    def respond(self, prompt: PromptRecord, index: int, params: SamplingParams) -> Response:
+        """One response, asked for until it comes.
+
+        Raises:
+            InvalidRequest: the server refuses the request, or has another tokenizer.
+            ServerUnavailable: it did not come after as many tries as were allowed.
+        """
+        body = request_body(
+            prompt, params, chat=self.config.chat, num_logprobs=self.config.num_logprobs
+        )
+        seed = seed_of(prompt.prompt_hash, index, params.seed or 0) & SEED_MASK
+        body |= {"model": self.config.model, "seed": seed}
+        problem = ""
+        for attempt in range(self.config.num_tries):
+            wait_s = min(self.config.first_wait_s * 2.0**attempt, self.config.max_wait_s)
+            try:
+                reply = self._post(body)
+                if reply.is_success:
+                    return response_of(
+                        parsed(reply), prompt.prompt_hash, index, params, self.tokenizer
+                    )
+                problem = self._problem(reply, prompt)
+                wait_s = min(asked_wait_s(reply, wait_s), self.config.max_wait_s)
+            except (httpx.TransportError, BrokenReply) as error:
+                problem = str(error) or type(error).__name__
+            if attempt + 1 < self.config.num_tries:
+                logger.info("%s: %s; again in %.0f s", self.config.endpoint, problem, wait_s)
+                if self.closing.wait(wait_s):
+                    break
+        raise ServerUnavailable(
+            f"{self.config.endpoint} gave no response in {self.config.num_tries} tries: {problem}"
+        )
+
+    def _post(self, body: dict[str, object]) -> httpx.Response:
+        """Send a request; without the wish for ids where the server does not know that."""
+        flags = ID_FLAGS if self.tells_ids else {}
+        reply = self.client.post(self.config.endpoint, json={**body, **flags})
+        if reply.status_code in REFUSED and flags:
+            plain = self.client.post(self.config.endpoint, json=body)
+            self.tells_ids = not plain.is_success
+            return plain
+        return reply
+
+    def _problem(self, reply: httpx.Response, prompt: PromptRecord) -> str:
+        """What is wrong, where asking again may help.
+
+        Raises:
+            InvalidRequest: it will not.
+        """
+        said = f"status {reply.status_code}: {reply.text:.300}"
+        if reply.is_server_error or reply.status_code in BUSY:
+            return said
+        raise InvalidRequest(f"{prompt.where}: {self.config.endpoint} refuses it with {said}")
+
+
+def parsed(reply: httpx.Response) -> Any:
+    """The JSON of an answer.
+
+    Raises:
+        BrokenReply: it is none.
+    """
+    try:
+        return reply.json()
+    except (ValueError, RecursionError) as error:
+        raise BrokenReply(f"no JSON: {reply.text:.200}") from error
+
+
+def asked_wait_s(reply: httpx.Response, otherwise: float) -> float:
+    """Seconds the server asks to wait, where it does so as a number."""
+    try:
+        asked_s = float(reply.headers.get("retry-after", otherwise))
+    except ValueError:  # a date
+        return otherwise
+    return asked_s if asked_s >= 0.0 else otherwise
+
+
+def write_responses_from(
+    server: ResponseServer,
+    prompts: Sequence[PromptRecord],
+    store: ResponseStore,
+    *,
+    samples_per_prompt: int = 1,
+    tell: Tell = lambda num_done, num_all: None,
+) -> None:
+    """Have the server write the responses the store lacks.
+
+    Args:
+        server: with the store's maker behind it; of no use afterwards.
+        prompts: to respond to.
+        store: gains the responses one by one, as they come.
+        samples_per_prompt: responses per prompt.
+        tell: progress.
+
+    Raises:
+        InvalidRequest: the parameters, a prompt or the server's tokenizer do not do.
+        ServerUnavailable: the server is broken; what came before is kept, and goes on another time.
+        OSError: the disk is full; what was written is kept.
+    """
+    params = store.maker.params
+    check_params(params)
+    missing = store.missing(prompts, samples_per_prompt)
+    num_all = len(prompts) * samples_per_prompt
+    num_done = num_all - len(missing)
+    tell(num_done, num_all)
+    executor = ThreadPoolExecutor(server.config.max_concurrent)
+    asked = [executor.submit(server.respond, *job, params) for job in missing]
+    try:
+        for response in as_completed(asked):
+            store.add(response.result())
+            num_done += 1
+            tell(num_done, num_all)
+    except ServerUnavailable as error:
+        add_finished(asked, store)
+        raise ServerUnavailable(
+            f"{error}; {len(store)} responses are kept in {store.path}: run again to go on"
+        ) from error
+    finally:
+        server.closing.set()
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def add_finished(asked: Sequence[Future[Response]], store: ResponseStore) -> None:
+    """Keep what came beside the failure."""
+    for response in asked:
+        if response.done() and not response.cancelled() and response.exception() is None:
+            store.add(response.result())

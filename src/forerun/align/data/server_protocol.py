@@ -1,0 +1,211 @@
+"""The OpenAI completions and chat protocols: what a server is asked, and what its answer says.
+
+Tokens are exact where the server says their ids: vLLM does if asked (`return_token_ids`,
+`return_tokens_as_token_ids`), llama.cpp beside log-probabilities. From any other server there is
+text, whose tokens the target's tokenizer has to guess; and no log-probabilities, because their
+tokens are named by text that several tokens may share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forerun.align.data.prompts import PromptRecord
+from forerun.align.data.response_store import Response
+from forerun.align.data.sample import TopLogprobs
+from forerun.errors import InvalidRequest
+from forerun.models.tokenizers import Tokenizer
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["ID_FLAGS", "BrokenReply", "check_params", "request_body", "response_of"]
+
+ID_FLAGS: Mapping[str, object] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+"""Asks vLLM for ids beside text; most other servers take no notice."""
+ID_PREFIX = "token_id:"
+FINISH_REASONS = ("stop", "length")
+EXTENSIONS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+)
+"""Sent where they are not at their defaults: beyond the first two not every server knows them."""
+DEFAULTS = SamplingParams()
+
+
+class BrokenReply(Exception):
+    """An answer that makes no sense; asking again may help."""
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse what cannot be asked of a server.
+
+    Raises:
+        InvalidRequest: there is no limit to the response, or a parameter no protocol has.
+    """
+    if params.max_tokens is None:
+        raise InvalidRequest("max_tokens is not set; servers then stop after 16 tokens: set it")
+    if params.bad_token_ids:
+        raise InvalidRequest("bad_token_ids cannot be asked of a server; use logit_bias")
+
+
+def request_body(
+    prompt: PromptRecord, params: SamplingParams, *, chat: bool, num_logprobs: int
+) -> dict[str, object]:
+    """Everything but model and seed.
+
+    Args:
+        prompt: sent as tokens, or as messages to the chat endpoint.
+        params: as `check_params` passes them.
+        chat: whether it is the chat endpoint.
+        num_logprobs: most likely tokens to report per position, 0 for none.
+
+    Raises:
+        InvalidRequest: the chat endpoint is to continue a plain text.
+    """
+    if chat and not prompt.messages:
+        raise InvalidRequest(
+            f"{prompt.where} is no conversation; /chat/completions takes nothing else: give the "
+            "server's address without it"
+        )
+    body: dict[str, object] = (
+        {"messages": [dict(message) for message in prompt.messages]}
+        if chat
+        else {"prompt": list(prompt.prompt_ids)}
+    )
+    body |= {name: getattr(params, name) for name in ("temperature", "top_p", "max_tokens")}
+    if params.stop:
+        body["stop"] = list(params.stop)
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    for name in EXTENSIONS:
+        value = getattr(params, name)
+        if value != getattr(DEFAULTS, name):
+            body[name] = list(value) if isinstance(value, tuple) else value
+    if num_logprobs:
+        body |= {"logprobs": True, "top_logprobs": num_logprobs} if chat else {}
+        body |= {} if chat else {"logprobs": num_logprobs}
+    return body
+
+
+def response_of(
+    reply: Any, prompt_hash: str, index: int, params: SamplingParams, tokenizer: Tokenizer
+) -> Response:
+    """The response in a server's answer.
+
+    Raises:
+        BrokenReply: there is none, or it was broken off.
+        InvalidRequest: its ids are not this tokenizer's.
+    """
+    try:
+        choice = reply["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        finish_reason = choice["finish_reason"]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise BrokenReply(f"no response in {reply!r:.200}") from error
+    if not isinstance(text, str) or finish_reason not in FINISH_REASONS:
+        raise BrokenReply(f"a response of {text!r:.60} that ended by {finish_reason!r}")
+    places = places_of(choice.get("logprobs"))
+    known_ids = ids_of(choice, places)
+    if known_ids is None:
+        known_ids = encoded(text, choice, params, tokenizer)
+        places = None
+    elif not spells(known_ids, text, tokenizer):
+        raise InvalidRequest(
+            f"the server's tokens {known_ids[:8]} are not this tokenizer's way to write "
+            f"{text[:40]!r}: it serves a model with another tokenizer"
+        )
+    return Response(
+        prompt_hash=prompt_hash,
+        index=index,
+        token_ids=tuple(known_ids),
+        finish_reason=finish_reason,
+        top_logprobs=None if places is None else tops_of(places, len(known_ids)),
+    )
+
+
+Place = tuple[int, tuple[tuple[int, float], ...]]
+"""A token and the most likely ones there."""
+
+
+def places_of(logprobs: Any) -> list[Place] | None:
+    """Log-probabilities by place, in either protocol's form; None where ids are not told."""
+    try:
+        if logprobs.get("content") is not None:
+            return [
+                (id_of(entry), ranked((id_of(t), t["logprob"]) for t in entry["top_logprobs"]))
+                for entry in logprobs["content"]
+            ]
+        tops = logprobs["top_logprobs"] or [{} for _ in logprobs["tokens"]]
+        return [
+            (named_id(token), ranked((named_id(t), value) for t, value in top.items()))
+            for token, top in zip(logprobs["tokens"], tops, strict=True)
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def ranked(pairs: Any) -> tuple[tuple[int, float], ...]:
+    """Ids with log-probabilities, each id once, best first."""
+    return tuple(sorted(dict(pairs).items(), key=lambda pair: -float(pair[1])))
+
+
+def id_of(entry: Mapping[str, Any]) -> int:
+    """The id of a token in the chat form: llama.cpp says it, vLLM writes it into the name."""
+    return int(entry["id"]) if "id" in entry else named_id(entry["token"])
+
+
+def named_id(name: str) -> int:
+    """The id in a name such as "token_id:17".
+
+    Raises:
+        ValueError: the name is text.
+    """
+    if not name.startswith(ID_PREFIX):
+        raise ValueError(name)
+    return int(name.removeprefix(ID_PREFIX))
+
+
+def ids_of(choice: Mapping[str, Any], places: Sequence[Place] | None) -> list[int] | None:
+    """The response's ids where the server tells them."""
+    told = choice.get("token_ids")
+    if isinstance(told, list) and all(type(token) is int for token in told):
+        return told
+    return None if places is None else [token for token, _ in places]
+
+
+def tops_of(places: Sequence[Place], num_tokens: int) -> TopLogprobs | None:
+    """The most likely tokens at every place, if there are some at every place."""
+    tops = tuple(top for _, top in places)
+    return tops if len(tops) == num_tokens and all(tops) else None
+
+
+def encoded(
+    text: str, choice: Mapping[str, Any], params: SamplingParams, tokenizer: Tokenizer
+) -> list[int]:
+    """Tokens of a text, with the one that ended it where nothing else can have."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    by_itself = choice["finish_reason"] == "stop" and choice.get("stop_reason") is None
+    if by_itself and not params.stop and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def spells(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
+    """Whether these tokens write the text; a stop string may have been cut off it.
+
+    Servers differ in how they write spaces at the ends and characters that are cut off.
+    """
+    return squeezed(tokenizer.decode(ids)).startswith(squeezed(text))
+
+
+def squeezed(text: str) -> str:
+    """A text without white space and replacement characters."""
+    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
