@@ -1,18 +1,19 @@
 """Which requests of a batch draft how deep: the most expected tokens per second of the step.
 
 Nodes are given out in the order of their survival (`theory.budget`), and every number of them is
-priced: a level costs a draft pass however few go that deep, a row its share of the target pass. So
-the budget R comes from v(n), and plain decoding is the choice of 0 nodes.
+priced: a row costs its share of the target pass, a level a draft pass however few go that deep. So
+the budget R comes from v(n), plain decoding is the choice of 0 nodes, and how deep anybody may go
+is searched as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from forerun.control.beliefs import Curve
 from forerun.control.step_times import StepTimes
-from forerun.theory.budget import best_nodes
+from forerun.theory.budget import Node, ranked_nodes
 
 __all__ = ["Allocation", "Candidate", "Pricing", "best_allocation", "priced"]
 
@@ -81,60 +82,58 @@ class Tally:
         pricing: what it takes.
     """
 
-    __slots__ = ("active", "candidates", "depths", "draft_s", "pricing", "rows", "survived")
+    __slots__ = ("active", "candidates", "depths", "nodes_s", "pricing", "rows", "tokens")
 
     def __init__(self, candidates: Sequence[Candidate], pricing: Pricing) -> None:
         self.candidates = candidates
         self.pricing = pricing
+        self.tokens = float(len(candidates))
+        self.rows = self.nodes_s = 0.0
         self.depths = [0] * len(candidates)
-        self.survived = [0.0] * len(candidates)
         self.active: dict[tuple[str, int], int] = {}
-        self.draft_s = 0.0
-        self.rows = 0.0
 
     def add(self, index: int) -> None:
         """One node more for a request: its next one."""
         candidate, depth = self.candidates[index], self.depths[index]
-        draft_s = self.pricing.times[candidate.method].draft_s
+        times = self.pricing.times[candidate.method]
+        survival, drafted = candidate.curve
         level = (candidate.method, depth)
         active = self.active.get(level, 0)
-        reached = candidate.curve.drafted[depth]
-        level_s = draft_s[active] - (draft_s[active - 1] if active else 0.0)
-        self.draft_s += reached * level_s
+        node_s = times.draft_s[active]
+        if active:
+            node_s -= times.draft_s[active - 1]
+        elif depth == 0:  # methods beside each other take their overheads one after another
+            self.nodes_s += times.overhead_s
         if depth == 0 and candidate.was == 0:
-            self.draft_s += self.pricing.catch_up * level_s
+            node_s *= 1.0 + self.pricing.catch_up
         self.active[level] = active + 1
         self.depths[index] = depth + 1
-        self.survived[index] += candidate.curve.survival[depth]
-        self.rows += reached
+        self.nodes_s += drafted[depth] * node_s
+        self.tokens += survival[depth]
+        self.rows += drafted[depth]
 
     @property
     def step_s(self) -> float:
         """What the step takes as it stands."""
-        pricing, batch = self.pricing, len(self.candidates)
+        pricing = self.pricing
+        times = pricing.times[self.candidates[0].method]
         if not self.active:
-            times = pricing.times[self.candidates[0].method]
             return times.plain_s * pricing.plain_factor
-        used = [pricing.times[method] for method in {method for method, _ in self.active}]
-        verify_s = used[0].verify_nodes_s(self.rows, batch)
-        overhead_s = max(times.overhead_s for times in used)
-        return (self.draft_s + verify_s + overhead_s) * pricing.factor
+        return (self.nodes_s + times.verify_nodes_s(self.rows)) * pricing.factor
 
     def lateness(self, step_s: float) -> float:
         """How far the request that suffers most is beyond its wish."""
-        return max(
-            (
-                step_s / ((1.0 + survived) * candidate.limit_s)
-                for candidate, survived in zip(self.candidates, self.survived, strict=True)
-                if candidate.limit_s is not None
-            ),
-            default=0.0,
-        )
+        worst = 0.0
+        for candidate, depth in zip(self.candidates, self.depths, strict=True):
+            if candidate.limit_s is not None:
+                tokens = 1.0 + sum(candidate.curve.survival[:depth])
+                worst = max(worst, step_s / (tokens * candidate.limit_s))
+        return worst
 
-    def allocation(self, tokens: float, step_s: float, lateness: float) -> Allocation:
+    def allocation(self, step_s: float, lateness: float) -> Allocation:
         """What there is so far."""
         return Allocation(
-            depths=tuple(self.depths), tokens=tokens, step_s=step_s, lateness=lateness
+            depths=tuple(self.depths), tokens=self.tokens, step_s=step_s, lateness=lateness
         )
 
 
@@ -152,22 +151,41 @@ def best_allocation(
         pricing: what steps take.
         max_nodes: rows there are for drafted nodes.
     """
-    tally = Tally(candidates, pricing)
-    tokens = float(len(candidates))
-    plain_s = tally.step_s
-    has_wishes = any(candidate.limit_s is not None for candidate in candidates)
-    lateness = tally.lateness(plain_s) if has_wishes else 0.0
-    best, most_late = tally.allocation(tokens, plain_s, lateness), max(1.0, lateness)
-    best_rate = best.tokens_per_s
-    survival = [candidate.curve.survival for candidate in candidates]
-    for (index, gain), _ in zip(best_nodes(survival), range(max_nodes), strict=False):
-        tally.add(index)
-        tokens += gain
+    plain = priced(candidates, pricing, [0] * len(candidates))
+    nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
+    deepest = max((node.depth + 1 for node in nodes), default=0)
+    if len(candidates) == 1:  # all its prefixes are priced on the way
+        return best_prefix(nodes[:max_nodes], candidates, pricing, plain, plain.lateness)
+    best = plain
+    start = max(1, min(deepest, max(candidate.was for candidate in candidates)))
+    for levels in (range(start, deepest + 1), range(start - 1, 0, -1)):
+        for depth in levels:
+            within = [node for node in nodes if node.depth < depth][:max_nodes]
+            found = best_prefix(within, candidates, pricing, best, plain.lateness)
+            if found is best and depth != start:
+                break
+            best = found
+    return best
+
+
+def best_prefix(
+    nodes: Iterable[Node],
+    candidates: Sequence[Candidate],
+    pricing: Pricing,
+    best: Allocation,
+    late: float,
+) -> Allocation:
+    """The best of `best` and what there is after any number of nodes; none later than `late`."""
+    most_late = max(1.0, late)
+    has_wishes = late > 0.0
+    tally, best_rate = Tally(candidates, pricing), best.tokens_per_s
+    for node in nodes:
+        tally.add(node.index)
         step_s = tally.step_s
-        if tokens > best_rate * step_s:
+        if tally.tokens > best_rate * step_s:
             lateness = tally.lateness(step_s) if has_wishes else 0.0
             if lateness <= most_late:
-                best = tally.allocation(tokens, step_s, lateness)
+                best = tally.allocation(step_s, lateness)
                 best_rate = best.tokens_per_s
     return best
 
@@ -175,10 +193,8 @@ def best_allocation(
 def priced(candidates: Sequence[Candidate], pricing: Pricing, depths: Sequence[int]) -> Allocation:
     """What given K would bring; cut to what every request may draft."""
     tally = Tally(candidates, pricing)
-    tokens = float(len(candidates))
     for index, (candidate, wanted) in enumerate(zip(candidates, depths, strict=True)):
-        for gain in candidate.curve.survival[:wanted]:
+        for _ in candidate.curve.survival[:wanted]:
             tally.add(index)
-            tokens += gain
     step_s = tally.step_s
-    return tally.allocation(tokens, step_s, tally.lateness(step_s))
+    return tally.allocation(step_s, tally.lateness(step_s))

@@ -34,7 +34,7 @@ class BeliefConfig:
     """
 
     request: Memory = field(default_factory=Memory)
-    pool: Memory = field(default_factory=lambda: Memory(slow=0.995, fast=0.95))
+    pool: Memory = field(default_factory=lambda: Memory(slow=0.99, fast=0.9))
     prior: float = 0.7
     strength: float = 4.0
     most_requests: int = 4096

@@ -173,9 +173,9 @@ class GoodputController:
             return None
         method = next(iter(scene.times))
         times, batch = scene.times[method], scene.place.batch
-        slope_s = (times.verify_s[deepest] - times.verify_s[0]) / deepest
-        node_s = (times.draft_s[batch - 1] + slope_s) / batch * scene.correction.factor(True)
-        return self.calibration.rule(allocation.tokens_per_s * node_s)
+        node_s = (times.cycle_s(deepest, batch) - times.cycle_s(0, batch)) / (deepest * batch)
+        needed = allocation.tokens_per_s * node_s * scene.correction.factor(True)
+        return self.calibration.rule(needed)
 
     def _measuring(self, plan: Plan) -> Plan:
         """Probes draft whatever they are allowed to, and measure."""
@@ -213,7 +213,6 @@ def solo_rate(curve: Curve, times: StepTimes, batch: int) -> float:
 
 def expected_step_s(depths: Mapping[str, Sequence[int]], scene: Scene) -> float:
     """What the table says of a step in which so many levels were drafted by so many requests."""
-    batch = scene.place.batch
     used = [method for method in depths if depths[method]]
     if not used:
         return next(iter(scene.times.values())).plain_s
@@ -223,5 +222,5 @@ def expected_step_s(depths: Mapping[str, Sequence[int]], scene: Scene) -> float:
         for level in range(max(depths[method]))
     )
     num_nodes = sum(map(sum, depths.values()))
-    verify_s = scene.times[used[0]].verify_nodes_s(num_nodes, batch)
-    return draft_s + verify_s + max(scene.times[method].overhead_s for method in used)
+    verify_s = next(iter(scene.times.values())).verify_nodes_s(num_nodes)
+    return draft_s + verify_s + sum(scene.times[method].overhead_s for method in used)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from forerun.theory.cost import CostTable
@@ -53,7 +54,7 @@ class StepTimes:
     Attributes:
         plain_s: a plain step.
         overhead_s: what a speculative cycle adds whatever it drafts.
-        verify_s: the target pass over 1, 2, ... rows per sequence.
+        verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
         draft_s: one more drafted level, by how many sequences go on: entry b of b + 1 sequences.
     """
 
@@ -70,21 +71,24 @@ class StepTimes:
         return cls(
             plain_s=plain_s,
             overhead_s=table.overhead(context, batch) * plain_s,
-            verify_s=tuple(table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)),
+            verify_s=spread(
+                [table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)], batch
+            ),
             draft_s=tuple(table.draft_token_s(context, b + 1) for b in range(batch)),
         )
 
-    def verify_nodes_s(self, num_nodes: float, batch: int) -> float:
-        """The target pass over a batch with so many drafted nodes in all, linear in between."""
-        below = min(int(num_nodes / batch), len(self.verify_s) - 1)
-        after = min(below + 1, len(self.verify_s) - 1)
-        share = num_nodes / batch - below
-        return self.verify_s[below] + share * (self.verify_s[after] - self.verify_s[below])
+    def verify_nodes_s(self, num_nodes: float) -> float:
+        """The target pass with so many drafted nodes, linear in between."""
+        below = int(num_nodes)
+        share = num_nodes - below
+        if share == 0.0:
+            return self.verify_s[below]
+        return self.verify_s[below] + share * (self.verify_s[below + 1] - self.verify_s[below])
 
     def cycle_s(self, depth: float, batch: int) -> float:
         """A cycle in which every sequence drafts so many nodes on average; not for 0."""
         draft_s = depth * self.draft_s[batch - 1]
-        return draft_s + self.verify_nodes_s(depth * batch, batch) + self.overhead_s
+        return draft_s + self.verify_nodes_s(depth * batch) + self.overhead_s
 
 
 class Tables:
@@ -143,6 +147,12 @@ class Correction:
         return math.exp(own / (self.counts[speculative] + self.strength))
 
 
-def mean_context(lengths: Sequence[int]) -> float:
-    """Committed tokens per sequence."""
-    return sum(lengths) / len(lengths)
+def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:
+    """Times by rows per sequence as times by drafted nodes of a batch, linear in between."""
+    steps = [(after - before) / batch for before, after in pairwise(by_rows)]
+    inner = (
+        before + step * n
+        for before, step in zip(by_rows, steps, strict=False)
+        for n in range(batch)
+    )
+    return (*inner, by_rows[-1])

@@ -52,8 +52,8 @@ class DriftingRate:
         self.fast_trials = self.fast_wins = 0.0
         self.num_changes = 0
 
-    def observe(self, success: bool) -> None:
-        """One trial more."""
+    def observe(self, success: bool) -> bool:
+        """One trial more; whether the rate has changed."""
         memory = self.memory
         self.trials = self.trials * memory.slow + 1.0
         self.fast_trials = self.fast_trials * memory.fast + 1.0
@@ -62,9 +62,15 @@ class DriftingRate:
         if success:
             self.wins += 1.0
             self.fast_wins += 1.0
-        if self._has_changed():
-            self.trials, self.wins = self.fast_trials, self.fast_wins
-            self.num_changes += 1
+        if not self._has_changed():
+            return False
+        self.shorten()
+        self.num_changes += 1
+        return True
+
+    def shorten(self) -> None:
+        """Forget all but the short memory."""
+        self.trials, self.wins = self.fast_trials, self.fast_wins
 
     def mean(self, prior: float, strength: float) -> float:
         """The rate, where `strength` trials at the rate `prior` are taken as seen before all."""
@@ -78,5 +84,6 @@ class DriftingRate:
             return False
         gap = self.fast_wins / recent - (self.wins - self.fast_wins) / before
         share = (self.wins + 0.5) / (self.trials + 1.0)
-        variance = share * (1.0 - share) * (1.0 / recent + 1.0 / before)
+        # A mean under exponential weights of sum n varies as one of 2 n - 1 equal trials.
+        variance = share * (1.0 - share) * (1.0 / (2.0 * recent - 1.0) + 1.0 / (2.0 * before - 1.0))
         return gap * gap > self.memory.surprise**2 * variance

@@ -23,15 +23,16 @@ class Passing:
         strength: trials that what is believed before any observation is worth.
     """
 
-    __slots__ = ("memory", "rates", "strength")
+    __slots__ = ("_means", "memory", "rates", "strength")
 
     def __init__(self, memory: Memory, strength: float) -> None:
         self.memory = memory
         self.strength = strength
         self.rates: list[DriftingRate] = []
+        self._means: dict[tuple[float, int], list[float]] = {}
 
     def observe(self, num_allowed: int, num_passed: int) -> None:
-        """Count one step.
+        """Count one step. Where a position has changed, little is believed of those behind it.
 
         Args:
             num_allowed: positions the plan allowed.
@@ -42,16 +43,23 @@ class Passing:
         while len(rates) < num_reached:
             rates.append(DriftingRate(self.memory))
         for index in range(num_reached):
-            rates[index].observe(index < num_passed)
+            if rates[index].observe(index < num_passed):
+                for behind in rates[index + 1 :]:
+                    behind.shorten()
+        self._means.clear()
 
     def means(self, prior: float, num_positions: int) -> list[float]:
         """Posterior means; a position nobody has seen is believed to be like the one before it."""
+        asked = (prior, num_positions)
+        if asked in self._means:
+            return self._means[asked]
         found: list[float] = []
         mean, strength, rates = prior, self.strength, self.rates
         for index in range(num_positions):
             if index < len(rates):
                 mean = rates[index].mean(mean, strength)
             found.append(mean)
+        self._means[asked] = found
         return found
 
     def means_given(self, priors: Sequence[float]) -> list[float]:

@@ -112,7 +112,7 @@ class World:
         if share:
             verify_s += share * any_table.verify_step_s(int(below) + 2, 100, batch)
         plain_s = any_table.plain_step_s(100, batch)
-        overhead_s = max(self.truth[m].overhead(100, batch) for m in used) * plain_s
+        overhead_s = sum(self.truth[m].overhead(100, batch) for m in used) * plain_s
         return draft_s * factor, verify_s * factor, overhead_s * factor
 
     def record(

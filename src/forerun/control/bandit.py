@@ -1,0 +1,101 @@
+"""A bandit over configurations: no cost table, no model of acceptance, only tokens per second.
+
+Source: discounted UCB (Garivier and Moulines 2008); bandits over configurations of speculation are
+those of BanditSpec (2505.15141). One bandit per batch size, since all requests of a step share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.config import BanditConfig
+from forerun.theory.record import StepRecord
+
+__all__ = ["BanditController"]
+
+
+class Arm(NamedTuple):
+    """One configuration."""
+
+    method: str
+    k: int
+
+
+class Play:
+    """What an arm has earned."""
+
+    __slots__ = ("num_steps", "seconds", "tokens")
+
+    def __init__(self) -> None:
+        self.num_steps = self.tokens = self.seconds = 0.0
+
+    def fade(self, memory: float) -> None:
+        """One step passes, of this arm or another."""
+        self.num_steps *= memory
+        self.tokens *= memory
+        self.seconds *= memory
+
+
+class BanditController:
+    """Plays the configuration whose tokens per second may be highest.
+
+    Args:
+        methods: names of the drafters.
+        max_k: largest K; larger ones of the configuration are left out.
+        config: what to choose from, and how boldly.
+    """
+
+    def __init__(
+        self, methods: Sequence[str], max_k: int, config: BanditConfig | None = None
+    ) -> None:
+        self.config = config or BanditConfig()
+        ks = sorted({min(k, max_k) for k in self.config.ks if k > 0} - {0})
+        self.arms = (
+            *((Arm("plain", 0),) if 0 in self.config.ks else ()),
+            *(Arm(method, k) for method in methods for k in ks),
+        )
+        self._plays: dict[int, dict[Arm, Play]] = {}
+        self._playing: tuple[int, Arm] | None = None
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        """One arm for all of them."""
+        if not states:
+            return []
+        batch = len(states)
+        share = capacity.max_rows // batch - 1
+        plays = self._plays.setdefault(batch, {arm: Play() for arm in self.arms})
+        arm = self._best([arm for arm in self.arms if arm.k <= max(0, share)], plays)
+        if arm is None or arm.k == 0:
+            self._playing = None if arm is None else (batch, arm)
+            return [Plan()] * batch
+        self._playing = batch, arm
+        return [Plan(method=arm.method, num_speculative_tokens=arm.k)] * batch
+
+    def _best(self, arms: Sequence[Arm], plays: dict[Arm, Play]) -> Arm | None:
+        """The arm of highest upper bound; one never played before all others."""
+        fresh = next((arm for arm in arms if plays[arm].seconds == 0.0), None)
+        if fresh is not None or not arms:
+            return fresh
+        rates = {arm: plays[arm].tokens / plays[arm].seconds for arm in arms}
+        num_steps = sum(plays[arm].num_steps for arm in arms)
+        width = self.config.width * max(rates.values()) * math.sqrt(max(0.0, math.log(num_steps)))
+        return max(arms, key=lambda arm: rates[arm] + width / math.sqrt(plays[arm].num_steps))
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        """Credit the arm, unless others were in the step whose prompts were read."""
+        if self._playing is None or not records:
+            return
+        batch, arm = self._playing
+        first = records[0]
+        if first.num_prefill_rows or len(records) != batch:
+            return
+        plays = self._plays[batch]
+        for play in plays.values():
+            play.fade(self.config.memory)
+        play = plays[arm]
+        play.num_steps += 1.0
+        play.tokens += sum(record.num_accepted + 1 for record in records)
+        play.seconds += first.draft_s + first.verify_s + first.other_s

@@ -1,0 +1,120 @@
+"""The two rules of transformers' assisted generation, as baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from forerun.control.base import Capacity, Plan, RequestState
+from forerun.theory.record import StepRecord
+from forerun.theory.stop_rule import StopRule
+
+__all__ = ["ConfidenceController", "HeuristicController"]
+
+UP, DOWN = 2, 1
+MOST_REQUESTS = 4096
+MOST_SEEN = 1024
+LEAST_SEEN = 5
+MISS_WEIGHT = 3.0
+"""How much worse it is to stop before a token that would have been right than to draft a wrong one."""
+
+
+class HeuristicController:
+    """K grows by 2 where all drafts were accepted and shrinks by 1 where one was not; at least 1.
+
+    Source: `num_assistant_tokens_schedule="heuristic"` of transformers.
+
+    Args:
+        method: name of the drafter.
+        max_k: largest K.
+        start_k: K of a request's first step.
+    """
+
+    def __init__(self, method: str, max_k: int, start_k: int = 5) -> None:
+        self.method = method
+        self.max_k = max_k
+        self.start_k = min(start_k, max_k)
+        self._ks: dict[str, int] = {}
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        """K of every request, cut where the rows of a pass have to be shared."""
+        share = capacity.max_rows // max(1, len(states)) - 1
+        return [
+            plan_of(self.method, min(share, self._ks.get(state.request_id, self.start_k)))
+            for state in states
+        ]
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        """Move every K that was put to the test."""
+        for record in records:
+            if record.k_budget == 0:
+                continue
+            k = self._ks.pop(record.request_id, self.start_k)
+            k = k + UP if record.num_accepted == record.k_budget else max(1, k - DOWN)
+            self._ks[record.request_id] = min(self.max_k, k)
+            if len(self._ks) > MOST_REQUESTS:
+                del self._ks[next(iter(self._ks))]
+
+
+class ConfidenceController:
+    """A large K, left where the draft is unsure; how unsure is learnt.
+
+    The threshold minimises the rate of drafted tokens that are wrong plus three times the rate of
+    right ones not drafted, over the tokens seen so far.
+
+    Source: `assistant_confidence_threshold` of transformers, which looks at the probability of the
+    token just drawn. Here it is the top probability before the draw, so that no drawn token can end
+    its own draft.
+
+    Args:
+        method: name of the drafter.
+        max_k: K.
+        threshold: on the top probability until enough is known.
+    """
+
+    def __init__(self, method: str, max_k: int, threshold: float = 0.4) -> None:
+        self.method = method
+        self.max_k = max_k
+        self.threshold = threshold
+        self._seen: list[tuple[float, bool]] = []
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        """The same for everyone."""
+        share = capacity.max_rows // max(1, len(states)) - 1
+        rule = StopRule(measure="top_probability", threshold=self.threshold)
+        return [plan_of(self.method, min(share, self.max_k), rule)] * len(states)
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        """Learn from the tokens whose predecessors were accepted."""
+        for record in records:
+            reached = (record.stop_values or ())[: record.num_accepted + 1]
+            self._seen += [(value, n < record.num_accepted) for n, value in enumerate(reached)]
+        del self._seen[:-MOST_SEEN]
+        num_right = sum(right for _, right in self._seen)
+        if len(self._seen) > LEAST_SEEN and 0 < num_right < len(self._seen):
+            self.threshold = best_threshold(self._seen)
+
+
+def best_threshold(seen: Sequence[tuple[float, bool]]) -> float:
+    """The value from which on tokens are drafted, by the rates on both sides of it.
+
+    Args:
+        seen: confidence of every token and whether it was accepted, at least one of either kind.
+    """
+    ranked = sorted(seen, reverse=True)
+    right = list(accumulate(hit for _, hit in ranked))
+    num_right, num_wrong = right[-1], len(ranked) - right[-1]
+    best_cost, best = MISS_WEIGHT, 1.0  # nothing is drafted
+    for at, (value, _) in enumerate(ranked):
+        if at + 1 < len(ranked) and ranked[at + 1][0] == value:
+            continue  # tokens of one confidence are drafted together
+        wrong_share = (at + 1 - right[at]) / num_wrong
+        cost = wrong_share + MISS_WEIGHT * (1.0 - right[at] / num_right)
+        if cost < best_cost:
+            best_cost, best = cost, value
+    return best
+
+
+def plan_of(method: str, k: int, stop: StopRule | None = None) -> Plan:
+    """K tokens of a drafter, or plain decoding where K is 0 or less."""
+    return Plan(method=method, num_speculative_tokens=k, stop=stop) if k > 0 else Plan()

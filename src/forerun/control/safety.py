@@ -1,0 +1,190 @@
+"""Never slower than plain: a controller watched by what its steps took.
+
+A cost table may be of another day and acceptance may be misjudged; tokens per second are what they
+are. A small share of the steps is made plain whatever was planned, so that the time of a plain step
+is known without a bias: at moments that depend on counting alone. Where the lower bound of the
+speedup is below 1 for a batch and a context, speculation goes off there, and is tried again later.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.config import SafetyConfig
+from forerun.control.exploration import share_of
+from forerun.theory.ratio import DiscountedRatio
+from forerun.theory.record import StepRecord
+from forerun.theory.splitmix import INCREMENT, finalise
+
+__all__ = ["SafeController", "Switch"]
+
+logger = logging.getLogger("forerun.control")
+
+PLAIN = Plan()
+FIRST_PLAIN = 8
+"""Every so many steps is plain until enough of them are known."""
+MOST_SWITCHES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """Speculation went on or off.
+
+    Attributes:
+        step: of the controller.
+        bucket: batch sizes and contexts it holds for, as exponents of 2.
+        on: whether speculation is on from now on.
+        reason: why.
+    """
+
+    step: int
+    bucket: tuple[int, int]
+    on: bool
+    reason: str
+
+
+class Bucket:
+    """What is known of steps with about the same batch and context.
+
+    Args:
+        config: of the safety.
+    """
+
+    __slots__ = ("num_failures", "off_since", "on", "plain", "since_plain", "speculative")
+
+    def __init__(self, config: SafetyConfig) -> None:
+        self.plain = DiscountedRatio(config.memory)
+        self.speculative = DiscountedRatio(config.memory)
+        self.on = True
+        self.off_since = 0
+        self.since_plain = 0
+        self.num_failures = 0
+
+    def lower_bound(self, z: float) -> float:
+        """Of the speedup: tokens per second with and without speculation."""
+        speedup = self.speculative.ratio / self.plain.ratio
+        error = math.hypot(self.speculative.relative_error, self.plain.relative_error)
+        return speedup * (1.0 - z * error)
+
+
+class SafeController:
+    """Another controller's plans, made plain where they do not pay.
+
+    Args:
+        inner: whose plans.
+        config: when they are not followed.
+
+    Attributes:
+        switches: the last times speculation went on or off.
+        num_switches: all of them, by reason.
+        num_probes: steps made plain to measure them.
+    """
+
+    def __init__(self, inner: Controller, config: SafetyConfig | None = None) -> None:
+        self.inner = inner
+        self.config = config or SafetyConfig()
+        self.switches: list[Switch] = []
+        self.num_switches: Counter[str] = Counter()
+        self.num_probes = 0
+        self.num_steps = 0
+        self._buckets: dict[tuple[int, int], Bucket] = {}
+        self._asked: tuple[tuple[int, int], list[Plan]] = ((0, 0), [])
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        """The inner controller's plans, or plain ones; its probes always pass."""
+        plans = self.inner.decide(states, capacity)
+        if not states:
+            return plans
+        self.num_steps += 1
+        name = bucket_of(states)
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            bucket = self._buckets[name] = Bucket(self.config)
+        if any(plan.num_speculative_tokens and not plan.probe for plan in plans):
+            if not bucket.on and self._may_retry(bucket):
+                self._switch(name, bucket, on=True, reason="tried again")
+            if bucket.on and self._wants_plain(bucket):
+                self.num_probes += 1
+                plans = [PLAIN] * len(plans)
+            elif not bucket.on:
+                plans = [plan if plan.probe else PLAIN for plan in plans]
+        self._asked = name, list(plans)
+        return plans
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        """Learn how fast the step was, and judge."""
+        self.inner.observe(records)
+        name, plans = self._asked
+        self._asked = name, []
+        if not records or len(records) != len(plans) or records[0].num_prefill_rows:
+            return
+        if any(plan.probe for plan in plans):
+            return  # made to learn something, and known to be slower
+        first, bucket = records[0], self._buckets[name]
+        seconds = first.draft_s + first.verify_s + first.other_s
+        tokens = float(sum(record.num_accepted + 1 for record in records))
+        if any(plan.num_speculative_tokens for plan in plans):
+            bucket.speculative.observe(seconds, tokens)
+            bucket.since_plain += 1
+            self._judge(name, bucket)
+        else:
+            bucket.plain.observe(seconds, tokens)
+            bucket.since_plain = 0
+
+    def _judge(self, name: tuple[int, int], bucket: Bucket) -> None:
+        config = self.config
+        if not bucket.on or bucket.plain.num_pairs < config.num_plain:
+            return
+        if bucket.speculative.num_pairs < config.num_speculative:
+            return
+        bound = bucket.lower_bound(config.z)
+        if bound >= 1.0:
+            bucket.num_failures = 0
+            return
+        bucket.off_since = self.num_steps
+        bucket.num_failures += 1
+        bucket.speculative = DiscountedRatio(config.memory)
+        self._switch(name, bucket, on=False, reason="slower than plain", bound=bound)
+
+    def _may_retry(self, bucket: Bucket) -> bool:
+        config = self.config
+        patience = config.retry_after * 2 ** max(0, bucket.num_failures - 1)
+        return self.num_steps - bucket.off_since >= min(patience, config.longest_retry)
+
+    def _wants_plain(self, bucket: Bucket) -> bool:
+        """About `probe_share` of the steps, more of them at first."""
+        if bucket.plain.num_pairs < self.config.num_plain:
+            return bucket.since_plain >= FIRST_PLAIN
+        return share_of(finalise(~self.num_steps * INCREMENT)) < self.config.probe_share
+
+    def _switch(
+        self,
+        name: tuple[int, int],
+        bucket: Bucket,
+        *,
+        on: bool,
+        reason: str,
+        bound: float | None = None,
+    ) -> None:
+        bucket.on = on
+        self.num_switches[reason] += 1
+        self.switches.append(Switch(step=self.num_steps, bucket=name, on=on, reason=reason))
+        del self.switches[:-MOST_SWITCHES]
+        logger.info(
+            "speculation %s at batch %d to %d, context %d to %d: %s%s",
+            "on" if on else "off",
+            *(size for exponent in name for size in (2**exponent, 2 ** (exponent + 1) - 1)),
+            reason,
+            "" if bound is None else f" (lower bound of the speedup {bound:.3f})",
+        )
+
+
+def bucket_of(states: Sequence[RequestState]) -> tuple[int, int]:
+    """Batch and mean context, to powers of two."""
+    context = sum(state.num_committed for state in states) // len(states)
+    return len(states).bit_length() - 1, max(1, context).bit_length() - 1
