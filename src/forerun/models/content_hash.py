@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from forerun.errors import InvalidModel
 
-__all__ = ["tokenizer_hash", "weights_hash"]
+__all__ = ["template_hash", "tokenizer_hash", "weights_hash"]
 
 HASH_LENGTH = 16
 
@@ -38,6 +39,30 @@ def tokenizer_hash(folder: Path) -> str:
     if not path.is_file():
         raise InvalidModel(f"{path} is missing; is {folder} a model folder?")
     return combined([path])
+
+
+def template_hash(folder: Path) -> str:
+    """Hash of the chat template in a model folder, wherever it is written.
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256, of nothing where there is no template.
+
+    Raises:
+        InvalidModel: the tokenizer's settings cannot be read.
+    """
+    total = hashlib.sha256()
+    files = [folder / "chat_template.jinja", folder / "chat_template.json"]
+    for path in [*files, *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
+        if path.is_file():
+            total.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        try:
+            template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        except (AttributeError, ValueError) as error:
+            raise InvalidModel(f"{settings} cannot be read: {error}") from error
+        total.update(b"" if template is None else json.dumps(template, sort_keys=True).encode())
+    return total.hexdigest()[:HASH_LENGTH]
 
 
 def combined(files: Iterable[Path]) -> str:

@@ -141,11 +141,18 @@ def adapt(
     )
 
 
-def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def read_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, device_map: str | None = None
+) -> Any:
     """The transformers model, with every parameter from the checkpoint.
 
     transformers fills what is missing or misshapen with random numbers and reports it; here that
     is an error.
+
+    Args:
+        checkpoint: where they are.
+        dtype: to convert them to.
+        device_map: "auto" spreads layers over all GPUs, by accelerate; None loads to the CPU.
 
     Raises:
         InvalidModel: parameters are missing, unknown or have the wrong shape.
@@ -156,6 +163,7 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             model, info = untyped.from_pretrained(
                 checkpoint.folder,
                 dtype=dtype,
+                device_map=device_map,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

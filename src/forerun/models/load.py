@@ -25,7 +25,14 @@ from forerun.models.tokenizer_files import read_tokenizer
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import PREFIX, zoo_path
 
-__all__ = ["choose_dtype", "load_model", "load_tokenizer", "model_folder", "read_config"]
+__all__ = [
+    "choose_device",
+    "choose_dtype",
+    "load_model",
+    "load_tokenizer",
+    "model_folder",
+    "read_config",
+]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

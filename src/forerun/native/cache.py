@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "find_kept", "keep", "worked_out_once"]
+__all__ = ["cache_folder", "find_kept", "is_whole", "keep", "worked_out_once"]
 
 logger = logging.getLogger("forerun.cache")
 

@@ -1,0 +1,246 @@
+"""What a teacher worked out once, kept on disk: rows of tensors per sample, in safetensors shards.
+
+A shard is written whole or not at all, and its name ends in the hash of what it holds: a process
+killed in between loses the shard it was filling, a damaged one is known and made again. The folder
+is named by all that decides its content, so a cache of a changed target is never found.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from forerun.align.data.sample import Sample
+from forerun.errors import CacheTooLarge, InvalidCache
+from forerun.native.cache import is_whole, keep
+
+__all__ = ["CacheIdentity", "RowCache", "full_disk_named", "key_of"]
+
+logger = logging.getLogger("forerun.cache")
+
+FORMAT = 1
+DESCRIPTION = "cache.json"
+SHARD, SUFFIX = "rows", ".safetensors"
+SHARD_BYTES = 1 << 27
+"""What is lost at most to an interruption."""
+MAX_OPEN = 256
+"""Shards open at once for reading."""
+HASH_LENGTH = 16
+ENTRIES = "entries"
+
+Columns = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheIdentity:
+    """All that decides what a cache holds for a given sample.
+
+    Attributes:
+        kind: "hidden" or "sampled".
+        target_hash: of the target's weights.
+        tokenizer_hash: of the target's tokenizer.
+        template_hash: of its chat template.
+        settings: whatever else, such as the dtype or the law that was drawn from.
+    """
+
+    kind: str
+    target_hash: str
+    tokenizer_hash: str
+    template_hash: str
+    settings: Mapping[str, str | int | float]
+
+    def to_json(self) -> str:
+        """The same text for the same content."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1) + "\n"
+
+    @property
+    def folder_name(self) -> str:
+        """Of the cache, inside the folder of all caches."""
+        return f"{self.kind}-{hashlib.sha256(self.to_json().encode()).hexdigest()[:HASH_LENGTH]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where the rows of one sample are: a shard, and a range of every column."""
+
+    shard: Path
+    ranges: Mapping[str, tuple[int, int]]
+
+
+def key_of(sample: Sample) -> str:
+    """Under what the rows of a sample are kept: its text, and which of it is learned."""
+    content = json.dumps([sample.prompt_hash, sample.token_ids, sample.spans])
+    return hashlib.sha256(content.encode()).hexdigest()[:HASH_LENGTH]
+
+
+class RowCache:
+    """Rows of tensors by key; see the module's description.
+
+    Args:
+        root: folder of all caches; made when something is kept.
+        identity: of this one.
+    """
+
+    def __init__(self, root: Path, identity: CacheIdentity) -> None:
+        self.folder = root / identity.folder_name
+        self.identity = identity
+        self._pending: dict[str, Columns] = {}
+        self._pending_bytes = 0
+        self._open: dict[Path, Any] = {}
+
+    @cached_property
+    def _entries(self) -> dict[str, Entry]:
+        """What the shards say they hold."""
+        self._check_identity()
+        found: dict[str, Entry] = {}
+        for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
+            found |= entries_of(shard)
+        return found
+
+    def _check_identity(self) -> None:
+        path = self.folder / DESCRIPTION
+        if path.exists() and path.read_text(encoding="utf-8") != self.identity.to_json():
+            raise InvalidCache(
+                f"{self.folder} is the cache of another target, tokenizer, template or setting "
+                f"(see {DESCRIPTION} in it); delete the folder, or name another one for caches"
+            )
+
+    def lacking(self, keys: Sequence[str]) -> list[str]:
+        """Keys without whole rows, each once. Reads every shard that is needed, to be sure of it.
+
+        Raises:
+            InvalidCache: the folder holds the cache of something else.
+        """
+        wanted = dict.fromkeys(keys)
+        for shard in {self._entries[key].shard for key in wanted if key in self._entries}:
+            if not is_whole(shard):
+                self._drop(shard)
+        return [key for key in wanted if key not in self._entries]
+
+    def _drop(self, shard: Path) -> None:
+        logger.warning("%s is damaged; what it held is worked out again", shard)
+        for key in [key for key, entry in self._entries.items() if entry.shard == shard]:
+            del self._entries[key]
+        with suppress(OSError):
+            shard.unlink()
+
+    def read(self, key: str) -> dict[str, Tensor]:
+        """The rows under a key, copied from disk.
+
+        Raises:
+            InvalidCache: there are none, or their shard cannot be read any more.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            raise InvalidCache(f"{self.folder} has no rows of a sample that was not prepared")
+        try:
+            file = self._opened(entry.shard)
+            return {name: file.get_slice(name)[a:b] for name, (a, b) in entry.ranges.items()}
+        except (OSError, SafetensorError) as error:
+            raise InvalidCache(
+                f"{entry.shard} cannot be read any more: {error}; start again, and what it held is "
+                "worked out again"
+            ) from error
+
+    def _opened(self, shard: Path) -> Any:
+        """A shard whose header has been read; the one opened first makes room."""
+        if shard not in self._open:
+            if len(self._open) == MAX_OPEN:
+                del self._open[next(iter(self._open))]
+            self._open[shard] = safe_open(shard, framework="pt")
+        return self._open[shard]
+
+    def put(self, key: str, columns: Columns) -> None:
+        """Keep rows under a key; on disk once a shard is full, or after `flush`.
+
+        Raises:
+            CacheTooLarge: the disk is full; shards written before are whole and stay.
+        """
+        self._pending[key] = {name: column.contiguous() for name, column in columns.items()}
+        self._pending_bytes += sum(column.nbytes for column in columns.values())
+        if self._pending_bytes >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending as one more shard.
+
+        Raises:
+            CacheTooLarge: the disk is full.
+        """
+        if not self._pending:
+            return
+        content, ranges = packed(self._pending)
+        with full_disk_named(self.folder):
+            self._write_description()
+            shard = keep(self.folder, SHARD, SUFFIX, content)
+        for key, places in ranges.items():
+            self._entries[key] = Entry(shard=shard, ranges=places)
+        self._pending, self._pending_bytes = {}, 0
+
+    def _write_description(self) -> None:
+        path = self.folder / DESCRIPTION
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(self.identity.to_json(), encoding="utf-8")
+            unfinished.replace(path)
+
+
+def packed(
+    pending: Mapping[str, Columns],
+) -> tuple[bytes, dict[str, dict[str, tuple[int, int]]]]:
+    """A shard's bytes: columns end to end, and in the header where the rows of every key are."""
+    ends: dict[str, int] = {}
+    ranges: dict[str, dict[str, tuple[int, int]]] = {}
+    for key, columns in pending.items():
+        ranges[key] = {}
+        for name, column in columns.items():
+            start = ends.get(name, 0)
+            ends[name] = start + len(column)
+            ranges[key][name] = (start, ends[name])
+    tensors = {name: torch.cat([columns[name] for columns in pending.values()]) for name in ends}
+    return save(tensors, {ENTRIES: json.dumps(ranges)}), ranges
+
+
+def entries_of(shard: Path) -> dict[str, Entry]:
+    """What a shard holds by its header; nothing if that is damaged."""
+    try:
+        with safe_open(shard, framework="pt") as file:
+            ranges: dict[str, dict[str, Any]] = json.loads(file.metadata()[ENTRIES])
+        return {
+            key: Entry(shard=shard, ranges={name: (a, b) for name, (a, b) in places.items()})
+            for key, places in ranges.items()
+        }
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        logger.warning("%s is damaged; what it held is worked out again", shard)
+        with suppress(OSError):
+            shard.unlink()
+        return {}
+
+
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """A full disk in our own words; other errors of the disk as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CacheTooLarge(
+            f"the disk of {folder} is full; what was finished is kept and is not worked out again: "
+            "make room, or name another folder for caches, and start again"
+        ) from error

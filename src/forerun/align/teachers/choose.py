@@ -1,0 +1,187 @@
+"""From settings to a teacher: which kind, where its cache is, what may be learned from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from forerun.align.config import TeacherConfig, TeacherKind
+from forerun.align.objectives.base import Objective
+from forerun.align.teachers.base import Teacher
+from forerun.align.teachers.cache import CacheIdentity, RowCache
+from forerun.align.teachers.filling import Filler, Report
+from forerun.align.teachers.hidden import HiddenTeacher
+from forerun.align.teachers.model import ModelTeacher
+from forerun.align.teachers.planner import RowSizes, allowed_bytes
+from forerun.align.teachers.sampled import SampledTeacher
+from forerun.align.teachers.target import SHARDED, load_target
+from forerun.align.teachers.top_k import TopKTeacher
+from forerun.errors import InvalidRequest
+from forerun.models.checkpoint import read_checkpoint
+from forerun.models.content_hash import template_hash, tokenizer_hash, weights_hash
+from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["TeacherSource", "check_objective", "make_teacher"]
+
+logger = logging.getLogger("forerun.preparation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """Where a teacher comes from and what it is to teach.
+
+    Attributes:
+        target: folder, name or shipped model.
+        sampling: of the deployment.
+        cache_dir: folder of all caches.
+        device: as for the engine, or "sharded" to spread the target over all GPUs.
+        dtype: of the target.
+        report: told how far a cache is filled.
+    """
+
+    target: str | Path
+    sampling: SamplingParams
+    cache_dir: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    report: Report | None = None
+
+
+def make_teacher(
+    config: TeacherConfig, objective: Objective, source: TeacherSource, num_rows: int
+) -> Teacher:
+    """The teacher asked for; for "auto" the cheapest whose rows are exact and that fits.
+
+    A greedy law is one id, so its cache holds that; else last hidden states are cached if they fit
+    the disk, and where they do not the target is rerun.
+
+    Args:
+        config: which, and how large its cache may be.
+        objective: what is learned from it.
+        source: the target and its deployment.
+        num_rows: learned rows there will be.
+
+    Raises:
+        InvalidRequest: the objective cannot be learned from such a teacher.
+        InvalidModel: the target's files are missing, damaged or of an unsupported kind.
+        NotEnoughMemory: the target has to be loaded and does not fit.
+    """
+    kind = config.teacher
+    if kind == "auto":
+        kind = cheapest(config, source, num_rows)
+    check_objective(kind, objective, source.sampling)
+    if kind == "model":
+        target = load_target(source.target, dtype=source.dtype, device=source.device)
+        return ModelTeacher(target, source.sampling)
+    if kind == "hidden":
+        return hidden_teacher(config, source)
+    if kind == "top-k":
+        return TopKTeacher(sampling=source.sampling, device=law_device(source))
+    return sampled_teacher(config, source)
+
+
+def check_objective(kind: TeacherKind, objective: Objective, sampling: SamplingParams) -> None:
+    """Refuse a teacher whose rows would bias the objective.
+
+    Raises:
+        InvalidRequest: they would.
+    """
+    if kind not in ("sampled", "top-k") or objective.linear or sampling.greedy:
+        return
+    reason = {
+        "sampled": "ids drawn from the target stand for its law only in",
+        "top-k": "a truncated law biases all but",
+    }[kind]
+    raise InvalidRequest(
+        f'objective "{objective.name}" cannot be learned from the teacher "{kind}": {reason} '
+        'objectives linear in it (ce, fkl); use teacher "hidden" or "model", or such an objective'
+    )
+
+
+def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> TeacherKind:
+    """For "auto": ids at temperature 0, hidden states if they fit, else the target itself."""
+    if source.sampling.greedy:
+        return "sampled"
+    sizes = state_sizes(source)
+    allowed = allowed_bytes(source.cache_dir, config.max_cache_bytes)
+    if sizes.total_bytes(num_rows) <= allowed:
+        return "hidden"
+    logger.warning("hidden states would not fit %s: the target is rerun instead", source.cache_dir)
+    return "model"
+
+
+def hidden_teacher(config: TeacherConfig, source: TeacherSource) -> HiddenTeacher:
+    """A teacher over cached hidden states."""
+    settings = {"dtype": str(state_dtype(source))}
+    filler = filler_of("hidden", settings, state_sizes(source), config, source)
+    return HiddenTeacher(filler=filler, sampling=source.sampling, device=law_device(source))
+
+
+def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
+    """A teacher over cached ids."""
+    sampling = source.sampling
+    num_ids = 1 if sampling.greedy else config.num_sampled_ids
+    if not 1 <= num_ids <= torch.iinfo(torch.int16).max:
+        raise InvalidRequest(f"num_sampled_ids is {num_ids}; it must be from 1 to 32,767")
+    settings = {
+        "num_ids": num_ids,
+        "temperature": sampling.temperature,
+        "min_p": sampling.min_p,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
+    filler = filler_of("sampled", settings, RowSizes.of_ids(num_ids), config, source)
+    return SampledTeacher(
+        filler=filler, sampling=sampling, num_ids=num_ids, device=law_device(source)
+    )
+
+
+def filler_of(
+    kind: str,
+    settings: Mapping[str, str | int | float],
+    sizes: RowSizes,
+    config: TeacherConfig,
+    source: TeacherSource,
+) -> Filler:
+    """What fills the cache of a target and its settings."""
+    checkpoint = read_checkpoint(model_folder(source.target))
+    identity = CacheIdentity(
+        kind=kind,
+        target_hash=weights_hash(checkpoint.weight_files),
+        tokenizer_hash=tokenizer_hash(checkpoint.folder),
+        template_hash=template_hash(checkpoint.folder),
+        settings=settings,
+    )
+    return Filler(
+        what="last hidden states" if kind == "hidden" else "drawn ids",
+        cache=RowCache(source.cache_dir, identity),
+        load=lambda: load_target(source.target, dtype=source.dtype, device=source.device),
+        sizes=sizes,
+        max_bytes=config.max_cache_bytes,
+        report=source.report,
+    )
+
+
+def state_sizes(source: TeacherSource) -> RowSizes:
+    """Disk that hidden states of this target take, by its configuration."""
+    settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
+    return RowSizes.of_states(
+        width=settings.get("word_embed_proj_dim") or architecture.hidden_size,
+        vocab_size=architecture.vocab_size,
+        itemsize=state_dtype(source).itemsize,
+    )
+
+
+def state_dtype(source: TeacherSource) -> torch.dtype:
+    """What the target is loaded in."""
+    return choose_dtype(source.dtype, read_checkpoint(model_folder(source.target)))
+
+
+def law_device(source: TeacherSource) -> torch.device:
+    """Where laws are made of what was cached."""
+    return choose_device("auto" if source.device == SHARDED else source.device)

@@ -1,0 +1,119 @@
+"""The teacher that ran the target once: its last hidden states are kept, logits made of them anew.
+
+A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the head makes of
+it what it made of it in the target, so any objective may learn from it, at any temperature. States
+are kept in the dtype of the target, and the head beside them: training needs nothing else of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from forerun.align.batch import Batch
+from forerun.align.data.sample import Sample
+from forerun.align.teachers.cache import full_disk_named, key_of
+from forerun.align.teachers.filling import Filler
+from forerun.align.teachers.head import Head
+from forerun.align.teachers.model import HeadRows
+from forerun.align.teachers.rows import sample_runs
+from forerun.align.teachers.target import TargetModel
+from forerun.native.cache import find_kept, keep
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["HiddenTeacher"]
+
+HEAD, SUFFIX = "head", ".safetensors"
+STATES = "states"
+
+
+class HiddenTeacher:
+    """See `Teacher`.
+
+    Args:
+        filler: of the cache.
+        sampling: of the deployment.
+        device: where laws are made.
+    """
+
+    exact = True
+    truncated = False
+
+    def __init__(
+        self, *, filler: Filler, sampling: SamplingParams, device: torch.device | str
+    ) -> None:
+        self._filler = filler
+        self._sampling = sampling
+        self._device = device
+        self._samples: Sequence[Sample] = ()
+        self._head: Head | None = None
+
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Run the target over the samples whose states are not there yet.
+
+        Raises:
+            CacheTooLarge: they would not fit, or the disk filled up.
+            InvalidCache: the folder holds the cache of something else.
+        """
+        target = self._filler.fill(samples, states_column)
+        folder = self._filler.cache.folder
+        head = read_head(folder)
+        if head is None:
+            head = (target or self._filler.load()).head
+            write_head(folder, head)
+        self._head = head.to(self._device)
+        self._samples = samples
+
+    def rows(self, batch: Batch) -> HeadRows:
+        """The law at the learned rows of a batch.
+
+        Raises:
+            InvalidCache: a row was not prepared.
+        """
+        assert self._head is not None, "prepare comes first"
+        cache, found = self._filler.cache, []
+        for index, rows in sample_runs(batch, self._samples):
+            states = cache.read(key_of(self._samples[index]))[STATES]
+            found.append(states[rows])
+        hidden = torch.cat(found) if found else self._head.weight.new_empty(0, self._head.width)
+        return HeadRows(hidden=hidden.to(self._device), head=self._head, sampling=self._sampling)
+
+
+def states_column(
+    target: TargetModel, sample: Sample, hidden: Float[Tensor, "rows hidden"]
+) -> dict[str, Tensor]:
+    """Hidden states as they are."""
+    return {STATES: hidden.cpu()}
+
+
+def write_head(folder: Path, head: Head) -> None:
+    """Keep a head beside the states it belongs to.
+
+    Raises:
+        CacheTooLarge: the disk is full.
+    """
+    tensors = {"weight": head.weight.cpu().contiguous()}
+    if head.bias is not None:
+        tensors["bias"] = head.bias.cpu().contiguous()
+    numbers = json.dumps({"divisor": head.divisor, "cap": head.cap})
+    with full_disk_named(folder):
+        keep(folder, HEAD, SUFFIX, save(tensors, {"numbers": numbers}))
+
+
+def read_head(folder: Path) -> Head | None:
+    """The head kept beside the states; None if there is none, or it is damaged."""
+    path = find_kept(folder, HEAD, SUFFIX)
+    if path is None:
+        return None
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
+        numbers = json.loads(file.metadata()["numbers"])
+    return Head(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)

@@ -1,0 +1,190 @@
+"""The teacher that keeps ids drawn from the target: a few hundred bytes per position.
+
+Shares of drawn ids are unbiased estimates of the target's probabilities, so an objective that is
+linear in these has an unbiased gradient; for any other it is wrong. The draws of a row are
+equidistant on the running sum of its law, with one random offset: the share of an id then differs
+from its probability by less than one draw, where independent draws would differ by the root of
+their number. A greedy law is one id, kept as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from forerun.align.batch import Batch
+from forerun.align.data.sample import Sample
+from forerun.align.law import DenseLaw, SparseLaw
+from forerun.align.teachers.cache import key_of
+from forerun.align.teachers.filling import Filler
+from forerun.align.teachers.laws import deployed_law
+from forerun.align.teachers.rows import sample_runs
+from forerun.align.teachers.target import TargetModel
+from forerun.errors import NumericalError
+from forerun.sampling.chunks import row_chunks
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.noise import position_key, request_key, uniform
+
+__all__ = ["SampledTeacher", "SparseRows", "draw_ids"]
+
+
+class SparseRows:
+    """Laws over some ids; see `TeacherRows`.
+
+    Args:
+        law: of all learned rows.
+    """
+
+    def __init__(self, law: SparseLaw) -> None:
+        self._law = law
+
+    def __len__(self) -> int:
+        """Learned rows."""
+        return len(self._law.ids)
+
+    def law(self, rows: slice) -> SparseLaw:
+        """The law at some of them."""
+        return SparseLaw(ids=self._law.ids[rows], shares=self._law.shares[rows])
+
+
+class SampledTeacher:
+    """See `Teacher`.
+
+    Args:
+        filler: of the cache.
+        sampling: of the deployment.
+        num_ids: draws per row.
+        device: where laws are made.
+    """
+
+    truncated = False
+
+    def __init__(
+        self,
+        *,
+        filler: Filler,
+        sampling: SamplingParams,
+        num_ids: int,
+        device: torch.device | str,
+    ) -> None:
+        self._filler = filler
+        self._sampling = sampling
+        self._num_ids = num_ids
+        self._device = device
+        self._samples: Sequence[Sample] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Only a greedy law is known whole."""
+        return self._sampling.greedy
+
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Run the target over the samples whose ids are not there yet.
+
+        Raises:
+            CacheTooLarge: they would not fit, or the disk filled up.
+            InvalidCache: the folder holds the cache of something else.
+        """
+        self._filler.fill(samples, self._columns)
+        self._samples = samples
+
+    def rows(self, batch: Batch) -> SparseRows:
+        """The law at the learned rows of a batch.
+
+        Raises:
+            InvalidCache: a row was not prepared.
+        """
+        ids, shares = [], []
+        for index, rows in sample_runs(batch, self._samples):
+            columns = self._filler.cache.read(key_of(self._samples[index]))
+            own_ids, own_shares = padded(columns)
+            ids.append(own_ids[rows])
+            shares.append(own_shares[rows])
+        width = max((part.shape[1] for part in ids), default=1)
+        law = SparseLaw(
+            ids=joined(ids, width, torch.int64).to(self._device),
+            shares=joined(shares, width, torch.float32).to(self._device),
+        )
+        return SparseRows(law)
+
+    def _columns(
+        self, target: TargetModel, sample: Sample, hidden: Float[Tensor, "rows hidden"]
+    ) -> dict[str, Tensor]:
+        """Distinct ids of all rows end to end, the draws of each, and how many a row has."""
+        key = request_key(int(key_of(sample), 16), 0)
+        keys = torch.tensor([position_key(key, row) for row in range(len(hidden))])
+        parts = []
+        for rows in row_chunks(len(hidden), target.head.vocab_size):
+            law = deployed_law(target.head.logits(hidden[rows]), self._sampling)
+            if isinstance(law, DenseLaw):
+                offsets = uniform(keys[rows].to(law.target_probs.device))
+                parts.append(distinct(draw_ids(law.target_probs, offsets, self._num_ids)))
+            else:
+                parts.append(distinct(law.ids))
+        ids, counts, sizes = (torch.cat(column) for column in zip(*parts, strict=True))
+        return {"ids": ids, "counts": counts, "sizes": sizes}
+
+
+def draw_ids(
+    probs: Float[Tensor, "rows vocab"], offsets: Float64[Tensor, " rows"], num_ids: int
+) -> Int64[Tensor, "rows num_ids"]:
+    """Ids at equal distances on the running sums of laws: of each, its probability times `num_ids`.
+
+    Args:
+        probs: of every row; need not sum to 1 exactly.
+        offsets: of the first draw, in [0, 1), in distances.
+        num_ids: draws per row.
+
+    Raises:
+        NumericalError: a row is NaN.
+    """
+    sums = probs.cumsum(-1, dtype=torch.float64)
+    if not bool(sums[:, -1].isfinite().all()):
+        raise NumericalError("the target's logits are not finite; load it in bf16 or fp32")
+    steps = torch.arange(num_ids, device=probs.device, dtype=torch.float64)
+    wanted = (steps + offsets[:, None]) / num_ids * sums[:, -1:]
+    drawn = torch.searchsorted(sums, wanted, right=True)
+    return drawn.clamp_(max=probs.shape[-1] - 1)
+
+
+def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids that differ from the one before, how often each was drawn, and how many rows have.
+
+    Args:
+        drawn: ascending in every row.
+    """
+    num_rows, num_draws = drawn.shape
+    starts = torch.ones_like(drawn, dtype=torch.bool)
+    starts[:, 1:] = drawn[:, 1:] != drawn[:, :-1]
+    first = starts.flatten().nonzero()[:, 0]
+    ends = torch.cat((first[1:], first.new_tensor([num_rows * num_draws])))
+    columns = (drawn[starts].to(torch.int32), ends - first, starts.sum(-1))
+    return (
+        columns[0].cpu(),
+        columns[1].to(torch.int16).cpu(),
+        columns[2].to(torch.int16).cpu(),
+    )
+
+
+def padded(
+    columns: dict[str, Tensor],
+) -> tuple[Int64[Tensor, "rows some"], Float[Tensor, "rows some"]]:
+    """Ids and shares of all rows of a sample, id 0 of share 0 behind those of shorter rows."""
+    sizes = columns["sizes"].to(torch.int64)
+    width = int(sizes.max())
+    filled = torch.arange(width) < sizes[:, None]
+    ids = torch.zeros(filled.shape, dtype=torch.int64)
+    counts = torch.zeros(filled.shape)
+    ids[filled] = columns["ids"].to(torch.int64)
+    counts[filled] = columns["counts"].to(torch.float32)
+    return ids, counts / counts.sum(-1, keepdim=True)
+
+
+def joined(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of several samples in one width."""
+    if not parts:
+        return torch.zeros(0, width, dtype=dtype)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

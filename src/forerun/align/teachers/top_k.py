@@ -1,0 +1,128 @@
+"""The teacher that is a server: the log-probabilities it gave with its responses, truncated.
+
+All tokens it did not name count as one more token with the mass that is missing. So shares are true
+at temperature 1, never too large at another, and exact wherever the deployment's own truncation
+drops what is not named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from forerun.align.batch import Batch
+from forerun.align.data.sample import Sample
+from forerun.align.law import SparseLaw
+from forerun.align.teachers.rows import sample_runs
+from forerun.align.teachers.sampled import SparseRows
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["TopKTeacher", "known_shares"]
+
+Masses = Float64[Tensor, "rows known"]
+
+
+class TopKTeacher:
+    """See `Teacher`.
+
+    Args:
+        sampling: of the deployment.
+        device: where laws are made.
+    """
+
+    def __init__(self, *, sampling: SamplingParams, device: torch.device | str) -> None:
+        self._sampling = sampling
+        self._device = device
+        self._samples: Sequence[Sample] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Only a greedy law is known whole."""
+        return self._sampling.greedy
+
+    @property
+    def truncated(self) -> bool:
+        """Mass is missing, except from a greedy law."""
+        return not self._sampling.greedy
+
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Nothing is stored: samples carry what the server said.
+
+        Raises:
+            InvalidRequest: a sample does not, or not for every learned token.
+        """
+        for sample in samples:
+            given = sample.top_logprobs
+            if given is None or len(given) != sample.num_learned or not all(given):
+                raise InvalidRequest(
+                    f"a response to the prompt {sample.prompt_hash} has no log-probabilities: let "
+                    "a server write all responses (responses_from) that gives them, or use "
+                    'teacher "hidden" or "model"'
+                )
+        self._samples = samples
+
+    def rows(self, batch: Batch) -> SparseRows:
+        """The law at the learned rows of a batch.
+
+        Raises:
+            InvalidCache: a row was not prepared.
+        """
+        named: list[tuple[tuple[int, float], ...]] = []
+        for index, rows in sample_runs(batch, self._samples):
+            given = self._samples[index].top_logprobs
+            assert given is not None
+            named.extend(given[row] for row in rows.tolist())
+        width = max(map(len, named), default=1)
+        ids = torch.zeros(len(named), width, dtype=torch.int64)
+        logprobs = torch.full((len(named), width), -torch.inf, dtype=torch.float64)
+        for row, tokens in enumerate(named):
+            best_first = sorted(tokens, key=lambda token: -token[1])
+            ids[row, : len(tokens)] = torch.tensor([token for token, _ in best_first])
+            logprobs[row, : len(tokens)] = torch.tensor([value for _, value in best_first])
+        shares = known_shares(logprobs, self._sampling).float()
+        law = SparseLaw(ids=ids.to(self._device), shares=shares.to(self._device))
+        return SparseRows(law)
+
+
+def known_shares(
+    logprobs: Float64[Tensor, "rows known"], sampling: SamplingParams
+) -> Float64[Tensor, "rows known"]:
+    """The deployed law of the tokens that are known, from their probabilities at temperature 1.
+
+    Args:
+        logprobs: natural logarithms, best first; -inf is padding.
+        sampling: of the deployment.
+
+    Returns:
+        Shares whose sum falls short of 1 by what those that are not known have.
+    """
+    if sampling.greedy:
+        shares = torch.zeros_like(logprobs)
+        shares[:, 0] = 1.0
+        return shares
+    missing = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0.0)
+    known = (logprobs / sampling.temperature).exp()
+    rest = missing ** (1 / sampling.temperature)
+    is_named = logprobs > -torch.inf
+    if sampling.min_p > 0:
+        kept = known >= sampling.min_p * known[:, :1]
+        # Tokens that are not known are no likelier than the least likely one that is.
+        known, rest = known * kept, rest * (kept | ~is_named).all(-1, keepdim=True)
+    if sampling.top_k > 0:
+        known = known * (torch.arange(known.shape[1], device=known.device) < sampling.top_k)
+        rest = rest * (is_named.sum(-1, keepdim=True) < sampling.top_k)
+    if sampling.top_p < 1:
+        known, rest = nucleus(known, rest, sampling.top_p)
+    return known / (known.sum(-1, keepdim=True) + rest)
+
+
+def nucleus(known: Masses, rest: Masses, top_p: float) -> tuple[Masses, Masses]:
+    """The most likely tokens with the mass `top_p`; where the known have less, some of the rest."""
+    wanted = top_p * (known.sum(-1, keepdim=True) + rest)
+    before = known.cumsum(-1) - known
+    kept = known * (before < wanted)
+    return kept, (wanted - known.sum(-1, keepdim=True)).clamp(min=0.0)

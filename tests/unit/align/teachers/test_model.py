@@ -1,0 +1,132 @@
+"""The teacher that reruns the target: packed rows are what the samples are alone, in any family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests import tiny
+from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
+
+from forerun.align.data.sample import Sample
+from forerun.align.law import DenseLaw, SparseLaw
+from forerun.align.teachers.base import Teacher
+from forerun.align.teachers.model import ModelTeacher
+from forerun.align.teachers.target import adopt_target, load_target
+from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.models.memory import available_bytes
+from forerun.sampling.config import SamplingParams
+
+
+def teacher_of(network, sampling: SamplingParams) -> ModelTeacher:
+    return ModelTeacher(adopt_target(copy.deepcopy(network)), sampling)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_packed_rows_are_what_the_samples_are_alone(family):
+    network = tiny.network(family)
+    packing, batch = all_rows(texts())
+    assert (batch.positions == 0).sum() > packing.rows_per_epoch  # several samples share a row
+    teacher = teacher_of(network, SamplingParams())
+    assert isinstance(teacher, Teacher)
+    rows = teacher.rows(batch)
+    assert len(rows) == packing.num_learned
+    expected = expected_logits(network, packing, batch).softmax(-1)
+    assert expected.amax(-1).mean() < 0.9  # laws in which something can differ
+    law = rows.law(slice(0, len(rows)))
+    torch.testing.assert_close(law.target_probs, expected, atol=2e-5, rtol=2e-4)
+
+
+def test_chunks_are_rows_of_the_whole():
+    _, batch = all_rows(texts())
+    rows = teacher_of(tiny.network(), SamplingParams(temperature=0.7)).rows(batch)
+    whole = rows.law(slice(0, len(rows))).target_probs
+    torch.testing.assert_close(rows.law(slice(5, 9)).target_probs, whole[5:9])
+
+
+def test_temperature_and_truncation_are_those_deployed():
+    network = tiny.network()
+    packing, batch = all_rows(texts())
+    logits = expected_logits(network, packing, batch)
+    rows = teacher_of(network, SamplingParams(temperature=0.5, top_k=3)).rows(batch)
+    law = rows.law(slice(0, len(rows)))
+    assert isinstance(law, DenseLaw)
+    best = logits.topk(3)
+    expected = torch.zeros_like(logits).scatter_(-1, best.indices, (best.values / 0.5).softmax(-1))
+    torch.testing.assert_close(law.target_probs, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_greedy_law_is_the_most_likely_token():
+    network = tiny.network()
+    packing, batch = all_rows(texts())
+    law = teacher_of(network, SamplingParams(temperature=0)).rows(batch).law(slice(0, 7))
+    assert isinstance(law, SparseLaw)
+    expected = expected_logits(network, packing, batch)[:7].argmax(-1)
+    assert law.ids[:, 0].tolist() == expected.tolist()
+    assert law.shares.tolist() == [[1.0]] * 7
+
+
+def test_penalties_and_biases_are_left_to_the_engine():
+    _, batch = all_rows(texts())
+    shaped = SamplingParams(repetition_penalty=3.0, logit_bias={5: 50.0}, bad_token_ids=(7,))
+    laws = [
+        teacher_of(tiny.network(), params).rows(batch).law(slice(0, 4)).target_probs
+        for params in (shaped, SamplingParams())
+    ]
+    assert torch.equal(*laws)
+
+
+def test_laws_can_be_trained_on():
+    """Tensors of inference mode could not be."""
+    _, batch = all_rows(texts())
+    law = teacher_of(tiny.network(), SamplingParams()).rows(batch).law(slice(0, 4))
+    logits = torch.zeros_like(law.target_probs, requires_grad=True)
+    (law.target_probs * logits.log_softmax(-1)).sum().backward()
+    torch.testing.assert_close(
+        logits.grad, law.target_probs - 1 / tiny.VOCAB_SIZE, atol=1e-6, rtol=1e-5
+    )
+
+
+def test_a_batch_may_have_nothing_learned():
+    _, batch = all_rows(texts())
+    batch.predicts.zero_()
+    rows = teacher_of(tiny.network(), SamplingParams()).rows(batch)
+    assert len(rows) == 0
+    assert rows.law(slice(0, 0)).target_probs.shape == (0, tiny.VOCAB_SIZE)
+
+
+def test_a_target_from_a_folder_computes_the_same(on_disk):
+    packing, batch = all_rows(texts())
+    target = load_target(on_disk.source.target, device="cpu")
+    rows = ModelTeacher(target, SamplingParams()).rows(batch)
+    expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
+    law = rows.law(slice(0, len(rows)))
+    torch.testing.assert_close(law.target_probs, expected, atol=2e-5, rtol=2e-4)
+    assert not any(parameter.requires_grad for parameter in target.body.parameters())
+
+
+def test_text_of_another_tokenizer_is_refused():
+    teacher = teacher_of(tiny.network(), SamplingParams())
+    with pytest.raises(InvalidRequest, match="holds the token 300, the target's vocabulary ends"):
+        teacher.prepare([Sample(prompt_hash="0", token_ids=(1, 300, 2), spans=((1, 3),))])
+
+
+def test_a_text_longer_than_the_targets_context_is_refused():
+    teacher = teacher_of(tiny.network(max_context=16), SamplingParams())
+    with pytest.raises(InvalidRequest, match="tokens, the target reads 16: lower the window"):
+        teacher.prepare(texts())
+
+
+def test_a_target_that_does_not_fit_is_refused_before_it_is_read(on_disk, monkeypatch):
+    monkeypatch.setattr("forerun.align.teachers.target.available_bytes", lambda device: 1000)
+    assert available_bytes(torch.device("cpu")) > 1000
+    with pytest.raises(NotEnoughMemory, match=r"1000 B are available; spread it .* \"sharded\""):
+        load_target(on_disk.source.target, device="cpu")
+
+
+def test_pickled_weights_are_refused(on_disk):
+    folder = on_disk.source.target
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(InvalidModel, match="only pickled weights"):
+        load_target(folder, device="cpu")
