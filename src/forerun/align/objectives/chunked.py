@@ -182,7 +182,7 @@ def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients
         loss = losses.sum() if rows.weights is None else losses @ rows.weights[chunk]
     if gradients.any_wanted:
         (of_logits,) = torch.autograd.grad(loss, logits)
-        gradients.add(chunk, of_logits / (asked.temperature or 1))
+        gradients.add(chunk, of_logits, asked.temperature)
     acceptance = loss.new_zeros(())
     if asked.with_acceptance and law is not None:
         alphas = acceptance_probability(logits.detach(), law, asked.temperature)
@@ -219,8 +219,10 @@ class _Gradients:
         self.weight = torch.zeros_like(layer.weight, dtype=exact) if weight else None
         self.bias = layer.weight.new_zeros(len(layer.weight), dtype=exact) if bias else None
 
-    def add(self, chunk: slice, of_logits: Tensor) -> None:
+    def add(self, chunk: slice, of_logits: Tensor, temperature: float) -> None:
         """What the logits of some rows pass on."""
+        if temperature not in (0, 1):
+            of_logits = of_logits / temperature
         if self.bias is not None:
             self.bias += of_logits.sum(0)
         of_logits = of_logits.to(self._layer.weight.dtype)

@@ -7,9 +7,12 @@ logits, are what the tests hold them to. Below, p is the target's law and q the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = [
     "PROBABILITY_FLOOR",
@@ -32,13 +35,13 @@ PROBABILITY_FLOOR = 1e-8
 
 def overlap(log_draft: Laws, target_probs: Laws) -> PerRow:
     """sum min(p, q): the probability that a token drawn from the draft is accepted (alpha)."""
-    return torch.minimum(log_draft.exp(), target_probs).sum(-1)
+    alpha: PerRow = _Overlap.apply(log_draft, target_probs)  # type: ignore[no-untyped-call]
+    return alpha
 
 
 def forward_kl(log_draft: Laws, target_probs: Laws) -> PerRow:
     """sum p log(p / q): covers all the target may say."""
-    entropy = -torch.xlogy(target_probs, target_probs).sum(-1)
-    return -(target_probs * log_draft).sum(-1) - entropy
+    return _mean_log(target_probs) - (target_probs * log_draft).sum(-1)
 
 
 def reverse_kl(log_draft: Laws, target_probs: Laws) -> PerRow:
@@ -52,9 +55,9 @@ def jensen_shannon(log_draft: Laws, target_probs: Laws, beta: float) -> PerRow:
     draft_probs = log_draft.exp()
     mixture = beta * target_probs + (1 - beta) * draft_probs
     log_mixture = mixture.clamp(min=torch.finfo(mixture.dtype).tiny).log()
-    to_target = torch.xlogy(target_probs, target_probs) - target_probs * log_mixture
-    to_draft = draft_probs * (log_draft - log_mixture)
-    return (beta * to_target + (1 - beta) * to_draft).sum(-1)
+    to_target = _mean_log(target_probs) - (target_probs * log_mixture).sum(-1)
+    to_draft = (draft_probs * (log_draft - log_mixture)).sum(-1)
+    return beta * to_target + (1 - beta) * to_draft
 
 
 def total_variation(log_draft: Laws, target_probs: Laws) -> PerRow:
@@ -76,3 +79,29 @@ def likelihood_hybrid(log_draft: Laws, target_probs: Laws, eta: float) -> PerRow
     alpha = overlap(log_draft, target_probs)
     weight = torch.exp(-eta * alpha.detach())
     return weight * forward_kl(log_draft, target_probs) + (1 - weight) * (1 - alpha)
+
+
+def _mean_log(probs: Laws) -> PerRow:
+    """sum p log p, no more than a constant to the draft; `xlogy` takes twice as long."""
+    return (probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(-1)
+
+
+class _Overlap(torch.autograd.Function):
+    """sum min(p, q), with derivative q where q < p and 0 elsewhere, ties included.
+
+    Autograd's own derivative of `minimum` is masked, which is five times as slow on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_draft: Tensor, target_probs: Tensor) -> Tensor:
+        draft_probs = log_draft.exp()
+        alpha = torch.minimum(draft_probs, target_probs).sum(-1)
+        below = torch.lt(draft_probs, target_probs, out=torch.empty_like(draft_probs))
+        ctx.save_for_backward(below.mul_(draft_probs))
+        return alpha
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_alpha: Tensor) -> tuple[Tensor, None]:
+        (derivative,) = ctx.saved_tensors
+        return derivative * grad_alpha[:, None], None
