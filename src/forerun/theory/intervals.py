@@ -7,14 +7,15 @@ draw), so an interval is a function of its arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
 __all__ = [
     "Interval",
+    "bootstrap",
     "bootstrap_mean",
     "bootstrap_ratio",
     "median_interval",
@@ -60,6 +61,42 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
     # At 0 and 1 an end equals the estimate; rounding must not put it on the wrong side.
     low, high = max(0.0, centre - reach), min(1.0, centre + reach)
     return Interval(estimate=share, low=min(low, share), high=max(high, share))
+
+
+def bootstrap(
+    statistic: Callable[[Sequence[Sequence[int]]], float],
+    sizes: Sequence[int],
+    *,
+    seed: int,
+    confidence: float = 0.95,
+    num_resamples: int = 2000,
+) -> Interval:
+    """Percentile bootstrap of any statistic of independent units, group by group.
+
+    Groups keep their sizes: which unit belongs to which is taken as planned, not as drawn.
+
+    Args:
+        statistic: of the indices of the units in each group, some of them several times.
+        sizes: units of each group.
+        seed: decides the resamples.
+        confidence: of the two-sided interval.
+        num_resamples: more give steadier ends.
+
+    Raises:
+        ValueError: confidence is outside (0, 1).
+
+    Source: Efron 1979.
+    """
+    tail = (1 - _checked(confidence)) / 2
+    values = sorted(
+        statistic([[*_indices(size, seed + group, resample)] for group, size in enumerate(sizes)])
+        for resample in range(num_resamples)
+    )
+    return Interval(
+        estimate=statistic([range(size) for size in sizes]),
+        low=_quantile(values, tail),
+        high=_quantile(values, 1 - tail),
+    )
 
 
 def bootstrap_mean(
@@ -111,20 +148,18 @@ def bootstrap_ratio(
     Source: Efron 1979.
     """
     _check_blocks(numerators, denominators)
-    tail = (1 - _checked(confidence)) / 2
-    ratios = []
-    for resample in range(num_resamples):
+
+    def ratio(groups: Sequence[Sequence[int]]) -> float:
         above = below = 0.0
-        for index in _indices(len(numerators), seed, resample):
+        for index in groups[0]:
             above += numerators[index]
             below += denominators[index]
-        ratios.append(above / below)
-    ratios.sort()
-    return Interval(
-        estimate=math.fsum(numerators) / math.fsum(denominators),
-        low=_quantile(ratios, tail),
-        high=_quantile(ratios, 1 - tail),
+        return above / below
+
+    found = bootstrap(
+        ratio, [len(numerators)], seed=seed, confidence=confidence, num_resamples=num_resamples
     )
+    return replace(found, estimate=math.fsum(numerators) / math.fsum(denominators))
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

@@ -6,6 +6,7 @@ import pytest
 
 from forerun.theory.intervals import (
     Interval,
+    bootstrap,
     bootstrap_mean,
     bootstrap_ratio,
     median_interval,
@@ -89,6 +90,20 @@ def test_straddling_is_neither_above_nor_below():
     assert interval.is_above(0.8)
     assert interval.is_below(1.4)
     assert not interval.is_above(0.9)
+
+
+def test_groups_are_resampled_each_within_itself():
+    drawn = []
+
+    def statistic(groups):
+        drawn.append(groups)
+        return sum(groups[0]) / len(groups[0])
+
+    found = bootstrap(statistic, [4, 0, 4], seed=7, num_resamples=50)
+    assert found.low < found.estimate == 1.5 < found.high
+    assert all([len(group) for group in groups] == [4, 0, 4] for groups in drawn)
+    assert {i for groups in drawn for i in groups[2]} == {0, 1, 2, 3}
+    assert any(groups[0] != groups[2] for groups in drawn[:50])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""One picture of drafts: how far they are accepted, over all prompts and by tag."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_survival"]
+
+COLOURS = ("#6e7781", "#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
+"""Told apart in greyscale and by colour-blind readers; the first is what there was before."""
+MAX_COLUMNS = 4
+
+
+def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequence[Path]) -> None:
+    """Draw the drafts and write the picture to every path; the suffix names the format.
+
+    Args:
+        drafts: by the name they are shown with, at least one, judged on prompts of the same tags.
+        title: above the picture.
+        paths: for example a .png and a .svg.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = panels_of(drafts)
+    num_columns = min(len(panels), MAX_COLUMNS)
+    num_lines = -(-len(panels) // num_columns)
+    figure = Figure(figsize=(1.2 + 2.8 * num_columns, 3.2 * num_lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(num_lines, num_columns, squeeze=False, sharey=True)
+    figure.suptitle(title, fontsize=11)
+    places = list(grid.flat)
+    for axes, (name, figures) in zip(places, panels.items(), strict=False):
+        draw(axes, name, figures)
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
+    grid[0][0].legend(frameon=False, fontsize=8)
+    for line in grid:
+        line[0].set_ylabel("accepted through it (95% interval)")
+    for path in paths:
+        figure.savefig(path, dpi=160)
+
+
+def panels_of(
+    drafts: Mapping[str, DraftFigures],
+) -> dict[str, dict[str, AcceptanceFigures]]:
+    """Figures by panel, then by draft; tags have panels of their own where there are several."""
+    panels = {"all prompts": {name: figures.overall for name, figures in drafts.items()}}
+    tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
+    for tag in tags if len(tags) > 1 else ():
+        panels[tag or "no tag"] = {
+            name: figures.by_tag[tag] for name, figures in drafts.items() if tag in figures.by_tag
+        }
+    return panels
+
+
+def draw(axes: Axes, name: str, drafts: Mapping[str, AcceptanceFigures]) -> None:
+    """Share of steps accepted through each position, one line per draft."""
+    for row, (draft, figures) in enumerate(drafts.items()):
+        beta, tau = figures.acceptance_rate_per_position, figures.acceptance_length
+        positions = range(1, len(beta) + 1)
+        colour = COLOURS[row % len(COLOURS)]
+        label = draft if tau is None else f"{draft}: $\\tau$ {tau.estimate:.2f}"
+        axes.plot(positions, [b.estimate for b in beta], marker="o", color=colour, label=label)
+        lows, highs = [b.low for b in beta], [b.high for b in beta]
+        axes.fill_between(positions, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    num_prompts = max(figures.num_prompts for figures in drafts.values())
+    axes.set_title(f"{name} ({num_prompts} prompts)", fontsize=9, loc="left")
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("drafted position")
+    axes.set_xticks(range(1, 1 + max(len(f.acceptance_rate_per_position) for f in drafts.values())))
+    axes.spines[["top", "right"]].set_visible(False)
