@@ -16,7 +16,7 @@ from forerun.models.checkpoint import read_object
 from forerun.models.load import load_model, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 
-__all__ = ["check_pair", "eos_token_ids", "load_drafter", "load_pair_member"]
+__all__ = ["check_pair", "check_vocabularies", "eos_token_ids", "load_drafter", "load_pair_member"]
 
 logger = logging.getLogger("forerun.loading")
 
@@ -90,7 +90,22 @@ def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> No
     Raises:
         IncompatibleDraft: some token id means different text to the two.
     """
-    comparison = compare_vocabularies(tokenizer, draft[1])
+    check_vocabularies(tokenizer, draft[1])
+    if draft[0].num_parameters >= target.num_parameters:
+        logger.warning(
+            "the draft has %d parameters, the target %d: drafting will cost more than it saves",
+            draft[0].num_parameters,
+            target.num_parameters,
+        )
+
+
+def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
+    """Refuse a draft with another vocabulary.
+
+    Raises:
+        IncompatibleDraft: some token id means different text to the two.
+    """
+    comparison = compare_vocabularies(target, draft)
     if not comparison.identical:
         shown = "; ".join(
             f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
@@ -98,10 +113,4 @@ def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> No
         raise IncompatibleDraft(
             f"the draft's tokenizer is not the target's ({comparison.num_draft} and "
             f"{comparison.num_target} tokens; {shown}); use a draft trained with the same tokenizer"
-        )
-    if draft[0].num_parameters >= target.num_parameters:
-        logger.warning(
-            "the draft has %d parameters, the target %d: drafting will cost more than it saves",
-            draft[0].num_parameters,
-            target.num_parameters,
         )

@@ -35,7 +35,14 @@ def test_json_lines_with_tags(tmp_path):
         ("p.txt", "a\n", "code", "has no tags"),
         ("p.jsonl", '{"prompt": "a"}\n', "code", "no prompts tagged 'code'"),
         ("p.jsonl", '{"prompt": "a"}\nnonsense\n', None, r"p\.jsonl:2 is no JSON"),
-        ("p.jsonl", '{"text": "a"}\n', None, r'p\.jsonl:1 is no object with a "prompt"'),
+        ("p.jsonl", '{"words": "a"}\n', None, r'p\.jsonl:1 must have one of "prompt"'),
+        ("p.jsonl", '["a"]\n', None, r'p\.jsonl:1 is no object with a "prompt"'),
+        (
+            "p.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            None,
+            r"p\.jsonl:1 is a conversation",
+        ),
         ("p.jsonl", '{"prompt": ""}\n', None, r"p\.jsonl:1"),
     ],
 )

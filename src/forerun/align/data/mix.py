@@ -48,7 +48,7 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
         if num_learned == 0:
             raise InvalidRequest(
                 f"{shares[source]:.0%} of the tokens are to come from source {source!r}, which has "
-                "none: set its share to 0, or give records that bring responses"
+                "none: set its share to 0, or give more prompts, for 'fixed' with responses"
             )
     num_all = min(learned[source] / share for source, share in shares.items())
     return [

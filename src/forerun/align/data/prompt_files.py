@@ -9,9 +9,12 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest
 
-__all__ = ["SUFFIXES", "Entry", "Message", "read_entries"]
+__all__ = ["SUFFIXES", "TAGGED", "Entry", "Message", "read_entries"]
 
-SUFFIXES = (".jsonl", ".parquet", ".txt")
+TAGGED = (".jsonl", ".parquet")
+"""Files whose records have fields."""
+SUFFIXES = (*TAGGED, ".txt")
+"""Files of a folder that are read."""
 SEPARATOR = "---"
 FIELDS = ("prompt", "text", "messages", "response", "tag")
 BATCH_ROWS = 1024
