@@ -73,17 +73,20 @@ class SafetyConfig:
     Attributes:
         probe_share: share of the steps made plain to know how fast plain decoding is.
         num_plain: plain steps without which nothing is judged; until then they are more frequent.
-        num_speculative: speculative steps without which nothing is judged.
+        num_speculative: speculative steps after which the lower bound of the speedup must be 1 or
+            more.
+        num_clear: speculative steps after which its upper bound must be.
         memory: weight that a step keeps after one more.
-        z: standard errors below the estimate at which the lower bound lies.
+        z: standard errors between the estimate and either bound.
         retry_after: steps without speculation until it is tried again.
         longest_retry: the same after it has failed again and again.
     """
 
     probe_share: float = 0.01
-    num_plain: int = 5
-    num_speculative: int = 16
-    memory: float = 0.98
+    num_plain: int = 4
+    num_speculative: int = 64
+    num_clear: int = 8
+    memory: float = 0.99
     z: float = 1.645
     retry_after: int = 64
     longest_retry: int = 512

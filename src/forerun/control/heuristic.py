@@ -16,7 +16,7 @@ MOST_REQUESTS = 4096
 MOST_SEEN = 1024
 LEAST_SEEN = 5
 MISS_WEIGHT = 3.0
-"""How much worse it is to stop before a token that would have been right than to draft a wrong one."""
+"""How much worse it is to stop before a right token than to draft a wrong one."""
 
 
 class HeuristicController:

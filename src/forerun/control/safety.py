@@ -26,7 +26,7 @@ __all__ = ["SafeController", "Switch"]
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
-FIRST_PLAIN = 8
+FIRST_PLAIN = 4
 """Every so many steps is plain until enough of them are known."""
 MOST_SWITCHES = 1000
 
@@ -65,11 +65,11 @@ class Bucket:
         self.since_plain = 0
         self.num_failures = 0
 
-    def lower_bound(self, z: float) -> float:
+    def bounds(self, z: float) -> tuple[float, float]:
         """Of the speedup: tokens per second with and without speculation."""
         speedup = self.speculative.ratio / self.plain.ratio
-        error = math.hypot(self.speculative.relative_error, self.plain.relative_error)
-        return speedup * (1.0 - z * error)
+        error = z * math.hypot(self.speculative.relative_error, self.plain.relative_error)
+        return speedup * (1.0 - error), speedup * (1.0 + error)
 
 
 class SafeController:
@@ -81,7 +81,7 @@ class SafeController:
 
     Attributes:
         switches: the last times speculation went on or off.
-        num_switches: all of them, by reason.
+        num_switches: all of them, "on" and "off".
         num_probes: steps made plain to measure them.
     """
 
@@ -137,23 +137,29 @@ class SafeController:
             bucket.since_plain = 0
 
     def _judge(self, name: tuple[int, int], bucket: Bucket) -> None:
-        config = self.config
+        config, num_steps = self.config, bucket.speculative.num_pairs
         if not bucket.on or bucket.plain.num_pairs < config.num_plain:
             return
-        if bucket.speculative.num_pairs < config.num_speculative:
+        if num_steps < config.num_clear:
             return
-        bound = bucket.lower_bound(config.z)
-        if bound >= 1.0:
-            bucket.num_failures = 0
-            return
+        low, high = bucket.bounds(config.z)
+        if high < 1.0:
+            self._turn_off(name, bucket, f"speedup at most {high:.3f}, slower than plain")
+        elif num_steps >= config.num_speculative:
+            if low < 1.0:
+                self._turn_off(name, bucket, f"speedup at least {low:.3f}, maybe slower than plain")
+            else:
+                bucket.num_failures = 0
+
+    def _turn_off(self, name: tuple[int, int], bucket: Bucket, reason: str) -> None:
         bucket.off_since = self.num_steps
         bucket.num_failures += 1
-        bucket.speculative = DiscountedRatio(config.memory)
-        self._switch(name, bucket, on=False, reason="slower than plain", bound=bound)
+        bucket.speculative = DiscountedRatio(self.config.memory)
+        self._switch(name, bucket, on=False, reason=reason)
 
     def _may_retry(self, bucket: Bucket) -> bool:
         config = self.config
-        patience = config.retry_after * 2 ** max(0, bucket.num_failures - 1)
+        patience: int = config.retry_after << min(16, max(0, bucket.num_failures - 1))
         return self.num_steps - bucket.off_since >= min(patience, config.longest_retry)
 
     def _wants_plain(self, bucket: Bucket) -> bool:
@@ -162,25 +168,16 @@ class SafeController:
             return bucket.since_plain >= FIRST_PLAIN
         return share_of(finalise(~self.num_steps * INCREMENT)) < self.config.probe_share
 
-    def _switch(
-        self,
-        name: tuple[int, int],
-        bucket: Bucket,
-        *,
-        on: bool,
-        reason: str,
-        bound: float | None = None,
-    ) -> None:
+    def _switch(self, name: tuple[int, int], bucket: Bucket, *, on: bool, reason: str) -> None:
         bucket.on = on
-        self.num_switches[reason] += 1
+        self.num_switches["on" if on else "off"] += 1
         self.switches.append(Switch(step=self.num_steps, bucket=name, on=on, reason=reason))
         del self.switches[:-MOST_SWITCHES]
         logger.info(
-            "speculation %s at batch %d to %d, context %d to %d: %s%s",
+            "speculation %s at batch %d to %d, context %d to %d: %s",
             "on" if on else "off",
             *(size for exponent in name for size in (2**exponent, 2 ** (exponent + 1) - 1)),
             reason,
-            "" if bound is None else f" (lower bound of the speedup {bound:.3f})",
         )
 
 
