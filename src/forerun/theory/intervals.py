@@ -88,10 +88,11 @@ def bootstrap(
     Source: Efron 1979.
     """
     tail = (1 - _checked(confidence)) / 2
-    values = sorted(
-        statistic([[*_indices(size, seed + group, resample)] for group, size in enumerate(sizes)])
-        for resample in range(num_resamples)
+    resamples = zip(
+        *(_resamples(size, seed + group, num_resamples) for group, size in enumerate(sizes)),
+        strict=True,
     )
+    values = sorted(map(statistic, resamples))
     return Interval(
         estimate=statistic([range(size) for size in sizes]),
         low=_quantile(values, tail),
@@ -231,6 +232,13 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+# Many figures are over the same blocks: their resamples are drawn once.
+@lru_cache(maxsize=4)
+def _resamples(num_blocks: int, seed: int, num_resamples: int) -> tuple[tuple[int, ...], ...]:
+    """Indices of the blocks in every resample."""
+    return tuple(tuple(_indices(num_blocks, seed, resample)) for resample in range(num_resamples))
 
 
 def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:

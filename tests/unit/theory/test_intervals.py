@@ -101,7 +101,7 @@ def test_groups_are_resampled_each_within_itself():
 
     found = bootstrap(statistic, [4, 0, 4], seed=7, num_resamples=50)
     assert found.low < found.estimate == 1.5 < found.high
-    assert all([len(group) for group in groups] == [4, 0, 4] for groups in drawn)
+    assert all([*map(len, groups)] == [4, 0, 4] for groups in drawn)
     assert {i for groups in drawn for i in groups[2]} == {0, 1, 2, 3}
     assert any(groups[0] != groups[2] for groups in drawn[:50])
 
