@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
 from forerun.cli.main import main
+from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
+from forerun.theory.intervals import Interval
 
 
 @pytest.fixture
@@ -65,6 +69,35 @@ def test_a_draft_that_does_not_fit_in_json(info, tiny_pair):
     assert code == 1
     assert fit["fits"] is False
     assert fit["vocabularies"]["first_differences"] == [[257, None, "zz"]]
+
+
+def test_an_aligned_draft_tells_its_story_and_whether_its_target_has_changed(
+    info, tiny_pair, tmp_path
+):
+    draft = shutil.copytree(tiny_pair.draft, tmp_path / "draft")
+    made_for = identify(tiny_pair.target)
+    judged = {"temperature": 1.0, "num_speculative_tokens": 4}
+    card = DraftCard(
+        target="my/target",
+        target_hash="0123",
+        made_for=made_for,
+        data_hash="",
+        objective="lk",
+        temperature=1.0,
+        before=(CardFigures(**judged, acceptance_length=Interval(estimate=1.5, low=1, high=2)),),
+        after=(CardFigures(**judged, acceptance_length=Interval(estimate=2.5, low=2, high=3)),),
+    )
+    write_card(card, draft)
+    _, captured = info(tiny_pair.target, "--draft", draft)
+    assert "to my/target (0123) by lk for T=1" in captured.out
+    assert "T=1, K=4: tau 1.50 -> 2.50 (2.00 to 3.00)" in captured.out
+    assert "any more" not in captured.out
+    write_card(replace(card, made_for=replace(made_for, template="another")), draft)
+    code, captured = info(tiny_pair.target, "--draft", draft, "--json")
+    content = json.loads(captured.out)
+    assert code == 0
+    assert content["draft"]["card"]["objective"] == "lk"
+    assert any("any more (chat template)" in warning for warning in content["fit"]["warnings"])
 
 
 def test_a_folder_without_a_model_is_an_error(info, tmp_path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from forerun.engine.config import EngineConfig
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import tokenizer_hash, weights_hash
+from forerun.models.draft_card import DraftCard, read_card, staleness
 from forerun.models.kv_store import geometry_of
 from forerun.models.load import choose_dtype, load_tokenizer, model_folder, read_config
 from forerun.models.memory import MemoryEstimate, estimate
@@ -34,6 +36,7 @@ class ModelDescription:
         weights_hash: short content hash of the weight files.
         tokenizer_hash: short content hash of the tokenizer.
         num_tokens: entries of the tokenizer; the logits may be wider.
+        card: what it was aligned to; None for a model that is no aligned draft.
     """
 
     name: str
@@ -48,6 +51,7 @@ class ModelDescription:
     weights_hash: str
     tokenizer_hash: str
     num_tokens: int
+    card: DraftCard | None = None
 
     @property
     def kv_bytes_per_slot(self) -> int:
@@ -126,6 +130,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         weights_hash=weights_hash(checkpoint.weight_files),
         tokenizer_hash=tokenizer_hash(folder),
         num_tokens=len(tokenizer.vocabulary),
+        card=read_card(folder),
     )
     return description, tokenizer
 
@@ -160,3 +165,5 @@ def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[s
         yield (
             f"the draft's context ends at {draft.context} tokens: longer texts are decoded plainly"
         )
+    if (changed := staleness(Path(draft.folder), Path(target.folder))) is not None:
+        yield changed

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from forerun.cli.description import DraftFit, ModelDescription
+from forerun.models.draft_card import CardFigures, DraftCard
 from forerun.models.memory import readable
+from forerun.theory.intervals import Interval
 
 __all__ = ["print_fit", "print_model"]
 
@@ -33,6 +35,8 @@ def print_model(model: ModelDescription) -> None:
         "hash": f"weights {model.weights_hash}, tokenizer {model.tokenizer_hash}",
         "folder": escape(model.folder),
     }
+    if model.card is not None:
+        rows["aligned"] = escape("\n".join(story(model.card)))
     table = Table(title=escape(model.name), title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -47,6 +51,34 @@ def reach(windows: Sequence[int | None]) -> str:
     if len(ranges) == 1:
         return f"every layer sees {ranges[0]}"
     return f"some layers see {', others '.join(ranges)}"
+
+
+def story(card: DraftCard) -> Iterator[str]:
+    """What an aligned draft was made for, and what that brought, line by line."""
+    yield (
+        f"to {card.target} ({card.target_hash}) by {card.objective} for T={card.temperature:g}, "
+        f"{card.date or 'date unknown'}"
+    )
+    begun = {(f.temperature, f.num_speculative_tokens): f for f in card.before}
+    for after in card.after:
+        judged = after.temperature, after.num_speculative_tokens
+        yield f"T={judged[0]:g}, K={judged[1]}: {', '.join(changes(begun.get(judged), after))}"
+
+
+def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
+    """Every figure that was measured, from what it was where that is known."""
+    names = {
+        "acceptance_length": "tau",
+        "acceptance_probability": "alpha",
+        "speedup": "predicted speedup",
+    }
+    for field, name in names.items():
+        found: Interval | None = getattr(after, field)
+        earlier: Interval | None = getattr(before, field, None)
+        if found is not None:
+            start = "" if earlier is None else f"{earlier.estimate:.2f} -> "
+            spread = f"({found.low:.2f} to {found.high:.2f})"
+            yield f"{name} {start}{found.estimate:.2f} {spread}"
 
 
 def print_fit(fit: DraftFit) -> None:

@@ -15,7 +15,7 @@ from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.intake import Intake, Prompt, as_prompts
-from forerun.engine.loading import eos_token_ids, load_drafter, load_pair_member
+from forerun.engine.loading import eos_token_ids, load_drafter, load_pair_member, warn_if_stale
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
@@ -109,13 +109,12 @@ class Engine:
         """
         config = config or EngineConfig()
         model, tokenizer = load_pair_member(target, dtype=dtype, device=device, config=config)
-        engine = cls(
-            target=model,
-            tokenizer=tokenizer,
-            config=config,
-            eos_token_ids=eos_token_ids(target, tokenizer),
-        )
-        return engine.with_draft(draft, dtype=dtype) if draft is not None else engine
+        ends = eos_token_ids(target, tokenizer)
+        engine = cls(target=model, tokenizer=tokenizer, config=config, eos_token_ids=ends)
+        if draft is None:
+            return engine
+        warn_if_stale(draft, target)
+        return engine.with_draft(draft, dtype=dtype)
 
     def with_draft(
         self,

@@ -10,13 +10,21 @@ from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.named import build_drafter
 from forerun.engine.config import EngineConfig
-from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
+from forerun.models.draft_card import staleness
 from forerun.models.load import load_model, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 
-__all__ = ["check_pair", "check_vocabularies", "eos_token_ids", "load_drafter", "load_pair_member"]
+__all__ = [
+    "check_pair",
+    "check_vocabularies",
+    "eos_token_ids",
+    "load_drafter",
+    "load_pair_member",
+    "warn_if_stale",
+]
 
 logger = logging.getLogger("forerun.loading")
 
@@ -97,6 +105,23 @@ def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> No
             draft[0].num_parameters,
             target.num_parameters,
         )
+
+
+def warn_if_stale(draft: str | Path, target: str | Path) -> None:
+    """Say so where the draft's card names another version of the target; nothing depends on it.
+
+    Args:
+        draft: folder or name; drafters without a model have no card.
+        target: folder or name.
+    """
+    if isinstance(draft, str) and parse_drafter(draft) is not None:
+        return
+    try:
+        changed = staleness(model_folder(draft), model_folder(target))
+    except InvalidModel as error:
+        changed = f"the draft's card is of no use: {error}"
+    if changed is not None:
+        logger.warning("%s", changed)
 
 
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from forerun.errors import InvalidModel
 from forerun.models.architecture import SUPPORTED
 
-__all__ = ["Checkpoint", "read_checkpoint", "read_object"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_header", "read_object"]
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.loading import eos_token_ids
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models import memory
+from forerun.models.draft_card import CARD_FILE, DraftCard, identify, write_card
 from forerun.sampling.config import SamplingParams
 
 CONFIG = tiny.settings()
@@ -129,3 +131,29 @@ def test_every_end_of_text_any_file_names_counts(folder, file, listed, expected)
     settings = json.loads((path / file).read_text())
     (path / file).write_text(json.dumps(settings | {"eos_token_id": listed}))
     assert eos_token_ids(path, tiny.tokenizer()) == expected
+
+
+def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, draft, caplog):
+    """A warning, at every start, and nothing else: the text stays exact."""
+    made_for = identify(target)
+    card = DraftCard(
+        target="my/target",
+        target_hash="",
+        made_for=made_for,
+        data_hash="",
+        objective="lk",
+        temperature=1.0,
+    )
+    try:
+        write_card(card, draft)
+        load(target, draft)
+        assert not caplog.records
+        write_card(replace(card, made_for=replace(made_for, weights="others")), draft)
+        load(target, draft)
+        (record,) = caplog.records
+        assert "aligned to my/target" in record.message and "(weights)" in record.message
+        (draft / CARD_FILE).write_text("{")
+        load(target, draft)
+        assert "the draft's card is of no use" in caplog.records[-1].message
+    finally:
+        (draft / CARD_FILE).unlink()

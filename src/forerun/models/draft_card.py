@@ -1,0 +1,198 @@
+"""forerun.json beside a draft: which target it was aligned to, how, and what that was worth.
+
+Torch-free. A card never decides whether a draft may be used: the text is exact whatever the draft,
+so a target that has changed since is a matter of speed, and of a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import InvalidModel
+from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.content_hash import template_hash, tokenizer_hash, weights_sample_hash
+from forerun.theory.intervals import Interval
+
+__all__ = [
+    "CARD_FILE",
+    "CardFigures",
+    "DraftCard",
+    "TargetIdentity",
+    "identify",
+    "read_card",
+    "staleness",
+    "write_card",
+]
+
+CARD_FILE = "forerun.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetIdentity:
+    """What of a target a draft was made for, quick to find out however large the target is.
+
+    Attributes:
+        weights: sample hash of the weight files.
+        tokenizer: hash of tokenizer.json.
+        template: hash of the chat template.
+    """
+
+    weights: str
+    tokenizer: str
+    template: str
+
+    def differences(self, other: TargetIdentity) -> tuple[str, ...]:
+        """In words, what is not the same."""
+        names = {
+            "weights": self.weights != other.weights,
+            "tokenizer": self.tokenizer != other.tokenizer,
+            "chat template": self.template != other.template,
+        }
+        return tuple(name for name, differs in names.items() if differs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFigures:
+    """What the real verifier found on held-out prompts, at one temperature.
+
+    Attributes:
+        temperature: of the requests.
+        num_speculative_tokens: K.
+        acceptance_length: tau.
+        acceptance_probability: alpha, by the rule deployed; None where it was not measured.
+        speedup: predicted from a cost table at the best K; None without one.
+    """
+
+    temperature: float
+    num_speculative_tokens: int
+    acceptance_length: Interval
+    acceptance_probability: Interval | None = None
+    speedup: Interval | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CardFigures:
+        """From what JSON holds."""
+        intervals = {
+            name: None if values[name] is None else Interval(**values[name])
+            for name in ("acceptance_length", "acceptance_probability", "speedup")
+        }
+        return cls(**{**values, **intervals})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCard:
+    """Where a draft comes from.
+
+    Attributes:
+        target: name of the target, as the user gave it.
+        target_hash: of all its weight files, as in traces.
+        made_for: the target's identity.
+        data_hash: of the texts it learned from.
+        objective: by its name.
+        temperature: the one it is to be deployed at.
+        before: figures of the draft it began as, one entry per temperature; empty without one.
+        after: figures of the draft itself.
+        versions: of the packages that made it.
+        date: when, ISO 8601 with time zone.
+        settings: of the alignment, JSON-ready: what a refresh repeats.
+    """
+
+    target: str
+    target_hash: str
+    made_for: TargetIdentity
+    data_hash: str
+    objective: str
+    temperature: float
+    before: tuple[CardFigures, ...] = ()
+    after: tuple[CardFigures, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with the version of the format."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DraftCard:
+        """From `to_dict`; what a later version adds is left out."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        known["made_for"] = TargetIdentity(**values["made_for"])
+        for name in ("before", "after"):
+            known[name] = tuple(CardFigures.from_dict(figures) for figures in values[name])
+        return cls(**known)
+
+
+def identify(folder: Path) -> TargetIdentity:
+    """The identity of the model in a folder.
+
+    Raises:
+        InvalidModel: files are missing or damaged.
+    """
+    return TargetIdentity(
+        weights=weights_sample_hash(read_checkpoint(folder).weight_files),
+        tokenizer=tokenizer_hash(folder),
+        template=template_hash(folder),
+    )
+
+
+def write_card(card: DraftCard, folder: Path) -> None:
+    """Put a card into a draft's folder, replacing an earlier one as a whole."""
+    scratch = folder / (CARD_FILE + ".tmp")
+    scratch.write_text(json.dumps(card.to_dict(), indent=2) + "\n", encoding="utf-8")
+    os.replace(scratch, folder / CARD_FILE)
+
+
+def read_card(folder: Path) -> DraftCard | None:
+    """The card in a draft's folder; None where there is none.
+
+    Raises:
+        InvalidModel: there is one, but it cannot be read.
+    """
+    path = folder / CARD_FILE
+    if not path.is_file():
+        return None
+    values = read_object(path)
+    if not isinstance(values.get("format"), int) or values["format"] > FORMAT:
+        raise InvalidModel(
+            f"{path} is of format {values.get('format')}, this forerun reads up to {FORMAT}; "
+            "upgrade forerun, or align again"
+        )
+    try:
+        return DraftCard.from_dict(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidModel(
+            f"{path} is damaged ({type(error).__name__}: {error}); align again"
+        ) from error
+
+
+def staleness(draft: Path, target: Path) -> str | None:
+    """What to say of a draft whose target has changed since it was aligned.
+
+    Args:
+        draft: folder of the draft.
+        target: folder of the target it is to draft for.
+
+    Returns:
+        None where the target is the one the draft was made for, or the draft has no card.
+
+    Raises:
+        InvalidModel: a card or a target that cannot be read.
+    """
+    card = read_card(draft)
+    if card is None:
+        return None
+    changed = card.made_for.differences(identify(target))
+    if not changed:
+        return None
+    return (
+        f"the draft {draft} was aligned to {card.target}, and this target is not the same any more "
+        f"({', '.join(changed)}): the text stays exact, but fewer tokens may be accepted; "
+        f"`forerun align --refresh {draft}` continues from it"
+    )
