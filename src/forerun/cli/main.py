@@ -28,6 +28,9 @@ COMMANDS = {
     "info": "say what a model is, what it needs and whether a draft fits it",
     "profile": "measure what drafting and verifying cost on this machine",
     "plan": "say which drafter, K and batch to use, and what it should be worth",
+    "align": "distil a draft to its target on your prompts, and prove what it gained",
+    "diagnose": "say why speculation is slow or wrong, and what to change",
+    "simulate": "serve a workload in simulated time under several controllers",
     "trace": "say what a trace holds: tokens and cost per step, acceptance by position",
     "exact": "prove by enumeration that every verifier keeps the target's law",
 }

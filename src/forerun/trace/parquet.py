@@ -98,8 +98,12 @@ def table_of(kind: str, rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_arrays(columns, names=FIELDS[kind])
 
 
-def read_parquet(folder: Path) -> Iterator[Item]:
+def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]:
     """Headers, steps, requests, and what is damaged among them.
+
+    Args:
+        folder: of the trace.
+        without: folders whose whole parts are not read; what is missing among them is still named.
 
     Raises:
         OSError: the folder cannot be read.
@@ -117,7 +121,8 @@ def read_parquet(folder: Path) -> Iterator[Item]:
         found = sorted((folder / name).iterdir()) if (folder / name).is_dir() else []
         yield from missing_parts(name, found)
         for path in found:
-            yield from read_part(path, f"{name}/{path.name}")
+            if name not in without or path.suffix == UNFINISHED:
+                yield from read_part(path, f"{name}/{path.name}")
 
 
 def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:

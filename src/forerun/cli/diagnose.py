@@ -1,0 +1,180 @@
+"""`forerun diagnose`: why speculation is slow or wrong, and what to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from forerun.cli.command import Command
+from forerun.cli.paths import check_writable
+from forerun.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from forerun.diagnose.diagnosis import Diagnosis
+    from forerun.diagnose.evidence import Evidence
+    from forerun.theory.cost import CostTable
+
+__all__ = ["COMMAND", "DiagnoseOptions"]
+
+EXIT_CODES = {"healthy": 0, "problem": 3, "insufficient evidence": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnoseOptions:
+    """Options of `forerun diagnose`."""
+
+    sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE")] = ()
+    """Traces, logs, metrics, stats or facts files of any engine; - for stdin; a /metrics URL, read
+    twice."""
+    before: UseAppendAction[tuple[str, ...]] = ()
+    """The same of a time or set-up when all was well, to compare with."""
+    k: float | None = None
+    """Most tokens drafted per step."""
+    tokens_per_s: float | None = None
+    """Decode rate with speculation."""
+    tokens_per_s_plain: float | None = None
+    """Decode rate without it, all else the same."""
+    tokens_per_s_before: float | None = None
+    """Decode rate before the change, with speculation."""
+    acceptance_length: float | None = None
+    """tau: tokens per step, the bonus token included."""
+    temperature: float | None = None
+    """Of sampling; 0 is greedy."""
+    batch: float | None = None
+    """Sequences that decode together."""
+    context_tokens: float | None = None
+    """Tokens of a sequence."""
+    method: str | None = None
+    """How drafts are made: draft_model, eagle, mtp, ngram, block or other."""
+    changed: UseAppendAction[tuple[str, ...]] = ()
+    """What was changed when it began: target, adapter, draft, engine, driver, hardware, traffic,
+    template, precision or config."""
+    observed: UseAppendAction[tuple[str, ...]] = ()
+    """A yes: the name of any observation on docs/diagnose.md, for example output_differs."""
+    not_observed: UseAppendAction[tuple[str, ...]] = ()
+    """A no."""
+    fact: UseAppendAction[tuple[str, ...]] = ()
+    """Any other fact as NAME=VALUE."""
+    profile: Path | None = None
+    """Cost profile of `forerun profile`, for predictions at other K."""
+    interval_s: float = 10.0
+    """Between the two samples of a URL."""
+    json: bool = False
+    """Print one JSON object."""
+    html: Path | None = None
+    """Write a self-contained page."""
+
+    def check(self) -> None:
+        """Refuse what cannot come to anything, before anything slow happens.
+
+        Raises:
+            InvalidRequest: nothing was given, or the page cannot be written.
+        """
+        if not self.sources and not self.said():
+            raise InvalidRequest(
+                "nothing to go by: name a trace, log, metrics or facts file, or give a fact, for "
+                "example --tokens-per-s 80 --tokens-per-s-plain 90"
+            )
+        if self.html is not None:
+            check_writable("--html", self.html)
+
+    def said(self) -> dict[str, object]:
+        """Facts given by flags, by name."""
+        named = {
+            name: getattr(self, name)
+            for name in (
+                *("k", "tokens_per_s", "tokens_per_s_plain", "tokens_per_s_before"),
+                *("acceptance_length", "temperature", "batch", "context_tokens", "method"),
+            )
+        }
+        found = {name: value for name, value in named.items() if value is not None}
+        if self.changed:
+            found["changed"] = self.changed
+        found |= dict.fromkeys(self.observed, True) | dict.fromkeys(self.not_observed, False)
+        for text in self.fact:
+            name, equals, value = text.partition("=")
+            if not equals:
+                raise InvalidRequest(f"--fact {text!r} must be NAME=VALUE")
+            found[name] = value.split(",") if "," in value else value
+        return found
+
+
+def run(options: DiagnoseOptions) -> int:
+    """Read, diagnose, report; the exit code says what was found."""
+    options.check()
+
+    from forerun.diagnose.diagnosis import diagnose
+
+    diagnosis = diagnose(gathered(options), costs_of(options))
+    if options.html is not None:
+        from forerun.diagnose.report.page import page_of
+
+        options.html.write_text(page_of(diagnosis), encoding="utf-8")
+    if options.json:
+        print(json.dumps(diagnosis.to_dict()))
+    else:
+        show(diagnosis)
+    return EXIT_CODES[diagnosis.verdict]
+
+
+def gathered(options: DiagnoseOptions) -> Evidence:
+    """What a person says first, then what sources say, then what was before."""
+    from forerun.diagnose.evidence import Evidence
+    from forerun.diagnose.readers.sources import as_reference, read_source
+
+    evidence = Evidence()
+    for name, value in options.said().items():
+        try:
+            evidence.add(name, value, "said on the command line")
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+    for source in options.sources:
+        evidence.include(read_source(source, interval_s=options.interval_s))
+    for source in options.before:
+        evidence.include(as_reference(read_source(source, interval_s=options.interval_s)))
+    return evidence
+
+
+def costs_of(options: DiagnoseOptions) -> CostTable | None:
+    """The table for the temperature in question."""
+    if options.profile is None:
+        return None
+    from forerun.probe.profile_file import load_profile
+
+    profile = load_profile(options.profile)
+    return profile.sampled if options.temperature else profile.greedy
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """In plain words."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from forerun.diagnose.words import headline, sections
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(headline(diagnosis))}[/]")
+    for section in sections(diagnosis):
+        console.print(f"\n[bold]{escape(section.heading)}[/]")
+        for line in section.lines:
+            console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+COMMAND = Command(
+    options=DiagnoseOptions,
+    run=run,
+    description="Say where the time per token goes, which cause fits the evidence, what to test\n"
+    "next and what changes would gain. Reads traces of forerun and logs, metrics and stats of\n"
+    "vLLM, SGLang, TensorRT-LLM, llama.cpp and LMDeploy. Exit code 0: healthy, 3: a problem was\n"
+    "found, 4: too little is known.",
+    examples=(
+        "forerun diagnose trace.jsonl --before healthy.jsonl --html report.html",
+        "forerun diagnose vllm.log --tokens-per-s 61 --tokens-per-s-plain 70 --changed target",
+        "forerun diagnose http://localhost:8000/metrics --k 4 --observed slower_with_batch",
+        "llama-server ... 2>&1 | forerun diagnose - --json",
+    ),
+)

@@ -1,0 +1,210 @@
+"""Where the time per token goes: speedup = tau / kappa, and the gap to the ideal part by part.
+
+In plain decode steps per emitted token. The ideal accepts all K drafted tokens and pays one plain
+step: 1 / (K + 1). What is paid is kappa / tau. The difference is, exactly,
+
+    sum over i of (beta_(i-1) - beta_i) (K - i + 1) / (tau (K + 1))    rejected first at position i
+    + K c / tau + (v - 1) / tau + o / tau                              drafting, pass, the rest
+
+since K + 1 - tau = sum over i of (1 - beta_i), summed by parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from forerun.diagnose.evidence import Evidence
+from forerun.theory.record import Json
+from forerun.theory.speedup import constant_survival
+
+__all__ = ["Attribution", "Counterfactual", "Part", "attribute", "survival_of"]
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One step of the waterfall.
+
+    Attributes:
+        name: in words.
+        kind: ideal, rejection, draft, verify, overhead or unsplit.
+        cost: plain steps per emitted token; a pass cheaper than a plain step is negative.
+    """
+
+    name: str
+    kind: str
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterfactual:
+    """What the speedup would be if one thing were ideal and all else as it is."""
+
+    name: str
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """What is known of speedup = tau / kappa.
+
+    Attributes:
+        num_speculative_tokens: K.
+        acceptance_length: tau.
+        cycle_cost: kappa; None where no plain step is known to compare with.
+        draft_cost: c; None where kappa is not split.
+        verify_cost: v(K + 1).
+        overhead: o.
+        parts: the waterfall from the ideal to what is paid; without kappa, its tokens' side only.
+        counterfactuals: from the largest gain down.
+        prefill_share: of the requests' time; None where not known.
+    """
+
+    num_speculative_tokens: int
+    acceptance_length: float
+    cycle_cost: float | None
+    draft_cost: float | None
+    verify_cost: float | None
+    overhead: float | None
+    parts: tuple[Part, ...]
+    counterfactuals: tuple[Counterfactual, ...]
+    prefill_share: float | None
+
+    @property
+    def speedup(self) -> float | None:
+        """tau / kappa."""
+        return None if self.cycle_cost is None else self.acceptance_length / self.cycle_cost
+
+    @property
+    def step_cost_per_token(self) -> float:
+        """What the waterfall ends at: the sum of its parts."""
+        return sum(part.cost for part in self.parts)
+
+    def share(self, kind: str) -> float | None:
+        """Of the gap to the ideal, what parts of a kind take; None where it is not split."""
+        if self.cycle_cost is None or (kind != "rejection" and self.draft_cost is None):
+            return None
+        gap = self.cycle_cost / self.acceptance_length - self.parts[0].cost
+        cost = sum(part.cost for part in self.parts if part.kind == kind)
+        return min(1.0, max(0.0, cost / gap)) if gap > TOLERANCE else 0.0
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "acceptance_length": self.acceptance_length,
+            "cycle_cost": self.cycle_cost,
+            "draft_cost": self.draft_cost,
+            "verify_cost": self.verify_cost,
+            "overhead": self.overhead,
+            "speedup": self.speedup,
+            "prefill_share": self.prefill_share,
+            "waterfall": [
+                {"name": part.name, "kind": part.kind, "plain_steps_per_token": part.cost}
+                for part in self.parts
+            ],
+            "counterfactuals": [
+                {"name": other.name, "speedup": other.speedup} for other in self.counterfactuals
+            ],
+        }
+
+
+def attribute(evidence: Evidence) -> Attribution | None:
+    """The attribution; None where tau or K is not known, or they contradict each other."""
+    tau, k = evidence.number("acceptance_length"), evidence.number("k")
+    if tau is None or not k or not 1.0 <= tau <= k + 1 + TOLERANCE:
+        return None
+    kappa = evidence.number("cycle_cost")
+    c, v, o = (evidence.number(name) for name in ("draft_cost", "verify_cost", "overhead"))
+    if kappa is None or c is None or v is None or k * c + v > kappa * 1.02:
+        c = v = o = None
+    else:
+        o = kappa - k * c - v  # whatever was measured apart, the parts must add up
+    survival = survival_of(evidence, int(k), tau)
+    parts = [Part(name="ideal: all accepted for one plain step", kind="ideal", cost=1 / (k + 1))]
+    parts += rejection_parts(survival, int(k), tau)
+    parts += cost_parts(tau, int(k), kappa, (c, v, o))
+    return Attribution(
+        num_speculative_tokens=int(k),
+        acceptance_length=tau,
+        cycle_cost=kappa,
+        draft_cost=c,
+        verify_cost=v,
+        overhead=o,
+        parts=tuple(parts),
+        counterfactuals=counterfactuals(tau, int(k), kappa, (c, v, o)),
+        prefill_share=evidence.number("prefill_share"),
+    )
+
+
+def survival_of(evidence: Evidence, k: int, tau: float) -> tuple[float, ...]:
+    """P(accepted through i) for i = 1..K that adds up to tau - 1.
+
+    The measured profile, scaled where its sum is another one because not every step drafted K; the
+    constant acceptance of this tau where no profile is known.
+    """
+    rates = evidence.numbers("acceptance_rate_per_position")[:k]
+    alpha = evidence.number("alpha")
+    if len(rates) == k and sum(rates) > 0.0:
+        factor = (tau - 1.0) / sum(rates)
+        scaled = [min(1.0, rate * factor) for rate in rates]
+        falling = [min(scaled[: i + 1]) for i in range(k)]
+        if abs(sum(falling) - (tau - 1.0)) < 1e-6 * tau:
+            return tuple(falling)
+    if alpha is not None:
+        return constant_survival(alpha, k)
+    return ((tau - 1.0) / k,) * k
+
+
+def rejection_parts(survival: Sequence[float], k: int, tau: float) -> list[Part]:
+    """A first rejection at position i loses it and the K - i tokens behind it."""
+    return [
+        Part(
+            name=f"rejected at position {i}",
+            kind="rejection",
+            cost=(before - after) * (k - i + 1) / (tau * (k + 1)),
+        )
+        for i, (before, after) in enumerate(pairwise((1.0, *survival)), start=1)
+    ]
+
+
+Costs = tuple[float | None, float | None, float | None]
+
+
+def cost_parts(tau: float, k: int, kappa: float | None, costs: Costs) -> list[Part]:
+    """Drafting, the pass, the rest; in one piece where they are not known apart."""
+    c, v, o = costs
+    if kappa is None:
+        return []
+    if c is None or v is None or o is None:
+        what = "drafting, pass above a plain step, overhead (not measured apart)"
+        return [Part(name=what, kind="unsplit", cost=(kappa - 1.0) / tau)]
+    return [
+        Part(name=f"drafting {k} tokens", kind="draft", cost=k * c / tau),
+        Part(name="target pass above one plain step", kind="verify", cost=(v - 1.0) / tau),
+        Part(name="everything else in a step", kind="overhead", cost=o / tau),
+    ]
+
+
+def counterfactuals(
+    tau: float, k: int, kappa: float | None, costs: Costs
+) -> tuple[Counterfactual, ...]:
+    """One thing ideal at a time."""
+    if kappa is None:
+        return ()
+    found = [Counterfactual(name="every drafted token were accepted", speedup=(k + 1) / kappa)]
+    c, v, o = costs
+    if c is None or v is None or o is None:
+        found.append(Counterfactual(name="a step cost one plain step", speedup=tau))
+    else:
+        for name, saved in (
+            ("drafting were free", k * c),
+            ("the pass cost one plain step", max(0.0, v - 1.0)),
+            ("there were no overhead", max(0.0, o)),
+        ):
+            if kappa - saved > TOLERANCE:
+                found.append(Counterfactual(name=name, speedup=tau / (kappa - saved)))
+    return tuple(sorted(found, key=lambda other: -other.speedup))

@@ -1,0 +1,95 @@
+"""From times and rates to costs in plain steps."""
+
+from __future__ import annotations
+
+from forerun.diagnose.evidence import Evidence
+
+__all__ = ["add_costs", "add_ratios"]
+
+
+def add_costs(evidence: Evidence) -> None:
+    """kappa, its parts, and the speedup, from timers or from two rates."""
+    add_times(evidence)
+    add_parts(evidence)
+    with_s, plain = evidence.number("tokens_per_s"), evidence.number("tokens_per_s_plain")
+    if with_s and plain:
+        evidence.add("speedup", with_s / plain, "tokens/s with over without speculation")
+    tau, kappa = evidence.number("acceptance_length"), evidence.number("cycle_cost")
+    gain = evidence.number("speedup")
+    if kappa is None and tau and gain:
+        kappa = tau / gain
+        evidence.add("cycle_cost", kappa, "tau / speedup")
+    if tau and kappa and gain is None:
+        evidence.add("speedup", tau / kappa, "tau / kappa")
+    add_linearity(evidence)
+
+
+def add_times(evidence: Evidence) -> None:
+    """Times of a step that follow from rates, where one sequence decodes."""
+    if evidence.number("batch") not in (None, 1.0):
+        return
+    tau, rate = evidence.number("acceptance_length"), evidence.number("tokens_per_s")
+    if tau and rate and "cycle_s" not in evidence:
+        evidence.add("cycle_s", tau / rate, "tau / (tokens/s)")
+    plain = evidence.number("tokens_per_s_plain")
+    if plain and "plain_step_s" not in evidence:
+        evidence.add("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
+
+
+def add_parts(evidence: Evidence) -> None:
+    """c, v and o from timers."""
+    plain_s, k = evidence.number("plain_step_s"), evidence.number("k")
+    if not plain_s:
+        return
+    cycle_s, verify_s = evidence.number("cycle_s"), evidence.number("verify_s")
+    draft_s, other_s = evidence.number("draft_s"), evidence.number("other_s")
+    if cycle_s:
+        evidence.add("cycle_cost", cycle_s / plain_s, "step time / plain step time")
+    if verify_s is not None:
+        evidence.add("verify_cost", verify_s / plain_s, "target pass / plain step time")
+    if other_s is not None:
+        evidence.add("overhead", other_s / plain_s, "other time / plain step time")
+    if draft_s is not None and k:
+        evidence.add("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
+
+
+def add_linearity(evidence: Evidence) -> None:
+    """K c, rows, and how far the pass grows with its rows."""
+    k, batch = evidence.number("k"), evidence.number("batch")
+    c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
+    if k and c is not None:
+        evidence.add("draft_cost_total", k * c, "K c")
+    if k and batch:
+        evidence.add("rows", batch * (k + 1), "batch x (K + 1)")
+    rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")
+    if len(rows) > 1 and len(rows) == len(costs) and rows[-1] > rows[0]:
+        slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
+        evidence.add("verify_linearity", slope, "slope of v over rows per sequence")
+    elif k and v is not None:
+        evidence.add("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
+
+
+RATIOS = (
+    ("slowdown", "tokens_per_s_before", "tokens_per_s"),
+    ("client_ratio", "tokens_per_s_server", "tokens_per_s_client"),
+    ("reference_ratio", "acceptance_length", "reference_acceptance_length"),
+    ("reference_ratio", "draft_acceptance_rate", "reference_acceptance_rate"),
+    ("draft_size_ratio", "draft_parameters", "target_parameters"),
+    ("context_over_window", "context_tokens", "draft_max_context"),
+    ("ttft_ratio", "ttft_s", "ttft_s_plain"),
+    ("rows_over_graph", "rows", "graph_max_rows"),
+)
+"""Name, over, under."""
+
+
+def add_ratios(evidence: Evidence) -> None:
+    """Figures that are one over another."""
+    for name, over, under in RATIOS:
+        above, below = evidence.number(over), evidence.number(under)
+        if above is not None and below and name not in evidence:
+            evidence.add(name, above / below, f"{over} / {under}")
+    with_rate = evidence.number("prefix_hit_rate")
+    without = evidence.number("prefix_hit_rate_plain")
+    if with_rate is not None and without is not None:
+        lost = max(0.0, without - with_rate)
+        evidence.add("prefix_hit_loss", lost, "prefix hit rate without minus with speculation")

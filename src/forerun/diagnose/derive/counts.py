@@ -1,0 +1,136 @@
+"""From counts to rates: every figure of acceptance that follows from another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from forerun.diagnose.evidence import Evidence
+from forerun.theory.intervals import Interval, wilson_interval
+from forerun.theory.speedup import break_even_alpha
+
+__all__ = ["add_rates"]
+
+Z95 = 1.96
+MIN_REACHED = 20
+"""A position that fewer steps reached says nothing of its conditional acceptance."""
+
+
+def add_rates(evidence: Evidence) -> None:
+    """Rates, tau and K, from whatever is known of them."""
+    add_positions(evidence)
+    add_k(evidence)
+    add_length(evidence)
+    add_draft_rate(evidence)
+    add_constant(evidence)
+    add_first_position(evidence)
+    add_conditional(evidence)
+
+
+def add_positions(evidence: Evidence) -> None:
+    """beta from counts per position; without denominators, every draft is one."""
+    accepted = evidence.numbers("accepted_per_position")
+    drafted = evidence.numbers("drafted_per_position")
+    drafts = evidence.number("num_drafts")
+    if accepted and not drafted and drafts:
+        drafted = (drafts,) * len(accepted)
+    if accepted and len(accepted) == len(drafted) and all(drafted):
+        rates = [min(1.0, a / d) for a, d in zip(accepted, drafted, strict=True)]
+        evidence.add("acceptance_rate_per_position", rates, "accepted / drafted per position")
+
+
+def add_k(evidence: Evidence) -> None:
+    """K: as many as there are positions, or as were drafted per step."""
+    if "k" in evidence:
+        return
+    if rates := evidence.numbers("acceptance_rate_per_position"):
+        evidence.add("k", len(rates), "number of drafted positions")
+        return
+    drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
+    if drafted and drafts:
+        evidence.add(
+            "k", math.ceil(drafted / drafts - 0.01), "drafted tokens per draft, rounded up"
+        )
+
+
+def add_length(evidence: Evidence) -> None:
+    """tau from counts, else from beta, else from the share of drafted tokens at a fixed K."""
+    if "acceptance_length" in evidence:
+        return
+    accepted, drafts = evidence.number("num_accepted"), evidence.number("num_drafts")
+    rates = evidence.numbers("acceptance_rate_per_position")
+    rate, k = evidence.number("draft_acceptance_rate"), evidence.number("k")
+    name = "acceptance_length"
+    if accepted is not None and drafts:
+        tau = 1.0 + accepted / drafts
+        evidence.add(name, tau, "1 + accepted / drafts", length_interval(tau, rates, drafts))
+    elif rates:
+        evidence.add(name, 1.0 + sum(rates), "1 + sum of beta")
+    elif rate is not None and k:
+        evidence.add(name, 1.0 + rate * k, "1 + (accepted / drafted) x K, had every step drafted K")
+
+
+def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
+    """95% of a mean of counts whose survival is known; steps taken as independent."""
+    if not rates or drafts < 2:
+        return None
+    square = sum((2 * i - 1) * rate for i, rate in enumerate(rates, start=1))
+    reach = Z95 * math.sqrt(max(0.0, square - (tau - 1.0) ** 2) / drafts)
+    return Interval(estimate=tau, low=max(1.0, tau - reach), high=tau + reach)
+
+
+def add_draft_rate(evidence: Evidence) -> None:
+    """Accepted / drafted."""
+    accepted, drafted = evidence.number("num_accepted"), evidence.number("num_drafted")
+    tau, k = evidence.number("acceptance_length"), evidence.number("k")
+    name = "draft_acceptance_rate"
+    if accepted is not None and drafted and accepted <= drafted:
+        interval = wilson_interval(int(accepted), int(drafted))
+        evidence.add(name, accepted / drafted, "accepted / drafted tokens", interval)
+    elif name not in evidence and tau is not None and k and 1.0 <= tau <= k + 1:
+        evidence.add(name, (tau - 1.0) / k, "(tau - 1) / K, had every step drafted K")
+
+
+def add_constant(evidence: Evidence) -> None:
+    """The constant acceptance probability that would give this tau."""
+    tau, k = evidence.number("acceptance_length"), evidence.number("k")
+    if tau is not None and k and 1.0 <= tau <= k + 1:
+        evidence.add("alpha", break_even_alpha(int(k), tau), "tau solved for a constant acceptance")
+        evidence.add("length_over_ceiling", tau / (k + 1), "tau / (K + 1)")
+
+
+def add_first_position(evidence: Evidence) -> None:
+    """alpha_1, counted where it was."""
+    accepted = evidence.numbers("accepted_per_position")
+    drafted = evidence.numbers("drafted_per_position")
+    drafts = evidence.number("num_drafts")
+    trials = drafted[0] if drafted else drafts
+    if accepted and trials and accepted[0] <= trials:
+        interval = wilson_interval(int(accepted[0]), int(trials))
+        evidence.add("alpha_1", interval.estimate, "accepted at position 1 / drafts", interval)
+    elif rates := evidence.numbers("acceptance_rate_per_position"):
+        evidence.add("alpha_1", rates[0], "beta of position 1")
+    else:
+        evidence.add("alpha_1", evidence.number("alpha"), "taken as constant over positions")
+
+
+def add_conditional(evidence: Evidence) -> None:
+    """Conditional acceptance, and how far its lowest later value is below the first."""
+    rates = evidence.numbers("acceptance_rate_per_position")
+    name = "conditional_acceptance_per_position"
+    if name not in evidence and rates and rates[0] > 0.0:
+        ratios = [rates[0]]
+        ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
+        evidence.add(name, ratios, "beta over that of the position before")
+    conditional = evidence.numbers(name)
+    drafts = evidence.number("num_drafts")
+    later = [
+        value
+        for position, value in enumerate(conditional[1:], start=1)
+        if position < len(rates) + 1
+        and (drafts is None or rates[position - 1] * drafts >= MIN_REACHED)
+    ]
+    if later and conditional[0] > 0.0:
+        found = min(later) / conditional[0]
+        evidence.add("later_over_first", found, "lowest later conditional acceptance / the first")

@@ -1,0 +1,168 @@
+"""From evidence to a diagnosis: attribution, causes, the next test, and what changes would gain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.diagnose.attribution import Attribution, attribute
+from forerun.diagnose.causes.base import Remedy
+from forerun.diagnose.causes.catalogue import CAUSES
+from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.experiments import Experiment, best_experiment, experiment_for
+from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, outlook_of, predict
+from forerun.diagnose.scoring import Scored, score_causes
+from forerun.theory.cost import CostTable
+from forerun.theory.record import Json
+
+__all__ = ["Change", "Diagnosis", "Suspect", "Verdict", "diagnose"]
+
+Verdict = Literal["healthy", "problem", "insufficient evidence"]
+MAX_SUSPECTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A remedy and what it is predicted to gain; None where speed is not what it changes."""
+
+    remedy: Remedy
+    prediction: Prediction | None
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        return {
+            "change": self.remedy.change,
+            "price": self.remedy.price,
+            "predicted": None if self.prediction is None else self.prediction.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A cause as a candidate.
+
+    Attributes:
+        scored: how it fares.
+        next_test: what would confirm or clear it; None where all it depends on is known.
+        changes: what helps if it is the cause.
+    """
+
+    scored: Scored
+    next_test: Experiment | None
+    changes: tuple[Change, ...]
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        test = self.next_test
+        return {
+            "label": self.scored.cause.label,
+            "score": self.scored.score,
+            "what": self.scored.cause.what,
+            "why": self.scored.cause.why,
+            "evidence_for": [
+                {"fact": f.fact.name, "weight": f.weight, "words": f.words}
+                for f in self.scored.evidence_for
+            ],
+            "evidence_against": [
+                {"fact": f.fact.name, "weight": f.weight, "words": f.words}
+                for f in self.scored.evidence_against
+            ],
+            "next_test": None if test is None else test.how,
+            "remedies": [change.to_dict() for change in self.changes],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        verdict: healthy, problem, or that too little is known.
+        attribution: where the time per token goes; None where tau or K is not known.
+        suspects: likely causes, the likeliest first; empty without enough evidence.
+        next_test: the test that tells the likeliest causes apart best for its time.
+        evidence: everything it rests on, with what was derived.
+    """
+
+    verdict: Verdict
+    attribution: Attribution | None
+    suspects: tuple[Suspect, ...]
+    next_test: Experiment | None
+    evidence: Evidence
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        evidence, test = self.evidence, self.next_test
+        return {
+            "verdict": self.verdict,
+            "causes": [suspect.to_dict() for suspect in self.suspects],
+            "next_test": None
+            if test is None
+            else {"name": test.name, "how": test.how, "minutes": test.minutes},
+            "attribution": None if self.attribution is None else self.attribution.to_dict(),
+            "evidence": {fact.name: fact.to_dict() for fact in evidence},
+            "disagreements": [{"fact": f.name, **f.to_dict()} for f in evidence.disagreements],
+            "sources": [reading.to_dict() for reading in evidence.readings],
+        }
+
+
+def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
+    """Derive what follows, attribute, score every cause and predict what changes would gain.
+
+    Args:
+        evidence: of all sources; what follows from it is added to it.
+        costs: a measured cost table, for predictions at other K.
+    """
+    derive(evidence)
+    attribution = attribute(evidence)
+    outlook: Outlook | None = None
+    if attribution is not None:
+        add_shares(evidence, attribution)
+        outlook = outlook_of(evidence, attribution, costs)
+        add_predictions(evidence, attribution, outlook)
+    scored = score_causes(evidence, CAUSES.values())
+    supported = [item for item in scored if item.is_supported]
+    suspects = tuple(
+        Suspect(
+            scored=item,
+            next_test=experiment_for(item.cause, evidence),
+            changes=changes_of(item, evidence, attribution, outlook),
+        )
+        for item in supported[:MAX_SUSPECTS]
+    )
+    weights = {item.cause.label: item.score for item in scored}
+    return Diagnosis(
+        verdict=verdict_of(supported),
+        attribution=attribution,
+        suspects=suspects,
+        next_test=best_experiment(weights, CAUSES.values(), evidence),
+        evidence=evidence,
+    )
+
+
+def add_shares(evidence: Evidence, found: Attribution) -> None:
+    """The parts of the gap as facts."""
+    for kind in ("rejection", "draft", "verify", "overhead"):
+        evidence.add(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
+
+
+def verdict_of(supported: Sequence[Scored]) -> Verdict:
+    """By the likeliest cause that has support."""
+    if not supported:
+        return "insufficient evidence"
+    return "healthy" if supported[0].cause.label == "healthy" else "problem"
+
+
+def changes_of(
+    item: Scored, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
+) -> tuple[Change, ...]:
+    """Remedies of a cause, those that are predicted to gain most first."""
+    changes = [
+        Change(remedy=remedy, prediction=predict(remedy.effect, evidence, found, outlook))
+        for remedy in item.cause.remedies
+    ]
+    return tuple(
+        sorted(changes, key=lambda change: -(change.prediction.gain if change.prediction else 0.0))
+    )

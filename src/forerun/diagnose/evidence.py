@@ -1,0 +1,236 @@
+"""Evidence: facts with a definition, a source and, where counts allow, an interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from forerun.diagnose.facts.catalogue import FACTS
+from forerun.theory.intervals import Interval
+from forerun.theory.record import Json
+
+__all__ = ["Evidence", "Fact", "Reading", "Value", "checked_value"]
+
+Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
+
+MAX_WORD = 200
+MAX_LIST = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One thing known.
+
+    Attributes:
+        name: in the vocabulary, which has its definition.
+        value: as its definition says.
+        source: where it comes from, in words.
+        interval: 95%, where counts allow one.
+    """
+
+    name: str
+    value: Value
+    source: str
+    interval: Interval | None = None
+
+    @property
+    def definition(self) -> str:
+        """What the value means."""
+        return FACTS[self.name].definition
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        ends: Json = None if self.interval is None else (self.interval.low, self.interval.high)
+        return {
+            "value": list(self.value) if isinstance(self.value, tuple) else self.value,
+            "definition": self.definition,
+            "unit": FACTS[self.name].unit,
+            "source": self.source,
+            "interval": ends,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """What one source came to.
+
+    Attributes:
+        source: its name.
+        kinds: formats found in it.
+        num_lines: lines, rows or samples seen.
+        num_unknown: those of them that no reader knows.
+        notes: what a person should know of how it was read.
+    """
+
+    source: str
+    kinds: set[str] = field(default_factory=set)
+    num_lines: int = 0
+    num_unknown: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        return {
+            "source": self.source,
+            "kinds": tuple(sorted(self.kinds)),
+            "num_lines": self.num_lines,
+            "num_unknown": self.num_unknown,
+            "notes": tuple(self.notes),
+        }
+
+
+Points = tuple[tuple[str | float, float, float], ...]
+"""A place (a time, a tag, a K), a value there, and how many steps are behind it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """Facts by name, one each, and what was read.
+
+    What comes first stays: sources are read in the order of trust, and a second value that differs
+    is kept as a disagreement.
+
+    Attributes:
+        facts: by name.
+        disagreements: facts that lost against one of another value.
+        readings: sources, as they were read.
+        series: figures over time, by tag and by K, for the report.
+    """
+
+    facts: dict[str, Fact] = field(default_factory=dict)
+    disagreements: list[Fact] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    series: dict[str, Points] = field(default_factory=dict)
+
+    def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
+        """Take a fact in; None says that there is none.
+
+        Raises:
+            ValueError: there is no such fact, or no such value of it; the message says so.
+        """
+        if value is None:
+            return
+        fact = Fact(name=name, value=checked_value(name, value), source=source, interval=interval)
+        known = self.facts.setdefault(name, fact)
+        if known is not fact and not alike(known.value, fact.value):
+            self.disagreements.append(fact)
+
+    def include(self, other: Evidence) -> None:
+        """Take in what another source says; what is known already stays."""
+        for fact in other.facts.values():
+            known = self.facts.setdefault(fact.name, fact)
+            if known is not fact and not alike(known.value, fact.value):
+                self.disagreements.append(fact)
+        self.disagreements += other.disagreements
+        self.readings += other.readings
+        self.series = other.series | self.series
+
+    def number(self, name: str) -> float | None:
+        """A number's value; None where it is not known."""
+        value = self._value(name)
+        return float(value) if isinstance(value, int | float) else None
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list's values; empty where they are not known."""
+        value = self._value(name)
+        if not isinstance(value, tuple):
+            return ()
+        return tuple(float(entry) for entry in value if not isinstance(entry, str))
+
+    def flag(self, name: str) -> bool | None:
+        """Yes, no, or None where nobody looked."""
+        value = self._value(name)
+        return value if isinstance(value, bool) else None
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """Words; empty where they are not known."""
+        value = self._value(name)
+        if isinstance(value, str):
+            return (value,)
+        return tuple(map(str, value)) if isinstance(value, tuple) else ()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.facts
+
+    def __iter__(self) -> Iterator[Fact]:
+        return iter(self.facts.values())
+
+    def _value(self, name: str) -> Value | None:
+        if name not in FACTS:
+            raise KeyError(f"{name} is no fact")
+        fact = self.facts.get(name)
+        return None if fact is None else fact.value
+
+
+def checked_value(name: str, value: object) -> Value:
+    """A value as the vocabulary wants it.
+
+    Raises:
+        ValueError: there is no such fact, or no such value of it.
+    """
+    kind = FACTS.get(name)
+    if kind is None:
+        raise ValueError(f"there is no fact {name[:MAX_WORD]!r}")
+    if kind.type == "flag":
+        return checked_flag(name, value)
+    if kind.type == "number":
+        return checked_number(name, value)
+    if kind.type == "word":
+        return checked_word(name, value)
+    entries = value if isinstance(value, list | tuple) else [value]
+    if len(entries) > MAX_LIST:
+        raise ValueError(f"{name} has {len(entries)} entries; at most {MAX_LIST} are read")
+    if kind.type == "numbers":
+        return tuple(checked_number(name, entry) for entry in entries)
+    return tuple(checked_word(name, entry) for entry in entries)
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """Yes or no."""
+    known: Mapping[object, bool] = {"yes": True, "true": True, "no": False, "false": False}
+    found = known.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise ValueError(f"{name} is {value!r}; it must be yes or no")
+    return found
+
+
+def checked_number(name: str, value: object) -> float:
+    """A finite number within the bounds of its kind."""
+    kind = FACTS[name]
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        found = math.nan
+    high = math.inf if kind.high is None else kind.high
+    if not (math.isfinite(found) and kind.low <= found <= high):
+        most = "" if kind.high is None else f" to {kind.high:g}"
+        said = f"{name} is {str(value)[:40]!r}"
+        raise ValueError(f"{said}; it must be a number from {kind.low:g}{most}")
+    return found
+
+
+def checked_word(name: str, value: object) -> str:
+    """A short text, one of the choices where there are some."""
+    kind = FACTS[name]
+    if not isinstance(value, str) or len(value) > MAX_WORD:
+        raise ValueError(f"{name} must be a text of at most {MAX_WORD} characters")
+    if kind.choices and value not in kind.choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(kind.choices)}")
+    return value
+
+
+def alike(one: Value, other: Value) -> bool:
+    """Whether two values of a fact say the same, figures to within 2%."""
+    if isinstance(one, bool | str) or isinstance(other, bool | str):
+        return one == other
+    ones = one if isinstance(one, tuple) else (one,)
+    others = other if isinstance(other, tuple) else (other,)
+    return len(ones) == len(others) and all(map(same, ones, others))
+
+
+def same(one: float | str, other: float | str) -> bool:
+    """One entry of a value."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return math.isclose(one, other, rel_tol=0.02)

@@ -1,0 +1,228 @@
+"""What a change would gain: speedups predicted from acceptance and the costs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.diagnose.attribution import Attribution, survival_of
+from forerun.diagnose.evidence import Evidence
+from forerun.theory.cost import CostTable
+from forerun.theory.record import Json
+from forerun.theory.speedup import best_k, constant_acceptance_length
+
+__all__ = ["Effect", "Outlook", "Prediction", "add_predictions", "predict"]
+
+MAX_K = 16
+Effect = Literal[
+    "best_k",
+    "off",
+    "reference_acceptance",
+    "fewer_rejections",
+    "cheaper_draft",
+    "parallel_verify",
+    "no_overhead",
+    "all_accepted",
+    "none",
+]
+"""What a remedy does to the step, as far as speed goes."""
+
+TYPICAL_DRAFT_COST = {"ngram": 0.005, "eagle": 0.05, "mtp": 0.06, "block": 0.03}
+DEFAULT_DRAFT_COST = 0.1
+TYPICAL_VERIFY_SLOPE = 0.03
+TYPICAL_OVERHEAD = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What a step costs at any K, and how far drafts are accepted.
+
+    Attributes:
+        survival: P(accepted through i), beyond the drafted K by its last conditional acceptance.
+        draft_cost: c.
+        verify_slope: what one more row adds to the pass.
+        overhead: o.
+        basis: where the costs come from, in words.
+        table: measured costs, which replace all of these.
+        batch: sequences in a step, for the table.
+        context: committed tokens of each, for the table.
+    """
+
+    survival: tuple[float, ...]
+    draft_cost: float
+    verify_slope: float
+    overhead: float
+    basis: str
+    table: CostTable | None = None
+    batch: int = 1
+    context: int = 0
+
+    def cycle_cost(self, k: int) -> float:
+        """kappa at K."""
+        if self.table is not None:
+            return self.table.cycle_cost(k, self.context, self.batch)
+        return k * self.draft_cost + 1.0 + k * self.verify_slope + self.overhead
+
+    def acceptance_length(self, k: int) -> float:
+        """tau at K."""
+        return 1.0 + sum(self.survival[:k])
+
+    def speedup(self, k: int) -> float:
+        """At K; 1 for K = 0."""
+        return self.acceptance_length(k) / self.cycle_cost(k) if k else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a remedy would come to.
+
+    Attributes:
+        speedup: over plain decoding.
+        gain: over what is there now.
+        basis: what it rests on, in words.
+    """
+
+    speedup: float
+    gain: float
+    basis: str
+
+    def to_dict(self) -> dict[str, Json]:
+        """As JSON wants it."""
+        return {"speedup": self.speedup, "gain": self.gain, "basis": self.basis}
+
+
+def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None = None) -> Outlook:
+    """Costs as measured as far as they are, as typical for the kind of draft otherwise."""
+    k, tau = found.num_speculative_tokens, found.acceptance_length
+    c, v, o = found.draft_cost, found.verify_cost, found.overhead
+    batch, context = evidence.number("batch"), evidence.number("context_tokens")
+    if c is not None and v is not None and o is not None:
+        slope, basis = max(0.0, v - 1.0) / k, "costs measured in steps"
+        o = o + min(0.0, v - 1.0)
+    else:
+        c = typical_draft_cost(evidence)
+        slope, o = TYPICAL_VERIFY_SLOPE, TYPICAL_OVERHEAD
+        basis = f"assumed costs c = {c:.3g}, {slope:g} per row, o = {o:g}"
+        if found.cycle_cost is not None:
+            share = (found.cycle_cost - 1.0) / (k * c + k * slope + o)
+            c, slope, o = max(0.0, share) * c, max(0.0, share) * slope, max(0.0, share) * o
+            basis = "kappa measured, split as is typical"
+    return Outlook(
+        survival=longer(survival_of(evidence, k, tau), MAX_K),
+        draft_cost=c,
+        verify_slope=slope,
+        overhead=o,
+        basis="cost table" if table is not None else basis,
+        table=table,
+        batch=max(1, round(batch or 1)),
+        context=round(context or 0),
+    )
+
+
+def typical_draft_cost(evidence: Evidence) -> float:
+    """c by size where both sizes are known, by kind of draft otherwise."""
+    if (ratio := evidence.number("draft_size_ratio")) is not None:
+        return max(0.01, ratio)
+    kinds = evidence.words("method")
+    return TYPICAL_DRAFT_COST.get(kinds[0] if kinds else "", DEFAULT_DRAFT_COST)
+
+
+def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
+    """The profile up to K: beyond what was drafted, each position as the last one was."""
+    found = list(survival)
+    before = found[-2] if len(found) > 1 else 1.0
+    last = found[-1] / before if before > 0.0 else 0.0
+    while len(found) < k:
+        found.append(found[-1] * last)
+    return tuple(found)
+
+
+def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) -> None:
+    """The best K at these costs, and what smaller and larger ones would gain.
+
+    Facts only where costs were measured: what an assumption implies is no evidence.
+    """
+    if found.draft_cost is None and outlook.table is None:
+        return
+    now = outlook.speedup(found.num_speculative_tokens)
+    source = f"acceptance profile and {outlook.basis}"
+    best = best_k(outlook.survival, outlook.cycle_cost)
+    evidence.add("best_k", best.num_speculative_tokens, source)
+    evidence.add("gain_of_best_k", best.speedup / now, source)
+    k = found.num_speculative_tokens
+    lower = max(outlook.speedup(i) for i in range(min(k, MAX_K + 1)))
+    higher = max((outlook.speedup(i) for i in range(k + 1, MAX_K + 1)), default=now)
+    evidence.add("gain_of_lower_k", lower / now, source)
+    evidence.add("gain_of_higher_k", higher / now, source)
+
+
+def predict(
+    effect: Effect, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
+) -> Prediction | None:
+    """The speedup after a remedy; None where tau is not known or speed is not the point."""
+    if found is None or outlook is None or effect == "none":
+        return None
+    after = EFFECTS[effect](evidence, found, outlook)
+    if after is None:
+        return None
+    now = found.speedup or outlook.speedup(found.num_speculative_tokens)
+    return Prediction(speedup=after, gain=after / now, basis=outlook.basis)
+
+
+Rule = Callable[[Evidence, Attribution, Outlook], float | None]
+
+
+def at_best_k(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+    """K at its best for this profile."""
+    return best_k(outlook.survival, outlook.cycle_cost).speedup
+
+
+def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+    """The reference's tau at today's cost."""
+    k = found.num_speculative_tokens
+    rate = evidence.number("reference_acceptance_rate")
+    tau = evidence.number("reference_acceptance_length") or (1 + rate * k if rate else None)
+    return None if tau is None else tau / kappa_now(found, outlook)
+
+
+def halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+    """The reference where there is one; else half as many rejections at every position."""
+    if (known := with_reference(evidence, found, outlook)) is not None:
+        return known
+    alpha, k = evidence.number("alpha"), found.num_speculative_tokens
+    if alpha is None:
+        return None
+    return constant_acceptance_length((1.0 + alpha) / 2.0, k) / kappa_now(found, outlook)
+
+
+def kappa_now(found: Attribution, outlook: Outlook) -> float:
+    """As measured, else as assumed."""
+    return found.cycle_cost or outlook.cycle_cost(found.num_speculative_tokens)
+
+
+def less(saved: Callable[[int, Outlook], float]) -> Rule:
+    """A step that is cheaper by something."""
+
+    def rule(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+        k = found.num_speculative_tokens
+        cost = kappa_now(found, outlook) - saved(k, outlook)
+        return found.acceptance_length / cost if cost > 0.0 else None
+
+    return rule
+
+
+EFFECTS: dict[Effect, Rule] = {
+    "best_k": at_best_k,
+    "off": lambda evidence, found, outlook: 1.0,
+    "reference_acceptance": with_reference,
+    "fewer_rejections": halved_rejections,
+    "cheaper_draft": less(lambda k, outlook: k * outlook.draft_cost / 2.0),
+    "parallel_verify": less(
+        lambda k, outlook: k * max(0.0, outlook.verify_slope - TYPICAL_VERIFY_SLOPE)
+    ),
+    "no_overhead": less(lambda k, outlook: max(0.0, outlook.overhead)),
+    "all_accepted": lambda evidence, found, outlook: (
+        (found.num_speculative_tokens + 1) / kappa_now(found, outlook)
+    ),
+}

@@ -1,0 +1,157 @@
+"""JSON objects of engines: a response, iteration statistics, server information."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from forerun.diagnose.readers.sglang_log import num_draft_tokens_of
+from forerun.diagnose.readers.tally import Tally
+
+__all__ = ["MAX_DEPTH", "Documents"]
+
+MAX_DEPTH = 12
+MAX_OBJECTS = 100_000
+
+Object = Mapping[str, object]
+
+
+class Documents:
+    """Takes objects, wherever in a document they are."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.kind = "JSON"
+        self._pairs: list[tuple[float, float]] = []
+
+    def read(self, document: object) -> bool:
+        """One document; False where nothing in it is known."""
+        known = False
+        for entry in objects_in(document):
+            known |= (
+                self._read_timings(entry)
+                or self._read_iteration(entry)
+                or self._read_meta_info(entry)
+                or self._read_request_metrics(entry)
+                or self._read_server_info(entry)
+            )
+        return known
+
+    def close(self) -> None:
+        """What takes all documents: SGLang's accept rate has two meanings."""
+        nodes = num_draft_tokens_of(self._pairs)
+        if nodes is not None:
+            self.tally.say("k", nodes - 1)
+
+    def _read_timings(self, entry: Object) -> bool:
+        """llama.cpp: `timings` of a response."""
+        drafted, accepted = number(entry, "draft_n"), number(entry, "draft_n_accepted")
+        tokens, milliseconds = number(entry, "predicted_n"), number(entry, "predicted_ms")
+        if tokens is None or milliseconds is None:
+            return False
+        self.kind = "llama.cpp timings"
+        if drafted is not None and accepted is not None:
+            self.tally.count("num_drafted", drafted)
+            self.tally.count("num_accepted", accepted)
+            # Every step emits what it accepts and one more; the first token is the prompt's.
+            if tokens - 1 - accepted > 0:
+                self.tally.count("num_drafts", tokens - 1 - accepted)
+        else:
+            self.tally.count("num_drafts", 0.0)
+            self.tally.count("num_steps", tokens)
+        if milliseconds > 0:
+            self.tally.mean("tokens_per_s", 1000.0 * tokens / milliseconds, tokens)
+            prompt = number(entry, "prompt_ms")
+            if prompt is not None:
+                self.tally.mean("prefill_share", prompt / (prompt + milliseconds), tokens)
+        return True
+
+    def _read_iteration(self, entry: Object) -> bool:
+        """TensorRT-LLM: `specDecodingStats` of an iteration."""
+        stats = entry.get("specDecodingStats")
+        if not isinstance(stats, Mapping):
+            return False
+        self.kind = "TensorRT-LLM statistics"
+        drafted, accepted = number(stats, "numDraftTokens"), number(stats, "numAcceptedTokens")
+        requests = number(stats, "numRequestsWithDraftTokens")
+        if drafted is None or accepted is None:
+            return True
+        self.tally.count("num_drafted", drafted)
+        self.tally.count("num_accepted", accepted)
+        if requests:
+            self.tally.count("num_drafts", requests)
+            self.tally.mean("batch", requests)
+        latency, overhead = number(stats, "iterLatencyMS"), number(stats, "draftOverhead")
+        if latency and requests:
+            self.tally.mean("cycle_s", latency / 1000.0)
+            if overhead is not None and 0.0 <= overhead <= 1.0:
+                self.tally.mean("draft_s", overhead * latency / 1000.0)
+        return True
+
+    def _read_meta_info(self, entry: Object) -> bool:
+        """SGLang: `meta_info` of a response, in its older and newer names."""
+        calls, length = number(entry, "spec_verify_ct"), number(entry, "spec_accept_length")
+        if calls is None and length is None:
+            return False
+        self.kind = "SGLang meta_info"
+        accepted = first_number(entry, "spec_num_correct_drafts", "spec_accept_token_num")
+        drafted = first_number(entry, "spec_num_proposed_drafts", "spec_draft_token_num")
+        if calls and accepted is not None and drafted is not None:
+            self.tally.count("num_drafts", calls)
+            self.tally.count("num_accepted", accepted)
+            self.tally.count("num_drafted", drafted)
+        elif length is not None and length >= 1.0:
+            self.tally.mean("acceptance_length", length, calls or 1.0)
+        rate = number(entry, "spec_accept_rate")
+        if length is not None and rate:
+            self._pairs.append((length, rate))
+        return True
+
+    def _read_request_metrics(self, entry: Object) -> bool:
+        """vLLM: `metrics.speculative_decoding` of a response."""
+        steps, drafted = number(entry, "num_spec_steps"), number(entry, "num_draft_tokens")
+        accepted = number(entry, "num_accepted_draft_tokens")
+        if steps is None or drafted is None or accepted is None:
+            return False
+        self.kind = "vLLM request metrics"
+        self.tally.count("num_drafts", steps)
+        self.tally.count("num_drafted", drafted)
+        self.tally.count("num_accepted", accepted)
+        self.tally.say("k", number(entry, "num_spec_tokens"))
+        return True
+
+    def _read_server_info(self, entry: Object) -> bool:
+        """SGLang: `/server_info`."""
+        length = number(entry, "avg_spec_accept_length")
+        if length is None:
+            return False
+        self.kind = "SGLang server_info"
+        if length >= 1.0:
+            self.tally.say("acceptance_length", length)
+        return True
+
+
+def objects_in(document: object) -> Iterator[Object]:
+    """Every object of a document, the outer ones first; deep or endless ones are cut."""
+    waiting: list[tuple[object, int]] = [(document, 0)]
+    num_objects = 0
+    while waiting and num_objects < MAX_OBJECTS:
+        value, depth = waiting.pop()
+        if isinstance(value, Mapping):
+            num_objects += 1
+            yield value
+        inner = list(value.values()) if isinstance(value, Mapping) else value
+        if depth < MAX_DEPTH and isinstance(inner, list):
+            waiting += [(entry, depth + 1) for entry in inner if isinstance(entry, dict | list)]
+
+
+def number(entry: Object, name: str) -> float | None:
+    """A finite number of 0 or more; None otherwise."""
+    value = entry.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < 1e15 else None
+
+
+def first_number(entry: Object, *names: str) -> float | None:
+    """The first of several spellings that is there."""
+    return next((value for name in names if (value := number(entry, name)) is not None), None)

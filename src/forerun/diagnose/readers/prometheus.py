@@ -1,0 +1,216 @@
+"""Prometheus text of any engine: counters and gauges under its names become facts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from forerun.diagnose.readers.lines import positive
+from forerun.diagnose.readers.tally import MAX_POSITIONS, Tally
+
+__all__ = ["Metrics", "PrometheusText", "is_metric_line", "metrics_of"]
+
+SAMPLE = re.compile(
+    r"^([a-zA-Z_:][a-zA-Z0-9_:]{0,200})(?:\{(.{0,4000})\})?\s+(\S{1,40})(?:\s+-?\d{1,20})?\s*$"
+)
+POSITION = re.compile(r"(?:^|,)\s*(?:token_)?position=\"(\d{1,3})\"")
+MAX_SERIES = 200_000
+
+COUNTERS: Mapping[str, str] = {
+    "vllm:spec_decode_num_drafts": "num_drafts",
+    "vllm:spec_decode_num_draft_tokens": "num_drafted",
+    "vllm:spec_decode_num_accepted_tokens": "num_accepted",
+    "lmdeploy:spec_decode_num_drafts": "num_drafts",
+    "lmdeploy:spec_decode_num_draft_tokens": "num_drafted",
+    "lmdeploy:spec_decode_num_accepted_tokens": "num_accepted",
+    "llamacpp:spec_decode_num_drafts": "num_drafts",
+    "llamacpp:spec_decode_num_draft_tokens": "num_drafted",
+    "llamacpp:spec_decode_num_accepted_tokens": "num_accepted",
+    "trtllm_spec_decode_num_draft_tokens": "num_drafted",
+    "trtllm_spec_decode_num_accepted_tokens": "num_accepted",
+    "vllm:num_preemptions": "num_preemptions",
+}
+ACCEPTED_PER_POSITION = frozenset(
+    {
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "lmdeploy:spec_decode_num_accepted_tokens_per_pos",
+        "llamacpp:spec_decode_num_accepted_tokens_per_pos",
+        "trtllm_spec_decode_accepted_tokens",
+    }
+)
+DRAFTED_PER_POSITION = frozenset({"trtllm_spec_decode_drafted_tokens"})
+GAUGES: Mapping[str, str] = {
+    "sglang:spec_accept_length": "acceptance_length",
+    "trtllm_spec_decode_acceptance_length": "acceptance_length",
+    "sglang:spec_num_steps": "k",
+    "sglang:gen_throughput": "tokens_per_s",
+    "sglang:num_running_reqs": "batch",
+    "sglang:cache_hit_rate": "prefix_hit_rate",
+}
+RATIOS: Mapping[str, tuple[str, str]] = {
+    "ttft_s": ("vllm:time_to_first_token_seconds_sum", "vllm:time_to_first_token_seconds_count"),
+    "tokens_per_s": ("llamacpp:tokens_predicted", "llamacpp:tokens_predicted_seconds"),
+    "num_prompt_tokens": ("vllm:request_prompt_tokens_sum", "vllm:request_prompt_tokens_count"),
+    "num_output_tokens": (
+        "vllm:request_generation_tokens_sum",
+        "vllm:request_generation_tokens_count",
+    ),
+    "prefix_hit_rate": ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"),
+}
+"""Facts that are one counter over another."""
+PREFIXES = ("vllm:", "sglang:", "trtllm_", "llamacpp:", "lmdeploy:")
+NAMES = {
+    "vllm:": "vLLM metrics",
+    "sglang:": "SGLang metrics",
+    "trtllm_": "TensorRT-LLM metrics",
+    "llamacpp:": "llama.cpp metrics",
+    "lmdeploy:": "LMDeploy metrics",
+}
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Samples summed over their labels, but for the position.
+
+    Attributes:
+        totals: by name without `_total`.
+        positions: by name and position.
+    """
+
+    totals: dict[str, float] = field(default_factory=dict)
+    positions: dict[str, dict[int, float]] = field(default_factory=dict)
+    num_samples: int = 0
+
+    def add(self, name: str, labels: str, value: float) -> None:
+        """One sample."""
+        if self.num_samples >= MAX_SERIES or not math.isfinite(value):
+            return
+        self.num_samples += 1
+        name = name.removesuffix("_total")
+        position = POSITION.search(labels)
+        if position is not None:
+            index = int(position.group(1))
+            if index < MAX_POSITIONS:
+                places = self.positions.setdefault(name, {})
+                places[index] = places.get(index, 0.0) + value
+        elif name.startswith(PREFIXES):
+            self.totals[name] = self.totals.get(name, 0.0) + value
+
+    def since(self, earlier: Metrics) -> Metrics:
+        """What happened in between; gauges stay as they are.
+
+        A counter that went back was reset in between, and counts from zero.
+        """
+        return Metrics(
+            totals={
+                name: value if is_gauge(name) else grown(value, earlier.totals.get(name, 0.0))
+                for name, value in self.totals.items()
+            },
+            positions={
+                name: {
+                    index: grown(value, earlier.positions.get(name, {}).get(index, 0.0))
+                    for index, value in places.items()
+                }
+                for name, places in self.positions.items()
+            },
+            num_samples=self.num_samples,
+        )
+
+
+def is_gauge(name: str) -> bool:
+    """Whether a sample says how things are, not how often."""
+    return name in GAUGES or name.endswith(("_accept_rate", "_draft_overhead", "_running"))
+
+
+def grown(now: float, before: float) -> float:
+    """Growth of a counter."""
+    return now - before if now >= before else now
+
+
+def is_metric_line(line: str) -> bool:
+    """Whether a line is of this format and of an engine that is known."""
+    return line.startswith((*PREFIXES, "# HELP ", "# TYPE "))
+
+
+class PrometheusText:
+    """Lines of an exposition."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.metrics = Metrics()
+        self.kind = "metrics"
+
+    def read(self, line: str) -> bool:
+        """One line; what another program exposes is this format, and says nothing."""
+        if line.startswith("#"):
+            return line.startswith(("# HELP ", "# TYPE ", "# EOF"))
+        found = SAMPLE.match(line)
+        if found is None:
+            return False
+        try:
+            value = float(found.group(3))
+        except ValueError:
+            return False
+        self.metrics.add(found.group(1), found.group(2) or "", value)
+        self._name(found.group(1))
+        return True
+
+    def close(self) -> None:
+        """From samples to counts."""
+        self.tally = metrics_of(self.metrics)
+
+    def _name(self, name: str) -> None:
+        for prefix in PREFIXES:
+            if name.startswith(prefix):
+                self.kind = NAMES[prefix]
+
+
+def metrics_of(metrics: Metrics) -> Tally:
+    """Counters, positions, gauges and ratios as facts."""
+    tally = Tally()
+    totals = metrics.totals
+    for name, fact in COUNTERS.items():
+        if name in totals:
+            tally.count(fact, totals[name])
+    for name, fact in GAUGES.items():
+        # A gauge of 0 means that nothing ran.
+        if (value := positive(totals, name)) is not None:
+            tally.say(fact, value)
+    for fact, (over, under) in RATIOS.items():
+        if over in totals and (below := positive(totals, under)) is not None:
+            tally.say(fact, totals[over] / below)
+    for name, places in metrics.positions.items():
+        values = [places.get(index, 0.0) for index in range(max(places) + 1)]
+        if name in ACCEPTED_PER_POSITION:
+            tally.positions(values)
+        elif name in DRAFTED_PER_POSITION:
+            tally.say("drafted_per_position", values)
+            tally.count("num_drafts", values[0])
+    add_sglang(tally, totals)
+    add_cycles(tally, totals)
+    return tally
+
+
+def add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
+    """No counters of drafts there: a window's length is tokens over verify calls."""
+    calls = positive(totals, "sglang:spec_verify_calls")
+    tokens = positive(totals, "sglang:generation_tokens")
+    if calls and tokens and tokens >= calls:
+        tally.facts["acceptance_length"] = tokens / calls
+    nodes = positive(totals, "sglang:spec_num_draft_tokens")
+    if nodes and "k" not in tally.facts:
+        tally.say("k", nodes - 1)
+
+
+def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:
+    """Speed of a sequence from summed decode times, where an engine has them."""
+    seconds = positive(totals, "vllm:request_decode_time_seconds_sum")
+    tokens = positive(totals, "vllm:request_generation_tokens_sum")
+    requests = totals.get("vllm:request_decode_time_seconds_count", 0.0)
+    if seconds and tokens and tokens > requests:
+        tally.say("tokens_per_s", (tokens - requests) / seconds)
+    prefill = positive(totals, "vllm:request_prefill_time_seconds_sum")
+    if seconds and prefill:
+        tally.say("prefill_share", prefill / (prefill + seconds))

@@ -1,0 +1,79 @@
+"""What engines say in words about speculation: refusals, vocabularies, weights, graphs."""
+
+from __future__ import annotations
+
+import re
+
+from forerun.diagnose.readers.tally import Tally
+
+__all__ = ["REMARKS", "Remarks"]
+
+
+def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    """A pattern in any case, and the observations a matching line amounts to."""
+    return re.compile(pattern, re.IGNORECASE), facts
+
+
+# Between two words at most so much may stand: a line is no essay, and matching stays linear.
+GAP = r".{0,80}?"
+SPECULATION = r"(?:speculat\w*|spec[- ]?dec\w*|draft(?:ing| model)?|assist\w*|mtp|eagle)"
+
+REMARKS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
+    remark(
+        r"vocab(?:ulary)?\b" + GAP + r"(?:must match|not match|mismatch|differ|incompatib)",
+        "vocabularies_differ",
+    ),
+    remark(r"(?:tokeni[sz]er|vocab)\w*" + GAP + r"not compatible", "vocabularies_differ"),
+    remark(
+        r"(?:guided|grammar|structured)" + GAP + r"not supported" + GAP + SPECULATION,
+        "grammar_used",
+    ),
+    remark(
+        SPECULATION + GAP + r"(?:not supported|unsupported|disabled|not available|will not|"
+        r"falling back|cannot be used|is ignored|skipping)",
+        "speculation_refused",
+    ),
+    remark(
+        r"(?:disabl\w+|ignor\w+|falling back from|skip\w+|no support for|does not support) "
+        + GAP
+        + SPECULATION,
+        "speculation_refused",
+    ),
+    remark(r"not support partial sequence removal", "speculation_refused", "target_recurrent"),
+    remark(
+        r"(?:some weights|weights? of|tensor\w*|parameter\w*|keys?)"
+        + GAP
+        + r"(?:not initiali[sz]ed|newly initiali[sz]ed|missing|unexpected|not found|not loaded)",
+        "weights_incomplete",
+    ),
+    remark(r"(?:logits|probabilit\w+|draft\w*)" + GAP + r"\bnan\b", "draft_nan"),
+    remark(
+        r"(?:cuda|hip|npu)[ _-]?graphs?" + GAP + r"(?:disabled|not supported|turned off|skipp)",
+        "graphs_off",
+    ),
+    remark(r"enforce[_-]eager=True|--enforce-eager|--disable-cuda-graph", "graphs_off"),
+    remark(r"\bpreempt(?:ed|ion)", "memory_pressure"),
+    remark(r"hybrid|\bmamba\b|\bssm\b|\bgdn\b|recurrent state", "target_recurrent"),
+)
+
+
+class Remarks:
+    """Sentences that any engine may log; what they amount to is asserted, not counted."""
+
+    kind = "engine messages"
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def read(self, line: str) -> bool:
+        """One line."""
+        found = False
+        for pattern, facts in REMARKS:
+            if pattern.search(line):
+                found = True
+                for fact in facts:
+                    self.tally.say(fact, True)
+        return found
+
+    def close(self) -> None:
+        """Nothing takes several lines."""

@@ -1,0 +1,111 @@
+"""The "SpecDecoding metrics" lines of vLLM and LMDeploy, and what stands around them."""
+
+from __future__ import annotations
+
+import re
+
+from forerun.diagnose.readers.lines import NUMBER, matched_number, numbers_in
+from forerun.diagnose.readers.tally import Tally
+
+__all__ = ["SpecDecodingLog"]
+
+LENGTH = re.compile(r"Mean acceptance length: " + NUMBER)
+ACCEPTED = re.compile(r"Accepted: " + NUMBER + " tokens")
+DRAFTED = re.compile(r"Drafted: " + NUMBER + " tokens")
+POSITIONS = re.compile(r"Per-position acceptance rate: ([0-9., ]{1,600})")
+THROUGHPUT = re.compile(r"Avg generation throughput: " + NUMBER)
+RUNNING = re.compile(r"Running: " + NUMBER)
+HITS = re.compile(r"Prefix cache hit rate: " + NUMBER + "%")
+LMDEPLOY_RATE = re.compile(r"Avg thr \(in/out\): *" + NUMBER + " / " + NUMBER)
+CONFIGURED = re.compile(r"speculative_config=SpeculativeConfig\(method='?(\w{1,30})'?")
+NUM_SPEC = re.compile(r"num_spec(?:ulative)?_tokens['\"]?[=:] ?" + NUMBER)
+# The engine before v1 counted in this shape.
+OLD = re.compile(
+    r"Speculative metrics: Draft acceptance rate: [0-9.]+, System efficiency: [0-9.]+, "
+    r"Number of speculative tokens: (\d{1,4}), Number of accepted tokens: (\d{1,12}), "
+    r"Number of draft tokens: (\d{1,12}), Number of emitted tokens: (\d{1,12})"
+)
+METHODS = {
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "draft_model": "draft_model",
+    "mtp": "mtp",
+    "deepseek_mtp": "mtp",
+    "ngram": "ngram",
+    "suffix": "ngram",
+    "medusa": "other",
+    "dflash": "block",
+}
+
+
+class SpecDecodingLog:
+    """vLLM, or LMDeploy, which orders the same fields differently."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.kind = "vLLM log"
+        self._old: tuple[float, float, float, float] | None = None
+
+    def read(self, line: str) -> bool:
+        """One line."""
+        if "SpecDecoding metrics:" in line:
+            return self._read_metrics(line)
+        if rate := THROUGHPUT.search(line):
+            running = matched_number(RUNNING, line)
+            # An interval in which nothing ran at its end was not busy all along.
+            if running:
+                self.tally.mean("tokens_per_s", float(rate.group(1)))
+                self.tally.mean("batch", max(1.0, running))
+            if (hits := matched_number(HITS, line)) is not None:
+                self.tally.facts["prefix_hit_rate"] = hits / 100.0
+            return True
+        if found := OLD.search(line):
+            self._old = tuple(map(float, found.groups()))  # type: ignore[assignment]
+            return True
+        if found := CONFIGURED.search(line):
+            self.tally.say("method", METHODS.get(found.group(1), "other"))
+            self.tally.say("k", matched_number(NUM_SPEC, line))
+            return True
+        return False
+
+    def close(self) -> None:
+        """Cumulative counters count once, by their last line."""
+        if self._old is None:
+            return
+        k, accepted, drafted, _ = self._old
+        for name, value in (("num_accepted", accepted), ("num_drafted", drafted)):
+            self.tally.count(name, value)
+        self.tally.say("k", k)
+        if k:
+            self.tally.count("num_drafts", drafted / k)
+
+    def _read_metrics(self, line: str) -> bool:
+        accepted, drafted = matched_number(ACCEPTED, line), matched_number(DRAFTED, line)
+        found = POSITIONS.search(line)
+        rates = numbers_in(found.group(1)) if found else []
+        if accepted is None or drafted is None:
+            return False
+        if "metrics: Draft acceptance rate" in line:
+            self.kind = "LMDeploy log"
+            if rate := LMDEPLOY_RATE.search(line):
+                self.tally.mean("tokens_per_s", float(rate.group(2)))
+        length = matched_number(LENGTH, line)
+        drafts = drafts_of(accepted, drafted, length, len(rates))
+        self.tally.count("num_accepted", accepted)
+        self.tally.count("num_drafted", drafted)
+        if drafts:
+            self.tally.count("num_drafts", drafts)
+            self.tally.positions([rate * drafts for rate in rates])
+        return True
+
+
+def drafts_of(
+    accepted: float, drafted: float, length: float | None, num_positions: int
+) -> float | None:
+    """Drafts behind a line, which has them as accepted / (length - 1) only."""
+    if length is not None and length > 1.0 and accepted > 0.0:
+        # Two decimals of a length near 1 say little: there, the number of positions says more.
+        by_length = accepted / (length - 1.0)
+        by_positions = drafted / num_positions if num_positions else by_length
+        return by_length if length > 1.2 else by_positions
+    return drafted / num_positions if num_positions else None

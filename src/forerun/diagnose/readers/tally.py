@@ -1,0 +1,89 @@
+"""Counts and rates of one engine, added up over its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forerun.diagnose.evidence import Evidence
+
+__all__ = ["Mean", "Tally"]
+
+MAX_POSITIONS = 64
+
+
+@dataclass(slots=True)
+class Mean:
+    """A weighted mean of what lines say one after the other."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """One more line."""
+        self.total += value * weight
+        self.weight += weight
+
+    @property
+    def value(self) -> float | None:
+        """None without lines."""
+        return self.total / self.weight if self.weight > 0.0 else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What one engine's lines add up to.
+
+    Attributes:
+        counts: counters by fact name, added up.
+        per_position: accepted per position, added up.
+        means: gauges by fact name, averaged.
+        facts: whatever else was said; the first value stays.
+    """
+
+    counts: dict[str, float] = field(default_factory=dict)
+    per_position: list[float] = field(default_factory=list)
+    means: dict[str, Mean] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def count(self, name: str, value: float) -> None:
+        """Add to a counter."""
+        self.counts[name] = self.counts.get(name, 0.0) + value
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """One more value of a gauge."""
+        self.means.setdefault(name, Mean()).add(value, weight)
+
+    def say(self, name: str, value: object) -> None:
+        """A fact."""
+        self.facts.setdefault(name, value)
+
+    def positions(self, accepted: Sequence[float]) -> None:
+        """Accepted per position of one line or sample."""
+        for index, value in enumerate(accepted[:MAX_POSITIONS]):
+            if index == len(self.per_position):
+                self.per_position.append(0.0)
+            self.per_position[index] += value
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found."""
+        return not (self.counts or self.per_position or self.means or self.facts)
+
+    def add_to(self, evidence: Evidence, source: str) -> None:
+        """As facts. What makes no sense is noted with the source, not believed."""
+        named: Mapping[str, object] = {
+            **{name: round(value, 3) for name, value in self.counts.items()},
+            **{name: mean.value for name, mean in self.means.items()},
+            **self.facts,
+        }
+        for name, value in named.items():
+            try:
+                evidence.add(name, value, source)
+            except ValueError as error:
+                evidence.readings[-1].notes.append(f"not used: {error}")
+        if self.per_position and self.counts.get("num_drafts"):
+            drafts = self.counts["num_drafts"]
+            evidence.add(
+                "accepted_per_position", [min(v, drafts) for v in self.per_position], source
+            )

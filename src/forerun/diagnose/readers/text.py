@@ -1,0 +1,167 @@
+"""Text of any engine: every line goes to whoever knows it; the others are counted.
+
+Time and memory are bounded whatever comes: bytes, lines and their lengths have limits, no pattern
+backtracks further than a line, and nothing of a line is kept but its numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+from forerun.diagnose.evidence import Evidence, Reading
+from forerun.diagnose.readers.benchmark import BenchmarkOutput
+from forerun.diagnose.readers.documents import Documents
+from forerun.diagnose.readers.facts_file import KEY, read_facts
+from forerun.diagnose.readers.lines import LineReader
+from forerun.diagnose.readers.llamacpp_log import LlamaCppLog
+from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line
+from forerun.diagnose.readers.remarks import Remarks
+from forerun.diagnose.readers.sglang_log import SglangLog
+from forerun.diagnose.readers.spec_decoding_log import SpecDecodingLog
+from forerun.diagnose.readers.tensorrt_llm_log import TensorRtLlmLog
+from forerun.errors import InvalidRequest
+
+__all__ = ["MAX_BYTES", "read_text"]
+
+MAX_BYTES = 1 << 28
+"""A longer log sharpens no figure; its beginning is read, and a note says so."""
+MAX_LINE = 1 << 14
+MAX_DOCUMENT = 1 << 24
+YAML_START = re.compile(rb"^(?:\s*#[^\n]*\n|\s*\n|---[^\n]*\n)*" + KEY.encode() + rb"\s*:")
+ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
+
+
+def read_text(file: BinaryIO, name: str) -> Evidence:
+    """Evidence of a log, an exposition, a benchmark's output, a JSON document or a facts file.
+
+    Raises:
+        InvalidRequest: it is binary, or a facts file that is malformed.
+    """
+    head = file.read(MAX_DOCUMENT + 1)
+    if b"\x00" in head[:4096]:
+        raise InvalidRequest(
+            f"{name} is binary; give a log, metrics, JSON, facts file, or a trace of forerun"
+        )
+    if len(head) <= MAX_DOCUMENT:
+        found = as_document(head, name)
+        if found is not None:
+            return found
+    return read_lines(lines_of(head, file), name)
+
+
+def as_document(data: bytes, name: str) -> Evidence | None:
+    """A whole JSON document or facts file; None where it is neither."""
+    if YAML_START.match(data[:8192]):
+        document = yaml_of(data, name)
+    elif data.lstrip()[:1] in (b"{", b"["):
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+    else:
+        return None
+    if isinstance(document, Mapping) and KEY in document:
+        return read_facts(document, name)
+    evidence = Evidence(readings=[Reading(source=name, num_lines=1)])
+    documents = Documents()
+    if not documents.read(document):
+        evidence.readings[0].num_unknown = 1
+        return evidence
+    conclude(evidence, documents, name)
+    return evidence
+
+
+def yaml_of(data: bytes, name: str) -> object:
+    """YAML of plain values; aliases, which can make a small file endless, are refused."""
+    import yaml
+
+    try:
+        for token in yaml.scan(data):
+            if isinstance(token, yaml.AliasToken):
+                raise InvalidRequest(f"{name} uses YAML aliases; write the values out")
+        return yaml.safe_load(data)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise InvalidRequest(f"{name} is no YAML: {str(error).splitlines()[0]}") from error
+
+
+def lines_of(head: bytes, file: BinaryIO) -> Iterator[tuple[str, bool]]:
+    """Lines, cut where they are too long, and whether the end of the input was reached."""
+    rest, num_bytes = head, len(head)
+    while True:
+        *whole, rest = rest.split(b"\n")
+        for line in whole:
+            yield clean(line), False
+        rest = rest[: MAX_LINE + 1]
+        chunk = file.read(1 << 20) if num_bytes < MAX_BYTES else b""
+        if not chunk:
+            break
+        num_bytes += len(chunk)
+        rest += chunk
+    yield clean(rest), num_bytes >= MAX_BYTES
+
+
+def clean(line: bytes) -> str:
+    """Text without colours, as long as a line may be."""
+    return ESCAPES.sub("", line[:MAX_LINE].decode("utf-8", errors="replace")).rstrip("\r")
+
+
+def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
+    """Every line to the first reader that knows it."""
+    metrics, documents = PrometheusText(), Documents()
+    readers: tuple[LineReader, ...] = (
+        *(SpecDecodingLog(), SglangLog(), LlamaCppLog()),
+        *(TensorRtLlmLog(), BenchmarkOutput(), Remarks()),
+    )
+    evidence = Evidence(readings=[Reading(source=name)])
+    reading = evidence.readings[0]
+    for line, was_cut in lines:
+        if was_cut:
+            reading.notes.append(f"longer than {MAX_BYTES} bytes; only the beginning was read")
+        if not line.strip():
+            continue
+        reading.num_lines += 1
+        is_metric = is_metric_line(line) or metrics.metrics.num_samples > 0
+        known = (is_metric and metrics.read(line)) or read_object(line, documents)
+        if not (known or any(reader.read(line) for reader in readers)):
+            reading.num_unknown += 1
+    concluding: tuple[Concluding, ...] = (metrics, documents, *readers)
+    for found in concluding:
+        conclude(evidence, found, name)
+    engines = {kind.split()[0] for kind in reading.kinds if kind.split()[0] in ENGINES}
+    if len(engines) > 1:
+        reading.notes.append(
+            f"lines of several engines ({', '.join(sorted(engines))}) in one source; where they "
+            "say different things, the first one's figures are used: give each its own"
+        )
+    return evidence
+
+
+ENGINES = frozenset({"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "LMDeploy"})
+
+
+def read_object(line: str, documents: Documents) -> bool:
+    """A line that is a JSON object of its own."""
+    if not line.startswith("{"):
+        return False
+    try:
+        return documents.read(json.loads(line))
+    except (ValueError, RecursionError):
+        return False
+
+
+Concluding = LineReader | Documents | PrometheusText
+
+
+def conclude(evidence: Evidence, reader: Concluding, name: str) -> None:
+    """What a reader found becomes facts."""
+    reader.close()
+    if reader.tally.is_empty:
+        return
+    evidence.readings[0].kinds.add(reader.kind)
+    engine = reader.kind.split()[0]
+    if engine in ENGINES:
+        evidence.add("engine", engine, name)
+    reader.tally.add_to(evidence, f"{name}: {reader.kind}")

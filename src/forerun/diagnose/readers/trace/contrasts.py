@@ -1,0 +1,140 @@
+"""What acceptance depends on in a trace: domains, contexts, what came before, when it changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.trace.totals import Hits, TraceTotals
+from forerun.theory.record import RequestRecord
+
+__all__ = ["add_contrasts"]
+
+MIN_STEPS = 50
+"""Fewer drafting steps on one side say nothing."""
+MIN_DROP = 0.15
+"""A smaller difference of alpha_1 explains no complaint."""
+MIN_Z = 5.0
+"""Steps of one request depend on each other, so this asks for more than independent ones would."""
+MAX_POINTS = 60
+
+
+def add_contrasts(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Facts that compare one part of a trace with another, and the series behind them."""
+    hits = totals.hits
+    previous = hits.get("previous", {})
+    partial, none, full = (previous.get(name, Hits()) for name in ("partial", "none", "full"))
+    # Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts
+    # at least as much as one after less, unless the state it drafts from is wrong.
+    add_drop(evidence, "acceptance_falls_after_partial", none, partial, source)
+    add_drop(evidence, "acceptance_falls_after_full", partial, full, source)
+    add_ends(evidence, "acceptance_falls_with_context", hits.get("context", {}), source)
+    add_ends(evidence, "acceptance_falls_with_generation", hits.get("index", {}), source)
+    company = hits.get("company", {})
+    alone, together = company.get("one", Hits()), company.get("several", Hits())
+    add_drop(evidence, "acceptance_falls_with_batch", alone, together, source)
+    add_tags(evidence, hits.get("request", {}), requests, source)
+    add_temperatures(evidence, hits.get("request", {}), requests, source)
+    add_change(evidence, totals.over_time, source)
+
+
+def drop(high: Hits, low: Hits) -> bool | None:
+    """Whether alpha_1 is clearly lower on one side; None where too few steps tell."""
+    if min(high.num_steps, low.num_steps) < MIN_STEPS:
+        return None
+    difference = high.alpha_1 - low.alpha_1
+    both = pooled([high, low]).alpha_1
+    error = math.sqrt(both * (1 - both) * (1 / high.num_steps + 1 / low.num_steps))
+    if difference >= MIN_DROP and difference >= MIN_Z * error:
+        return True
+    return False if difference + 2 * error < MIN_DROP else None
+
+
+def add_drop(evidence: Evidence, name: str, high: Hits, low: Hits, source: str) -> None:
+    """A contrast as a fact whose source names both sides."""
+    found = drop(high, low)
+    sides = f"alpha_1 {high.alpha_1:.2f} of {high.num_steps}, {low.alpha_1:.2f} of {low.num_steps}"
+    evidence.add(name, found, f"{source}: {sides}")
+
+
+def add_ends(evidence: Evidence, name: str, places: dict[str, Hits], source: str) -> None:
+    """The long end against the short one, cut where both sides have most steps."""
+    ordered = [places[key] for key in sorted(places, key=int)]
+    best: tuple[int, Hits, Hits] | None = None
+    for cut in range(1, len(ordered)):
+        low, high = pooled(ordered[:cut]), pooled(ordered[cut:])
+        size = min(low.num_steps, high.num_steps)
+        if best is None or size > best[0]:
+            best = (size, low, high)
+    if best is not None:
+        add_drop(evidence, name, best[1], best[2], source)
+
+
+def add_tags(
+    evidence: Evidence, by_request: dict[str, Hits], requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Acceptance by tag; a request with several counts under each."""
+    tags: dict[str, Hits] = {}
+    for request in requests:
+        hits = by_request.get(request.request_id, Hits())
+        for tag in request.tags:
+            tags.setdefault(tag, Hits()).add(hits.num_steps, hits.num_first, hits.num_accepted)
+    known = {tag: hits for tag, hits in tags.items() if hits.num_steps >= MIN_STEPS}
+    ordered = sorted(known.items(), key=lambda item: item[1].alpha_1)
+    evidence.series["tag"] = tuple(
+        (tag[:60], hits.alpha_1, float(hits.num_steps)) for tag, hits in ordered[:MAX_POINTS]
+    )
+    if len(ordered) > 1:
+        (low_tag, low), (high_tag, high) = ordered[0], ordered[-1]
+        name = "acceptance_differs_by_domain"
+        found = drop(high, low)
+        sides = f"{high_tag[:60]} {high.alpha_1:.2f}, {low_tag[:60]} {low.alpha_1:.2f}"
+        evidence.add(name, found, f"{source}: alpha_1 of {sides}")
+
+
+def add_temperatures(
+    evidence: Evidence, by_request: dict[str, Hits], requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Greedy requests against sampled ones, where a trace has both."""
+    greedy, sampled = Hits(), Hits()
+    for request in requests:
+        hits = by_request.get(request.request_id, Hits())
+        side = greedy if request.parameters.get("temperature") == 0 else sampled
+        side.add(hits.num_steps, hits.num_first, hits.num_accepted)
+    add_drop(evidence, "acceptance_falls_with_temperature", greedy, sampled, source)
+
+
+def add_change(evidence: Evidence, points: Sequence[tuple[float, Hits]], source: str) -> None:
+    """When acceptance changed most, and whether it dropped there."""
+    ordered = sorted(points, key=lambda point: point[0])
+    width = -(-len(ordered) // MAX_POINTS) if ordered else 1
+    coarse = [
+        (ordered[start][0], pooled(hits for _, hits in ordered[start : start + width]))
+        for start in range(0, len(ordered), width)
+    ]
+    if not coarse:
+        return
+    evidence.series["time"] = tuple(
+        (t_s - coarse[0][0], hits.alpha_1, float(hits.num_steps)) for t_s, hits in coarse
+    )
+    best: tuple[float, Hits, Hits] | None = None
+    for cut in range(1, len(coarse)):
+        before, after = (pooled(h for _, h in part) for part in (coarse[:cut], coarse[cut:]))
+        weight = before.num_steps * after.num_steps
+        score = (before.alpha_1 - after.alpha_1) * math.sqrt(weight)
+        if best is None or score > best[0]:
+            best = (score, before, after)
+    # A trace that did not change within itself may all lie behind the change.
+    if best is not None and drop(best[1], best[2]):
+        add_drop(evidence, "acceptance_dropped", best[1], best[2], source)
+
+
+def pooled(parts: Iterable[Hits]) -> Hits:
+    """Several places together."""
+    total = Hits()
+    for part in parts:
+        total.add(part.num_steps, part.num_first, part.num_accepted)
+    return total

@@ -1,0 +1,168 @@
+"""Figures of a trace: counts, costs of a step, shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.trace.totals import Seconds, TraceTotals
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.intervals import Interval
+from forerun.theory.record import RequestRecord
+from forerun.trace.costs import MIN_PLAIN_STEPS
+
+__all__ = ["add_figures"]
+
+Z95 = 1.96
+
+
+def add_figures(
+    evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
+) -> None:
+    """Facts that are figures, and the series behind the pictures."""
+    counts = counts_of(totals)
+    evidence.add("num_steps", totals.num_steps, source)
+    evidence.add("num_drafts", counts.num_steps, source)
+    evidence.add("num_drafted", counts.num_drafted, source)
+    evidence.add("num_accepted", counts.num_accepted, source)
+    if counts.num_steps:
+        add_counts(evidence, totals, counts, source)
+    add_costs(evidence, totals, source)
+    add_shares(evidence, totals, source)
+    add_requests(evidence, requests, source)
+
+
+def counts_of(totals: TraceTotals) -> AcceptanceCounts:
+    """Acceptance by position."""
+    counts = AcceptanceCounts()
+    for (_, depth, accepted, drafted), steps in totals.acceptance.items():
+        counts.steps[depth, accepted] += steps
+        counts.num_drafted += drafted * steps
+    return counts
+
+
+def add_counts(
+    evidence: Evidence, totals: TraceTotals, counts: AcceptanceCounts, source: str
+) -> None:
+    """What was drafted and how much of it accepted."""
+    by_k: dict[int, int] = {}
+    for (k, _, _, _), steps in totals.acceptance.items():
+        by_k[k] = by_k.get(k, 0) + steps
+    evidence.add("k", max(by_k, key=lambda k: by_k[k]), source)
+    evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in sorted(by_k.items()))
+    evidence.add("num_emitted", counts.num_emitted, source)
+    evidence.add("accepted_per_position", counts.accepted_per_position, source)
+    evidence.add("drafted_per_position", counts.drafted_per_position, source)
+    evidence.add("conditional_acceptance_per_position", counts.conditional_acceptance, source)
+    full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
+    none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
+    evidence.add("full_accept_share", full / counts.num_steps, source)
+    evidence.add("zero_accept_share", none / counts.num_steps, source)
+    if totals.expected > 0.0:
+        ratio = counts.num_accepted / totals.expected
+        reach = Z95 * math.sqrt(totals.squares) / totals.expected
+        interval = Interval(estimate=ratio, low=max(0.0, ratio - reach), high=ratio + reach)
+        evidence.add("expected_accepted", totals.expected, source)
+        evidence.add("calibration", ratio, source, interval)
+    overlap, num_known = totals.overlap
+    reached = sum(counts.reached_per_position)
+    if num_known and overlap > 0.0:
+        found = counts.num_accepted / reached / (overlap / num_known)
+        evidence.add("accept_rule_ratio", found, source)
+
+
+def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Times of drafting and plain steps that can be compared: as many requests in a cycle."""
+    drafting = {n: t for (kind, n), t in totals.cycles.items() if kind == "drafting"}
+    if not drafting:
+        return
+    plain_step_s = {
+        size: total.total_s / total.num_cycles
+        for (kind, size), total in totals.cycles.items()
+        if kind == "plain" and total.num_steps >= MIN_PLAIN_STEPS and total.total_s > 0.0
+    }
+    compared = {size: total for size, total in drafting.items() if size in plain_step_s}
+    used = merged(list((compared or drafting).values()))
+    if not used.num_cycles or used.total_s <= 0.0:
+        return
+    for name, seconds in (
+        ("cycle_s", used.total_s),
+        ("draft_s", used.draft_s),
+        ("verify_s", used.verify_s),
+        ("other_s", used.other_s),
+    ):
+        evidence.add(name, seconds / used.num_cycles, source)
+    evidence.add("batch", used.num_steps / used.num_cycles, source)
+    if compared:
+        plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
+        evidence.add("plain_step_s", plain_s / used.num_cycles, source)
+        add_verify_curve(evidence, totals, plain_step_s, source)
+
+
+def add_verify_curve(
+    evidence: Evidence, totals: TraceTotals, plain_step_s: dict[int, float], source: str
+) -> None:
+    """Passes by rows, at the cycle size with most of them, where at least two counts occur."""
+    sizes: dict[int, int] = {}
+    for (size, _), total in totals.rows.items():
+        if size in plain_step_s:
+            sizes[size] = sizes.get(size, 0) + total.num_cycles
+    size = max(sizes, key=lambda s: sizes[s])
+    curve = [
+        (float(rows), total.verify_s / total.num_cycles / plain_step_s[size])
+        for (s, rows), total in sorted(totals.rows.items())
+        if s == size and total.num_cycles >= MIN_PLAIN_STEPS
+    ]
+    if len(curve) > 1:
+        evidence.add("verify_rows", [rows for rows, _ in curve], source)
+        evidence.add("verify_costs", [cost for _, cost in curve], source)
+
+
+def merged(parts: Sequence[Seconds]) -> Seconds:
+    """Cycles of several sizes together."""
+    return Seconds(
+        num_cycles=sum(part.num_cycles for part in parts),
+        num_steps=sum(part.num_steps for part in parts),
+        draft_s=math.fsum(part.draft_s for part in parts),
+        verify_s=math.fsum(part.verify_s for part in parts),
+        other_s=math.fsum(part.other_s for part in parts),
+    )
+
+
+def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Shares of steps, of passes and of time."""
+    by_kind = {
+        kind: merged([t for (k, _), t in totals.cycles.items() if k == kind])
+        for kind in ("plain", "drafting", "prefill")
+    }
+    everything_s = math.fsum(total.total_s for total in by_kind.values())
+    if everything_s > 0.0:
+        evidence.add("prefill_share", by_kind["prefill"].total_s / everything_s, source)
+        decode_s = everything_s - by_kind["prefill"].total_s
+        if decode_s > 0.0:
+            decoded = totals.num_tokens - by_kind["prefill"].num_steps
+            evidence.add("tokens_per_s", max(0, decoded) / decode_s, source)
+    steps = by_kind["plain"].num_steps + by_kind["drafting"].num_steps
+    if steps:
+        evidence.add("k0_share", by_kind["plain"].num_steps / steps, source)
+    if totals.num_pairs:
+        evidence.add("k_change_share", totals.num_k_changes / totals.num_pairs, source)
+    if graphs := totals.graph_hits.total():
+        evidence.add("graph_hit_share", totals.graph_hits[True] / graphs, source)
+
+
+def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    """What the requests were like, by their median or mean."""
+    if not requests:
+        return
+    evidence.add("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)
+    evidence.add("num_output_tokens", fmean(r.num_output_tokens for r in requests), source)
+    if ttft := [request.ttft_s for request in requests if request.ttft_s is not None]:
+        evidence.add("ttft_s", median(ttft), source)
+    for name in ("temperature", "top_k", "top_p"):
+        asked = {request.parameters.get(name) for request in requests}
+        value = asked.pop() if len(asked) == 1 else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            evidence.add(name, value, source)

@@ -1,0 +1,240 @@
+"""Totals over the steps of a trace, added up a block of columns at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+__all__ = ["Hits", "Seconds", "TraceTotals"]
+
+SLICES = 16
+"""Points in time that a block gives: enough to see when something changed."""
+
+
+@dataclass(slots=True)
+class Hits:
+    """How often the first drafted token was accepted, and all tokens of those steps.
+
+    Attributes:
+        num_steps: drafting steps.
+        num_first: those that accepted at least one token.
+        num_accepted: tokens they accepted.
+    """
+
+    num_steps: int = 0
+    num_first: int = 0
+    num_accepted: int = 0
+
+    def add(self, num_steps: int, num_first: int, num_accepted: int) -> None:
+        """Count more."""
+        self.num_steps += num_steps
+        self.num_first += num_first
+        self.num_accepted += num_accepted
+
+    @property
+    def alpha_1(self) -> float:
+        """Acceptance at the first position."""
+        return self.num_first / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Cycles of one kind and where their time went."""
+
+    num_cycles: int = 0
+    num_steps: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.draft_s + self.verify_s + self.other_s
+
+
+HitsBy = dict[str, Hits]
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceTotals:
+    """What figures are made of.
+
+    Attributes:
+        num_steps: steps of requests, plain ones included.
+        num_tokens: emitted.
+        acceptance: steps per (K, depth drafted, accepted, drafted nodes), drafting ones only.
+        cycles: by kind (plain, drafting, prefill) and number of requests in them.
+        rows: of drafting cycles by requests and rows per request.
+        hits: drafting steps by what came before, context, index, company and request.
+        over_time: mean time and hits of slices of the trace.
+        num_pairs: consecutive steps of a request.
+        num_k_changes: those of them whose K differs.
+        graph_hits: passes by whether they replayed a graph.
+        expected: sum of expected_accepted over drafting steps.
+        squares: sum over them of (accepted - expected) squared.
+        overlap: sum of acceptance_probability, and of how many steps.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    acceptance: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+    cycles: dict[tuple[str, int], Seconds] = field(default_factory=dict)
+    rows: dict[tuple[int, int], Seconds] = field(default_factory=dict)
+    hits: dict[str, HitsBy] = field(default_factory=dict)
+    over_time: list[tuple[float, Hits]] = field(default_factory=list)
+    num_pairs: int = 0
+    num_k_changes: int = 0
+    graph_hits: Counter[bool] = field(default_factory=Counter)
+    expected: float = 0.0
+    squares: float = 0.0
+    overlap: tuple[float, int] = (0.0, 0)
+
+    def add(self, steps: pa.Table) -> None:
+        """Count a block of steps, no cycle of which is in another block."""
+        self.num_steps += steps.num_rows
+        self.num_tokens += pc.sum(steps["num_emitted"]).as_py()
+        self._add_cycles(steps)
+        self._add_graphs(steps)
+        steps = with_previous(steps)
+        self._add_changes(steps)
+        drafting = steps.filter(pc.greater(steps["num_drafted"], 0))
+        if drafting.num_rows:
+            self._add_acceptance(drafting)
+            self._add_hits(drafting)
+            self._add_times(drafting)
+
+    def _add_acceptance(self, drafting: pa.Table) -> None:
+        keys = ["k_budget", "depth_drafted", "num_accepted", "num_drafted"]
+        for row in drafting.group_by(keys).aggregate([([], "count_all")]).to_pylist():
+            self.acceptance[
+                row["k_budget"], row["depth_drafted"], row["num_accepted"], row["num_drafted"]
+            ] += row["count_all"]
+        error = pc.subtract(drafting["num_accepted"], drafting["expected_accepted"])
+        self.expected += pc.sum(drafting["expected_accepted"]).as_py()
+        self.squares += pc.sum(pc.multiply(error, error)).as_py()
+        known = drafting["acceptance_probability"].drop_null()
+        if len(known):
+            total, count = self.overlap
+            self.overlap = (total + pc.sum(known).as_py(), count + len(known))
+
+    def _add_cycles(self, steps: pa.Table) -> None:
+        cycles = steps.group_by(["cycle_id", "t_s"]).aggregate(
+            [
+                ([], "count_all"),
+                *((name, "max") for name in ("draft_s", "verify_s", "other_s", "batch_rows")),
+                ("num_prefill_rows", "max"),
+                ("num_drafted", "sum"),
+            ]
+        )
+        reads, drafts = (
+            pc.greater(cycles["num_prefill_rows_max"], 0),
+            pc.greater(cycles["num_drafted_sum"], 0),
+        )
+        kind = pc.if_else(reads, "prefill", pc.if_else(drafts, "drafting", "plain"))
+        per_request = pc.divide(cycles["batch_rows_max"], cycles["count_all"])
+        cycles = cycles.append_column("kind", kind).append_column("rows", per_request)
+        cycles = cycles.append_column("size", cycles["count_all"]).drop_columns(["count_all"])
+        sums = [(f"{name}_max", "sum") for name in ("draft_s", "verify_s", "other_s")]
+        keys = ["kind", "size", "rows"]
+        for row in cycles.group_by(keys).aggregate([([], "count_all"), *sums]).to_pylist():
+            self._add_seconds(row)
+
+    def _add_seconds(self, row: Mapping[str, float]) -> None:
+        kind, num_rows = str(row["kind"]), int(row["rows"])
+        size, num_cycles = int(row["size"]), int(row["count_all"])
+        places = [self.cycles.setdefault((kind, size), Seconds())]
+        if kind == "drafting":
+            places.append(self.rows.setdefault((size, num_rows), Seconds()))
+        for total in places:
+            total.num_cycles += num_cycles
+            total.num_steps += num_cycles * size
+            total.draft_s += row["draft_s_max_sum"]
+            total.verify_s += row["verify_s_max_sum"]
+            total.other_s += row["other_s_max_sum"]
+
+    def _add_graphs(self, steps: pa.Table) -> None:
+        for value in pc.value_counts(steps["graph_hit"].drop_null()).to_pylist():
+            self.graph_hits[value["values"]] += value["counts"]
+
+    def _add_changes(self, steps: pa.Table) -> None:
+        changed = pc.not_equal(steps["k_budget"], steps["previous_k"]).drop_null()
+        self.num_pairs += len(changed)
+        self.num_k_changes += pc.sum(changed).as_py() or 0
+
+    def _add_hits(self, drafting: pa.Table) -> None:
+        rows = pc.divide(drafting["batch_rows"], pc.add(drafting["depth_drafted"], 1))
+        keys = {
+            "previous": drafting["previous"],
+            "context": bucket(drafting["context_tokens"]),
+            "index": bucket(drafting["step"]),
+            "company": pc.if_else(pc.greater_equal(rows, 2), "several", "one"),
+            "request": drafting["request_id"],
+            "method": drafting["method"],
+        }
+        for name, key in keys.items():
+            found = self.hits.setdefault(name, {})
+            for place, hits in hits_by(drafting, key):
+                found.setdefault(place, Hits()).add(
+                    hits.num_steps, hits.num_first, hits.num_accepted
+                )
+
+    def _add_times(self, drafting: pa.Table) -> None:
+        size = -(-drafting.num_rows // SLICES)
+        for start in range(0, drafting.num_rows, size):
+            part = drafting.slice(start, size)
+            accepted = part["num_accepted"]
+            first = pc.sum(pc.greater(accepted, 0)).as_py()
+            hits = Hits(part.num_rows, first, pc.sum(accepted).as_py())
+            self.over_time.append((pc.mean(part["t_s"]).as_py(), hits))
+
+
+def with_previous(steps: pa.Table) -> pa.Table:
+    """Steps by request and index, each with what the step before it came to."""
+    steps = steps.sort_by([("request_id", "ascending"), ("step", "ascending")])
+    before = steps.slice(0, max(steps.num_rows - 1, 0))
+    after = steps.slice(1)
+    follows = pc.and_(
+        pc.equal(before["request_id"], after["request_id"]),
+        pc.equal(pc.add(before["step"], 1), after["step"]),
+    )
+    accepted, depth = before["num_accepted"], before["depth_drafted"]
+    part = pc.if_else(pc.equal(accepted, depth), "full", "partial")
+    outcome = pc.if_else(
+        pc.equal(depth, 0), "plain", pc.if_else(pc.equal(accepted, 0), "none", part)
+    )
+    previous = pc.if_else(follows, outcome, pa.scalar(None, pa.string()))
+    previous_k = pc.if_else(follows, before["k_budget"], pa.scalar(None, pa.int64()))
+    return steps.append_column("previous", after_nothing(previous, pa.string())).append_column(
+        "previous_k", after_nothing(previous_k, pa.int64())
+    )
+
+
+def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """The first step of a block has none before it."""
+    return pa.chunked_array([pa.nulls(1, kind), *values.chunks], kind)
+
+
+def bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Powers of four: the lower end of each, as text."""
+    floor = pc.floor(pc.divide(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
+    return pc.cast(floor, pa.int64()).cast(pa.string())
+
+
+def hits_by(drafting: pa.Table, key: pa.ChunkedArray) -> Iterator[tuple[str, Hits]]:
+    """Hits of every place; steps at no place are left out."""
+    table = pa.table(
+        {
+            "key": key,
+            "accepted": drafting["num_accepted"],
+            "first": pc.greater(drafting["num_accepted"], 0).cast(pa.int64()),
+        }
+    )
+    wanted = [([], "count_all"), ("first", "sum"), ("accepted", "sum")]
+    for row in table.group_by("key").aggregate(wanted).to_pylist():
+        if row["key"] is not None:
+            yield row["key"], Hits(row["count_all"], row["first_sum"], row["accepted_sum"])

@@ -1,0 +1,169 @@
+"""The pictures of a report as numbers: bars and lines in a unit box, which the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.diagnose.attribution import Attribution, survival_of
+from forerun.diagnose.diagnosis import Diagnosis
+from forerun.diagnose.evidence import Evidence
+from forerun.theory.speedup import constant_survival
+
+__all__ = ["Bar", "Bars", "Curve", "Curves", "charts_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar.
+
+    Attributes:
+        label: at its left.
+        value: at its right.
+        start: where it begins, as a share of the width.
+        length: as a share of the width.
+        kind: its colour.
+    """
+
+    label: str
+    value: str
+    start: float
+    length: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Horizontal bars under a title."""
+
+    title: str
+    caption: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A line through points whose coordinates are shares of width and height."""
+
+    name: str
+    kind: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Lines under a title; the vertical axis goes from 0 to 1."""
+
+    title: str
+    caption: str
+    curves: tuple[Curve, ...]
+    low: str
+    high: str
+
+
+def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
+    """Every picture there is evidence for."""
+    found, series = diagnosis.attribution, diagnosis.evidence.series
+    bars, curves = [], []
+    if found is not None:
+        bars.append(waterfall(found))
+        curves.append(survival(found, diagnosis.evidence))
+    if len(series.get("time", ())) > 1:
+        curves.append(over_time(diagnosis.evidence))
+    if series.get("tag"):
+        bars.append(by_tag(diagnosis.evidence))
+    if series.get("K"):
+        bars.append(k_histogram(diagnosis.evidence))
+    return tuple(bars), tuple(curves)
+
+
+def waterfall(found: Attribution) -> Bars:
+    """From the ideal to what is paid."""
+    places, at = [], 0.0
+    for part in found.parts:
+        places.append((part, min(at, at + part.cost), abs(part.cost)))
+        at += part.cost
+    width = max(start + length for _, start, length in places) or 1.0
+    bars = [
+        Bar(
+            label=part.name,
+            value=f"{part.cost:+.3f}",
+            start=start / width,
+            length=length / width,
+            kind=part.kind,
+        )
+        for part, start, length in places
+    ]
+    bars.append(Bar(label="together", value=f"{at:.3f}", start=0, length=at / width, kind="total"))
+    return Bars(
+        title="Time per token",
+        caption="plain decode steps per emitted token, from the ideal to what is paid",
+        bars=tuple(bars),
+    )
+
+
+def survival(found: Attribution, evidence: Evidence) -> Curves:
+    """Accepted through each position, and a constant acceptance of the same tau."""
+    k = found.num_speculative_tokens
+    rates = evidence.numbers("acceptance_rate_per_position")[:k]
+    measured = rates or survival_of(evidence, k, found.acceptance_length)
+    curves = [Curve(name="accepted through it", kind="measured", points=spread(measured))]
+    if (alpha := evidence.number("alpha")) is not None:
+        fit = constant_survival(alpha, k)
+        curves.append(Curve(name=f"constant {alpha:.2f}", kind="fit", points=spread(fit)))
+    return Curves(
+        title="Survival by position",
+        caption="share of drafts accepted through each position, and the geometric fit",
+        curves=tuple(curves),
+        low="position 1",
+        high=f"position {k}",
+    )
+
+
+def over_time(evidence: Evidence) -> Curves:
+    """Acceptance at position 1 over the trace."""
+    points = evidence.series["time"]
+    times = [float(at) for at, _, _ in points]
+    width = (times[-1] - times[0]) or 1.0
+    line = tuple(
+        ((t - times[0]) / width, value) for t, (_, value, _) in zip(times, points, strict=True)
+    )
+    return Curves(
+        title="Acceptance over time",
+        caption="acceptance at position 1",
+        curves=(Curve(name="position 1", kind="measured", points=line),),
+        low="start",
+        high=f"{times[-1]:.0f} s",
+    )
+
+
+def by_tag(evidence: Evidence) -> Bars:
+    """Acceptance at position 1 by tag."""
+    return Bars(
+        title="Acceptance by tag",
+        caption="acceptance at position 1, and drafting steps",
+        bars=tuple(
+            Bar(label=str(tag), value=f"{rate:.2f} of {n:.0f}", start=0, length=rate, kind="tag")
+            for tag, rate, n in evidence.series["tag"]
+        ),
+    )
+
+
+def k_histogram(evidence: Evidence) -> Bars:
+    """Steps by K."""
+    counts = [(k, n) for k, n, _ in evidence.series["K"]]
+    most = max(n for _, n in counts) or 1.0
+    return Bars(
+        title="K",
+        caption="drafting steps by the K they were allowed",
+        bars=tuple(
+            Bar(label=f"K = {k:g}", value=f"{n:.0f}", start=0, length=n / most, kind="k")
+            for k, n in counts
+        ),
+    )
+
+
+def spread(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Values at equal distances."""
+    last = max(1, len(values) - 1)
+    return tuple((index / last, value) for index, value in enumerate(values))

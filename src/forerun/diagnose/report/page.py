@@ -1,0 +1,33 @@
+"""A diagnosis as one self-contained page: no script, nothing loaded, everything escaped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from forerun.diagnose.diagnosis import Diagnosis
+from forerun.diagnose.report.charts import charts_of
+from forerun.diagnose.words import figure_words, headline, sections
+
+__all__ = ["page_of"]
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+def page_of(diagnosis: Diagnosis) -> str:
+    """The page's text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    bars, curves = charts_of(diagnosis)
+    facts = [
+        (fact.name, figure_words(fact), fact.definition)
+        for fact in sorted(diagnosis.evidence, key=lambda fact: fact.name)
+    ]
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        headline=headline(diagnosis),
+        verdict=diagnosis.verdict,
+        sections=list(sections(diagnosis)),
+        bars=bars,
+        curves=curves,
+        facts=facts,
+    )

@@ -1,0 +1,71 @@
+"""How likely each cause is: prior plus what every known fact says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from forerun.diagnose.causes.base import Cause, Finding
+from forerun.diagnose.evidence import Evidence
+
+__all__ = ["MIN_SUPPORT", "Scored", "score_causes"]
+
+MIN_SUPPORT = 1.4
+"""Evidence for a cause, in nats (a factor of four), below which nothing is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A cause and how it fares.
+
+    Attributes:
+        cause: which.
+        score: its share of the likelihood of all causes, from 0 to 1.
+        evidence_for: facts that speak for it, the strongest first.
+        evidence_against: facts that speak against it.
+    """
+
+    cause: Cause
+    score: float
+    evidence_for: tuple[Finding, ...]
+    evidence_against: tuple[Finding, ...]
+
+    @property
+    def support(self) -> float:
+        """Evidence for it, in nats."""
+        return sum(finding.weight for finding in self.evidence_for)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether enough speaks for it, and more than against it."""
+        against = -sum(finding.weight for finding in self.evidence_against)
+        return self.support >= MIN_SUPPORT and self.support > against
+
+
+def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[Scored, ...]:
+    """Every cause, the likeliest first.
+
+    The weights of facts add up as if facts were independent given the cause, which they are not
+    quite: scores rank, and are too sure of themselves.
+    """
+    found = []
+    for cause in causes:
+        findings = [
+            finding for sign in cause.signs if (finding := sign.finding(evidence)) is not None
+        ]
+        findings.sort(key=lambda finding: -abs(finding.weight))
+        found.append((cause.prior + sum(f.weight for f in findings), cause, findings))
+    highest = max(log for log, _, _ in found)
+    total = sum(math.exp(log - highest) for log, _, _ in found)
+    scored = [
+        Scored(
+            cause=cause,
+            score=math.exp(log - highest) / total,
+            evidence_for=tuple(f for f in findings if f.weight > 0.0),
+            evidence_against=tuple(f for f in findings if f.weight < 0.0),
+        )
+        for log, cause, findings in found
+    ]
+    # A cause nothing speaks for may have nothing against it either; it is no finding.
+    return tuple(sorted(scored, key=lambda item: (-item.is_supported, -item.score)))

@@ -1,0 +1,195 @@
+"""A diagnosis in plain words: paragraphs and lists that terminal and page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forerun.diagnose.attribution import Attribution
+from forerun.diagnose.diagnosis import Change, Diagnosis, Suspect
+from forerun.diagnose.evidence import Evidence, Fact
+from forerun.diagnose.facts.catalogue import FACTS
+
+__all__ = ["Section", "change_line", "figure_words", "headline", "sections"]
+
+MAX_EVIDENCE = 5
+MAX_CHANGES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading and lines under it."""
+
+    heading: str
+    lines: tuple[str, ...]
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict in one sentence."""
+    if diagnosis.verdict == "insufficient evidence":
+        return "Insufficient evidence: what is known fits no cause better than another."
+    cause = diagnosis.suspects[0].scored.cause
+    if diagnosis.verdict == "healthy" and "speedup" not in diagnosis.evidence:
+        return "Healthy as far as is known. Whether it pays takes the rate without speculation."
+    if diagnosis.verdict == "healthy":
+        return f"Healthy. {cause.what}"
+    return f"Problem: {cause.label}. {cause.what}"
+
+
+def sections(diagnosis: Diagnosis) -> Iterator[Section]:
+    """Everything below the headline."""
+    found = diagnosis.attribution
+    if found is not None:
+        yield Section(heading="What happens in a step", lines=tuple(step_words(found)))
+        yield Section(heading="Why", lines=tuple(interplay(found, diagnosis.evidence)))
+        yield Section(heading="Time per token, in plain steps", lines=tuple(waterfall(found)))
+        if found.counterfactuals:
+            yield Section(heading="If one thing were ideal", lines=tuple(what_if(found)))
+    elif diagnosis.evidence.facts:
+        yield Section(
+            heading="What happens in a step",
+            lines=("tau or K is not known, so the time per token cannot be split.",),
+        )
+    for number, suspect in enumerate(diagnosis.suspects, start=1):
+        yield Section(heading=suspect_heading(number, suspect), lines=tuple(suspect_words(suspect)))
+    if changes := changes_of(diagnosis):
+        lines = tuple(change_line(change) for change in changes)
+        yield Section(heading="What to change", lines=lines)
+    if diagnosis.next_test is not None and diagnosis.verdict != "healthy":
+        test = diagnosis.next_test
+        line = f"{test.how} (about {test.minutes:g} min)"
+        yield Section(heading=f"Next test: {test.name}", lines=(line,))
+    yield Section(heading="Evidence", lines=tuple(evidence_words(diagnosis.evidence)))
+
+
+def step_words(found: Attribution) -> Iterator[str]:
+    """Roles of draft and target, with this run's figures."""
+    k, tau = found.num_speculative_tokens, found.acceptance_length
+    c = "" if found.draft_cost is None else f", each for {found.draft_cost:.3f} of a plain step"
+    yield f"The draft proposes {k} tokens, one after the other{c}."
+    v = "" if found.verify_cost is None else f", for {found.verify_cost:.2f} plain steps"
+    yield f"The target checks all of them in one pass over {k + 1} rows{v}."
+    yield (
+        f"The step keeps the tokens before the first rejection and adds one of the target's own: "
+        f"tau = {tau:.2f} tokens per step, of at most {k + 1}."
+    )
+    if found.cycle_cost is None:
+        yield "What a step costs in plain steps is not known: give the rate without speculation."
+        return
+    gain = found.speedup or 0.0
+    verb = "faster" if gain >= 1.0 else "slower"
+    yield (
+        f"A step costs kappa = {found.cycle_cost:.2f} plain steps, so decoding runs at "
+        f"tau / kappa = {gain:.2f} times the plain rate: {abs(gain - 1.0):.0%} {verb}."
+    )
+
+
+def interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
+    """Why a parallel pass alone gives no speedup."""
+    k, tau = found.num_speculative_tokens, found.acceptance_length
+    first, kept = evidence.number("alpha_1"), tau - 1.0
+    share = "" if first is None else f" Position 1 is accepted in {first:.0%} of the steps;"
+    yield (
+        f"Rows are verified in parallel, but accepted in order: behind a rejection, every row was "
+        f"computed for nothing.{share} of {k} drafted tokens {kept:.2f} are kept."
+    )
+    if found.cycle_cost is None:
+        return
+    if tau < found.cycle_cost:
+        yield (
+            f"A step yields less ({tau:.2f} tokens) than it costs ({found.cycle_cost:.2f} plain "
+            "steps). However parallel the pass, tokens come from consecutive acceptance only."
+        )
+    at_best = (k + 1) / found.cycle_cost
+    yield f"With everything accepted, this cost would give {at_best:.2f}x: no draft can do more."
+    if found.prefill_share is not None and found.prefill_share > 0.1:
+        yield f"{found.prefill_share:.0%} of the time reads prompts, which speculation cannot help."
+
+
+MAX_POSITIONS = 4
+
+
+def waterfall(found: Attribution) -> Iterator[str]:
+    """The parts, late positions together, and their sum."""
+    rejections = [part for part in found.parts if part.kind == "rejection"]
+    late = rejections[MAX_POSITIONS:]
+    for part in found.parts:
+        if part not in late:
+            yield f"{part.cost:7.3f}  {part.name}"
+        elif part is late[0]:
+            yield f"{sum(p.cost for p in late):7.3f}  rejected at later positions"
+    what = "kappa / tau" if found.cycle_cost is not None else "1 / tau, costs not included"
+    yield f"{found.step_cost_per_token:7.3f}  together: {what}"
+
+
+def what_if(found: Attribution) -> Iterator[str]:
+    """Counterfactuals."""
+    for other in found.counterfactuals:
+        yield f"{other.speedup:5.2f}x  if {other.name}"
+
+
+def suspect_heading(number: int, suspect: Suspect) -> str:
+    """Rank, label and score."""
+    return f"{number}. {suspect.scored.cause.label} (score {suspect.scored.score:.2f})"
+
+
+def suspect_words(suspect: Suspect) -> Iterator[str]:
+    """What it is, why it costs, and what speaks for and against it."""
+    yield suspect.scored.cause.what
+    yield suspect.scored.cause.why
+    for finding in suspect.scored.evidence_for[:MAX_EVIDENCE]:
+        yield f"for ({finding.weight:+.1f}): {finding.words}"
+    for finding in suspect.scored.evidence_against[:MAX_EVIDENCE]:
+        yield f"against ({finding.weight:+.1f}): {finding.words}"
+    if suspect.next_test is not None:
+        yield f"to confirm or clear it: {suspect.next_test.how}"
+
+
+def changes_of(diagnosis: Diagnosis) -> list[Change]:
+    """The changes of the likeliest causes, each once: all of the first one's, then others'."""
+    found: dict[str, Change] = {}
+    for suspect in diagnosis.suspects:
+        for change in suspect.changes:
+            found.setdefault(change.remedy.change, change)
+    return list(found.values())[:MAX_CHANGES]
+
+
+def change_line(change: Change) -> str:
+    """What, what for, and at what price."""
+    predicted = change.prediction
+    gain = (
+        "no change of speed, or none that can be predicted from this evidence"
+        if predicted is None
+        else f"predicted {predicted.speedup:.2f}x plain, {predicted.gain:.2f}x now "
+        f"({predicted.basis})"
+    )
+    return f"{change.remedy.change}: {gain}. Price: {change.remedy.price}."
+
+
+def evidence_words(evidence: Evidence) -> Iterator[str]:
+    """How sources were read, and where they disagree."""
+    for reading in evidence.readings:
+        kinds = ", ".join(sorted(reading.kinds)) or "nothing that is known"
+        unknown = f", {reading.num_unknown} not understood" if reading.num_unknown else ""
+        yield f"{reading.source}: {kinds}; {reading.num_lines} lines{unknown}"
+        yield from (f"{reading.source}: {note}" for note in reading.notes)
+    for fact in evidence.disagreements:
+        known = evidence.facts[fact.name]
+        yield f"{fact.name}: {figure_words(known)} was used, {figure_words(fact)} was not"
+
+
+def figure_words(fact: Fact) -> str:
+    """A value with its interval and source."""
+    value = fact.value
+    if isinstance(value, bool):
+        said = "yes" if value else "no"
+    elif isinstance(value, float | int):
+        said = f"{value:.4g}"
+        if fact.interval is not None:
+            said += f" ({fact.interval.low:.3g} to {fact.interval.high:.3g})"
+        said += f" {FACTS[fact.name].unit}" if FACTS[fact.name].unit else ""
+    elif isinstance(value, str):
+        said = value
+    else:
+        said = ", ".join(v if isinstance(v, str) else f"{v:.3g}" for v in value)
+    return f"{said} [{fact.source}]"

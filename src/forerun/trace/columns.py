@@ -1,0 +1,179 @@
+"""Steps of a trace as columns: where only figures over many steps are wanted, rows are too slow.
+
+The same files as `read_trace`, checked alike, in tables of some ten thousand steps. Only the
+columns that figures need are read.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+import pyarrow.parquet as pq
+
+from forerun.errors import InvalidTrace
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.trace.jsonl import item_of
+from forerun.trace.parquet import read_parquet
+from forerun.trace.schema import Damage
+
+__all__ = ["Piece", "read_columns"]
+
+STEP_TYPES: Mapping[str, pa.DataType] = {
+    **dict.fromkeys(
+        (
+            *("cycle_id", "step", "k_budget", "num_drafted", "depth_drafted", "num_accepted"),
+            *("num_emitted", "batch_rows", "num_prefill_rows", "context_tokens"),
+        ),
+        pa.int64(),
+    ),
+    **dict.fromkeys(("t_s", "draft_s", "verify_s", "other_s", "expected_accepted"), pa.float64()),
+    "request_id": pa.string(),
+    "method": pa.string(),
+    "acceptance_probability": pa.float64(),
+    "graph_hit": pa.bool_(),
+}
+OPTIONAL = frozenset({"acceptance_probability", "graph_hit"})
+CHUNK_BYTES = 1 << 24
+JSON_SCHEMA = pa.schema([("record", pa.string()), *STEP_TYPES.items()])
+
+Piece: TypeAlias = pa.Table | TraceHeader | RequestRecord | Damage
+"""A table of steps, or what else a trace holds."""
+
+
+def read_columns(path: Path) -> Iterator[Piece]:
+    """Tables of steps, headers, requests and damage of a trace, read lazily.
+
+    Args:
+        path: a folder is Parquet, a file JSON lines.
+
+    Raises:
+        InvalidTrace: it cannot be read.
+    """
+    try:
+        yield from parquet_pieces(path) if path.is_dir() else json_pieces(path)
+    except OSError as error:
+        raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
+
+
+def parquet_pieces(folder: Path) -> Iterator[Piece]:
+    """Steps by column; headers, requests and what is missing as `read_trace` has them."""
+    parts = sorted((folder / "steps").glob("*.parquet")) if (folder / "steps").is_dir() else []
+    for path in parts:
+        where = f"steps/{path.name}"
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as part:
+                for batch in part.iter_batches(columns=list(STEP_TYPES)):
+                    table = pa.Table.from_batches([batch]).select(list(STEP_TYPES))
+                    yield from checked(table.cast(pa.schema(list(STEP_TYPES.items()))), where)
+        except (KeyError, ValueError, pa.ArrowException) as error:
+            yield Damage(where=where, what=str(error).splitlines()[0])
+    yield from (item for item in read_parquet(folder, without=("steps",)))
+
+
+def json_pieces(path: Path) -> Iterator[Piece]:
+    """Chunks of lines; one with damage in it is read line by line instead."""
+    with path.open("rb") as file:
+        number, rest = 1, b""
+        while chunk := file.read(CHUNK_BYTES):
+            whole, rest = cut(rest + chunk)
+            yield from lines_pieces(whole, number)
+            number += whole.count(b"\n")
+        yield from lines_pieces(rest, number)
+
+
+def cut(data: bytes) -> tuple[bytes, bytes]:
+    """Whole lines, and the beginning of the next. A line longer than a chunk is no record."""
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) > CHUNK_BYTES:
+        return data, b""
+    return data[:end], data[end:]
+
+
+def lines_pieces(data: bytes, first_line: int) -> Iterator[Piece]:
+    """Records of whole lines: steps by column, everything else one by one."""
+    if not data.strip():
+        return
+    steps, others = parted(data, first_line)
+    yield from others_of(others)
+    if not steps:
+        return
+    try:
+        table = pj.read_json(
+            io.BytesIO(b"".join(line for _, line in steps)),
+            read_options=pj.ReadOptions(use_threads=False, block_size=1 << 22),
+            parse_options=pj.ParseOptions(
+                explicit_schema=JSON_SCHEMA, unexpected_field_behavior="ignore"
+            ),
+        )
+    except pa.ArrowException:
+        yield from one_by_one(steps)
+        return
+    if table.num_rows != len(steps):  # several objects on a line
+        yield from one_by_one(steps)
+        return
+    yield from checked(table.select(list(STEP_TYPES)), f"lines from {first_line}")
+
+
+Line = tuple[int, bytes]
+
+
+def parted(data: bytes, first_line: int) -> tuple[list[Line], list[Line]]:
+    """Lines that begin as our own steps do, and all others."""
+    steps: list[Line] = []
+    others: list[Line] = []
+    for number, line in enumerate(data.splitlines(keepends=True), start=first_line):
+        if line.startswith(b'{"record":"step",'):
+            steps.append((number, line))
+        elif line.strip():
+            others.append((number, line))
+    return steps, others
+
+
+def others_of(lines: Sequence[Line]) -> Iterator[Piece]:
+    """Headers, requests and damage; steps that somebody else wrote become a table."""
+    items = [item_of(line, f"line {number}") for number, line in lines]
+    yield from (item for item in items if not isinstance(item, StepRecord))
+    yield from table_of([item for item in items if isinstance(item, StepRecord)])
+
+
+def one_by_one(lines: Iterable[Line]) -> Iterator[Piece]:
+    """The same records, read so that damage costs its own line only."""
+    yield from others_of(list(lines))
+
+
+def table_of(steps: Sequence[StepRecord]) -> Iterator[pa.Table]:
+    """Records as a table; none for no records."""
+    if steps:
+        columns = {
+            name: pa.array([getattr(step, name) for step in steps], kind)
+            for name, kind in STEP_TYPES.items()
+        }
+        yield pa.table(columns)
+
+
+def checked(table: pa.Table, where: str) -> Iterator[Piece]:
+    """The rows that can have happened; the others are damage."""
+    good = pc.is_valid(table["cycle_id"])
+    for name in STEP_TYPES:
+        if name not in OPTIONAL:
+            good = pc.and_(good, pc.is_valid(table[name]))
+    order = ("num_accepted", "depth_drafted", "num_drafted")
+    for less, more in pairwise(order):
+        good = pc.and_kleene(good, pc.less_equal(table[less], table[more]))
+    for name in ("num_accepted", "draft_s", "verify_s", "other_s"):
+        good = pc.and_kleene(good, pc.greater_equal(table[name], 0))
+        if name != "num_accepted":
+            good = pc.and_kleene(good, pc.is_finite(table[name]))
+    kept = table.filter(good)
+    if kept.num_rows < table.num_rows:
+        bad = table.num_rows - kept.num_rows
+        yield Damage(where=where, what=f"{bad} steps that lack a field or contradict themselves")
+    if kept.num_rows:
+        yield kept
