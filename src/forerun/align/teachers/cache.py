@@ -138,6 +138,11 @@ class RowCache:
         with suppress(OSError):
             shard.unlink()
 
+    def look_again(self) -> None:
+        """See what other processes have written meanwhile."""
+        for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
+            self._entries.update(entries_of(shard))
+
     def read(self, key: str) -> dict[str, Tensor]:
         """The rows under a key, copied from disk.
 

@@ -18,7 +18,9 @@ from forerun.align.teachers.hidden import HiddenTeacher
 from forerun.align.teachers.model import ModelTeacher
 from forerun.align.teachers.planner import RowSizes, allowed_bytes
 from forerun.align.teachers.sampled import SampledTeacher
-from forerun.align.teachers.target import SHARDED, load_target
+from forerun.align.teachers.sharded import load_sharded
+from forerun.align.teachers.share import ALONE, Share
+from forerun.align.teachers.target import TargetModel, load_target
 from forerun.align.teachers.top_k import TopKTeacher
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_checkpoint
@@ -29,6 +31,9 @@ from forerun.sampling.config import SamplingParams
 __all__ = ["TeacherSource", "check_objective", "make_teacher"]
 
 logger = logging.getLogger("forerun.preparation")
+
+SHARDED = "sharded"
+"""As a device: the target is spread over all GPUs there are, for it is larger than one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,8 @@ class TeacherSource:
         device: as for the engine, or "sharded" to spread the target over all GPUs.
         dtype: of the target.
         report: told how far a cache is filled.
+        share: this process's part of filling it. With several processes all must then prepare the
+            teacher together; or one fills it first, alone, and the others find it filled.
     """
 
     target: str | Path
@@ -50,6 +57,7 @@ class TeacherSource:
     device: str = "auto"
     dtype: str = "auto"
     report: Report | None = None
+    share: Share = ALONE
 
 
 def make_teacher(
@@ -76,8 +84,7 @@ def make_teacher(
         kind = cheapest(config, source, num_rows)
     check_objective(kind, objective, source.sampling)
     if kind == "model":
-        target = load_target(source.target, dtype=source.dtype, device=source.device)
-        return ModelTeacher(target, source.sampling)
+        return ModelTeacher(load(source), source.sampling)
     if kind == "hidden":
         return hidden_teacher(config, source)
     if kind == "top-k":
@@ -158,13 +165,20 @@ def filler_of(
         settings=settings,
     )
     return Filler(
-        what="last hidden states" if kind == "hidden" else "drawn ids",
         cache=RowCache(source.cache_dir, identity),
-        load=lambda: load_target(source.target, dtype=source.dtype, device=source.device),
+        load=lambda: load(source),
         sizes=sizes,
         max_bytes=config.max_cache_bytes,
         report=source.report,
+        share=source.share,
     )
+
+
+def load(source: TeacherSource) -> TargetModel:
+    """The target, whole on a device or spread over several."""
+    if source.device != SHARDED:
+        return load_target(source.target, dtype=source.dtype, device=source.device)
+    return load_sharded(source.target, dtype=source.dtype, device="auto", share=source.share)
 
 
 def state_sizes(source: TeacherSource) -> RowSizes:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from forerun.align.data.sample import Sample
 from forerun.align.teachers.cache import RowCache, key_of
-from forerun.align.teachers.planner import RowSizes, plan_cache
-from forerun.align.teachers.rows import passes
+from forerun.align.teachers.planner import RowSizes, check_room
+from forerun.align.teachers.rows import one_per_row, passes
+from forerun.align.teachers.share import ALONE, Share
 from forerun.align.teachers.target import TargetModel, check_samples
 from forerun.errors import NumericalError
 
@@ -30,30 +31,30 @@ class Filler:
     """Fills a cache, and goes on where an earlier run was interrupted.
 
     Args:
-        what: is cached, for people.
         cache: to fill.
         load: gives the target; called only if something is lacking.
         sizes: of the rows.
         max_bytes: most bytes to write; None: nine tenths of what the disk has free.
-        report: told after every pass.
+        report: told after every pass how much of this process's share is done.
+        share: of the samples; all processes fill together.
     """
 
     def __init__(
         self,
         *,
-        what: str,
         cache: RowCache,
         load: Callable[[], TargetModel],
         sizes: RowSizes,
         max_bytes: int | None = None,
         report: Report | None = None,
+        share: Share = ALONE,
     ) -> None:
-        self.what = what
         self.cache = cache
         self.load = load
         self.sizes = sizes
         self.max_bytes = max_bytes
         self.report = report
+        self.share = share
 
     def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
         """Work out and keep what is lacking.
@@ -68,40 +69,48 @@ class Filler:
         """
         by_key = {key_of(sample): sample for sample in samples}
         lacking = [by_key[key] for key in self.cache.lacking([*by_key])]
+        self.share.wait()  # nobody writes before all have seen the same lacking
         if not lacking:
             return None
         num_rows = sum(sample.num_learned for sample in lacking)
-        folder = self.cache.folder
-        plan_cache(self.what, folder, num_rows, self.sizes, self.max_bytes).check()
+        check_room(self.cache.folder, num_rows, self.sizes, self.max_bytes)
         target = self.load()
         check_samples(lacking, target)
         try:
-            self._run(target, lacking, make_columns, num_rows)
-        except KeyboardInterrupt:
+            self._run(target, lacking, make_columns)
+        finally:  # whatever ended it: what is worked out is kept
             self.cache.flush()
-            raise
-        self.cache.flush()
+        self.share.wait()
+        self.cache.look_again()
         return target
 
     def _run(
-        self,
-        target: TargetModel,
-        samples: Sequence[Sample],
-        make_columns: MakeColumns,
-        num_rows: int,
+        self, target: TargetModel, samples: Sequence[Sample], make_columns: MakeColumns
     ) -> None:
+        parts = [*self.share.of([*passes(samples, MAX_TOKENS)])]
+        num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
         num_done = 0
-        for batch, indices in passes(samples, MAX_TOKENS):
-            states = target.hidden(batch)
-            lengths = [samples[index].num_learned for index in indices]
-            for index, own in zip(indices, torch.split(states, lengths), strict=True):
-                sample = samples[index]
-                if not bool(own.isfinite().all()):
-                    raise NumericalError(
-                        "the target's hidden states are not finite in a response to the prompt "
-                        f"{sample.prompt_hash}; load it in bf16 or fp32"
-                    )
-                self.cache.put(key_of(sample), make_columns(target, sample, own))
+        for part, kept in parts:
+            states = target.hidden(one_per_row(samples, part))
+            if not kept:
+                continue
+            lengths = [samples[index].num_learned for index in part]
+            for index, own in zip(part, torch.split(states, lengths), strict=True):
+                check_finite(samples[index], own)
+                self.cache.put(key_of(samples[index]), make_columns(target, samples[index], own))
             num_done += sum(lengths)
             if self.report is not None:
                 self.report(num_done, num_rows)
+
+
+def check_finite(sample: Sample, hidden: Float[Tensor, "rows hidden"]) -> None:
+    """Refuse to keep what nobody can learn from.
+
+    Raises:
+        NumericalError: a hidden state holds NaN or infinity.
+    """
+    if not bool(hidden.isfinite().all()):
+        raise NumericalError(
+            "the target's hidden states are not finite in a response to the prompt "
+            f"{sample.prompt_hash}; load it in bf16 or fp32"
+        )

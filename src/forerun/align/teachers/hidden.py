@@ -63,13 +63,20 @@ class HiddenTeacher:
             InvalidCache: the folder holds the cache of something else.
         """
         target = self._filler.fill(samples, states_column)
-        folder = self._filler.cache.folder
+        self._head = self._find_head(target).to(self._device)
+        self._samples = samples
+
+    def _find_head(self, target: TargetModel | None) -> Head:
+        """The head from beside the states; from the target, where it is not there yet."""
+        folder, share = self._filler.cache.folder, self._filler.share
         head = read_head(folder)
+        share.wait()  # nobody writes before all have looked
         if head is None:
             head = (target or self._filler.load()).head
-            write_head(folder, head)
-        self._head = head.to(self._device)
-        self._samples = samples
+            if share.index == 0:
+                write_head(folder, head)
+            share.wait()
+        return head
 
     def rows(self, batch: Batch) -> HeadRows:
         """The law at the learned rows of a batch.

@@ -12,7 +12,7 @@ from forerun.align.batch import Batch
 from forerun.align.data.sample import Sample
 from forerun.errors import InvalidCache
 
-__all__ = ["learned_places", "passes", "sample_runs"]
+__all__ = ["learned_places", "one_per_row", "passes", "sample_runs"]
 
 
 def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
@@ -50,25 +50,24 @@ def sample_runs(
         yield index, rows
 
 
-def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[tuple[Batch, list[int]]]:
-    """Batches that hold every sample once, in a row of its own, alike ones together.
+def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
+    """Samples that are read together, every one once, those of like length together.
 
     Args:
         samples: in any order.
-        max_tokens: most tokens of a batch, padding included; one sample may have more.
+        max_tokens: most tokens of a pass, padding included; one sample may have more.
 
     Yields:
-        A batch, and the index of the sample in each of its rows.
+        Indices of the samples of a pass, the longest first.
     """
     rows: list[int] = []
     for index in sorted(range(len(samples)), key=lambda i: -len(samples[i].token_ids)):
-        # The first sample of a batch is its longest.
         if rows and (len(rows) + 1) * len(samples[rows[0]].token_ids) > max_tokens:
-            yield one_per_row(samples, rows), rows
+            yield rows
             rows = []
         rows.append(index)
     if rows:
-        yield one_per_row(samples, rows), rows
+        yield rows
 
 
 def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> Batch:

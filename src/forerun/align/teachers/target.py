@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,7 @@ from forerun.models.huggingface import read_weights
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.models.memory import available_bytes, readable
 
-__all__ = ["SHARDED", "TargetModel", "adopt_target", "check_samples", "load_target"]
-
-logger = logging.getLogger("forerun.preparation")
-
-SHARDED = "sharded"
-"""As a device: layers spread over all GPUs of this process, for targets larger than one."""
+__all__ = ["TargetModel", "adopt_target", "check_samples", "load_target"]
 
 
 class TargetModel:
@@ -109,7 +103,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
     Args:
         source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:target".
         dtype: "bf16", "fp16", "fp32", or "auto" for the dtype the weights are stored in.
-        device: as for the engine, or "sharded" to spread layers over all GPUs there are.
+        device: as for the engine.
 
     Raises:
         InvalidModel: files are missing, damaged or of an unsupported kind.
@@ -118,28 +112,15 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
     """
     checkpoint = read_checkpoint(model_folder(source))
     read_config(checkpoint)  # refuses what is not supported before a weight is read
-    chosen_dtype = choose_dtype(dtype, checkpoint)
-    weights_bytes = checkpoint.num_parameters * chosen_dtype.itemsize
-    logger.info("loading the teacher, %s of weights", readable(weights_bytes))
-    if device == SHARDED:
-        model = read_weights(checkpoint, chosen_dtype, device_map="auto")
-        refuse_offloaded(str(source), model)
-        return adopt_target(model)
-    chosen_device = choose_device(device)
-    available = available_bytes(chosen_device)
-    if weights_bytes > available:
+    chosen_dtype, chosen_device = choose_dtype(dtype, checkpoint), choose_device(device)
+    needed, available = (
+        checkpoint.num_parameters * chosen_dtype.itemsize,
+        available_bytes(chosen_device),
+    )
+    if needed > available:
         raise NotEnoughMemory(
-            f"{source} needs {readable(weights_bytes)} on {chosen_device}, {readable(available)} "
-            'are available; spread it over several GPUs with device "sharded", or take its '
+            f"{source} needs {readable(needed)} on {chosen_device}, {readable(available)} are "
+            'available; spread it over several GPUs with device "sharded", or take its '
             "log-probabilities from a server (teacher top-k)"
         )
     return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device))
-
-
-def refuse_offloaded(source: str, model: nn.Module) -> None:
-    """Layers read from CPU memory or disk in every pass would take days without saying so."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise NotEnoughMemory(
-            f"the GPUs here together do not hold {source}; take its log-probabilities from a "
-            "server (teacher top-k)"
-        )

@@ -1,4 +1,4 @@
-"""The teacher that reruns the target: packed rows are what the samples are alone, in any family."""
+"""The teacher that reruns the target: in packed rows samples are what they are alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from forerun.align.data.sample import Sample
 from forerun.align.law import DenseLaw, SparseLaw
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.model import ModelTeacher
+from forerun.align.teachers.sharded import load_sharded, refuse_offloaded
+from forerun.align.teachers.share import ALONE
 from forerun.align.teachers.target import adopt_target, load_target
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.memory import available_bytes
@@ -104,6 +106,23 @@ def test_a_target_from_a_folder_computes_the_same(on_disk):
     law = rows.law(slice(0, len(rows)))
     torch.testing.assert_close(law.target_probs, expected, atol=2e-5, rtol=2e-4)
     assert not any(parameter.requires_grad for parameter in target.body.parameters())
+
+
+def test_a_device_map_computes_the_same(on_disk):
+    """On a machine without GPUs accelerate maps all of it to the CPU."""
+    packing, batch = all_rows(texts())
+    target = load_sharded(on_disk.source.target, dtype="auto", device="cpu", share=ALONE)
+    rows = ModelTeacher(target, SamplingParams()).rows(batch)
+    expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
+    law = rows.law(slice(0, len(rows)))
+    torch.testing.assert_close(law.target_probs, expected, atol=2e-5, rtol=2e-4)
+
+
+def test_weights_that_stay_on_disk_are_refused(on_disk):
+    with torch.device("meta"):
+        body = torch.nn.Linear(2, 2)
+    with pytest.raises(NotEnoughMemory, match="GPUs here together do not hold somebody/model"):
+        refuse_offloaded("somebody/model", body)
 
 
 def test_text_of_another_tokenizer_is_refused():
