@@ -1,0 +1,76 @@
+"""Tokenizers with and without a chat template, prompts, and tiny model folders."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests import tiny
+
+from forerun.align.data.prompts import PromptRecord
+from forerun.align.data.response_store import Maker
+from forerun.align.data.sample import prompt_hash
+from forerun.models.tokenizer_files import adopt
+from forerun.models.tokenizers import Tokenizer
+from forerun.sampling.config import SamplingParams
+
+# Like those of chat models: a mark before every message, an end behind the assistant's.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}"
+    "{% if message.role == 'assistant' %}<|end|>\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def chatty(template: str) -> Tokenizer:
+    """The tiny tokenizer with a chat template."""
+    backend = copy.deepcopy(tiny.backend())
+    backend.chat_template = template
+    return adopt(backend)
+
+
+@pytest.fixture(scope="session")
+def plain() -> Tokenizer:
+    return tiny.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def chat() -> Tokenizer:
+    return chatty(TEMPLATE)
+
+
+Writer = Callable[..., Path]
+
+
+@pytest.fixture
+def write_lines(tmp_path: Path) -> Writer:
+    """Writes objects as a JSON lines file."""
+
+    def write(*rows: object, name: str = "prompts.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+def prompt(*token_ids: int, tag: str = "") -> PromptRecord:
+    return PromptRecord(
+        prompt_ids=token_ids, prompt_hash=prompt_hash(token_ids), tag=tag, where="p.jsonl:7"
+    )
+
+
+def prompts(count: int) -> list[PromptRecord]:
+    return [prompt(number + 1, 5, 9) for number in range(count)]
+
+
+def maker(**changes: object) -> Maker:
+    params = SamplingParams(max_tokens=6, seed=1)
+    values = {"source": "target", "model": "m0", "tokenizer_hash": "k0", "params": params}
+    return Maker(**(values | changes))

@@ -1,0 +1,191 @@
+"""What a killed process, a full disk or a foreign file leave of the responses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from tests.unit.align.data.conftest import maker, prompts
+
+from forerun.align.data.response_store import Response, ResponseStore
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+
+PROMPTS = prompts(3)
+
+
+def response(number: int, index: int = 0, token_ids: tuple[int, ...] = (4, 2)) -> Response:
+    return Response(
+        prompt_hash=PROMPTS[number].prompt_hash,
+        index=index,
+        token_ids=token_ids,
+        finish_reason="stop",
+    )
+
+
+def test_what_is_added_is_there_the_next_time(tmp_path):
+    full = replace(response(0), top_logprobs=(((4, -0.5), (1, -1.0)), ((2, -0.25),)))
+    store = ResponseStore(tmp_path / "new", maker())
+    store.add(full)
+    again = ResponseStore(tmp_path / "new", maker())
+    assert len(again) == 1
+    assert again.response(full.prompt_hash, 0) == full
+    (sample,) = again.samples(PROMPTS, 1)
+    assert sample.token_ids == (1, 5, 9, 4, 2)
+    assert sample.spans == ((3, 5),)
+    assert sample.source == "target"
+    assert sample.top_logprobs == full.top_logprobs
+
+
+def test_missing_are_first_samples_first(tmp_path):
+    store = ResponseStore(tmp_path, maker())
+    store.add(response(1))
+    store.add(response(0, index=1))
+    missing = [(PROMPTS.index(prompt), index) for prompt, index in store.missing(PROMPTS, 2)]
+    assert missing == [(0, 0), (2, 0), (1, 1), (2, 1)]
+
+
+def test_a_second_response_to_the_same_is_not_kept(tmp_path):
+    store = ResponseStore(tmp_path, maker())
+    store.add(response(0))
+    store.add(response(0, token_ids=(9,)))
+    assert ResponseStore(tmp_path, maker()).response(*response(0).key) == response(0)
+    assert len(store.path.read_text().splitlines()) == 2
+
+
+def test_empty_responses_are_done_but_teach_nothing(tmp_path):
+    store = ResponseStore(tmp_path, maker())
+    store.add(response(0, token_ids=()))
+    assert store.missing(PROMPTS[:1], 1) == []
+    assert store.samples(PROMPTS[:1], 1) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": "draft"},
+        {"model": "m1"},
+        {"tokenizer_hash": "k1"},
+        {"params": SamplingParams(max_tokens=6, seed=2)},
+        {"params": SamplingParams(max_tokens=6, seed=1, logit_bias={3: 1.0})},
+    ],
+)
+def test_another_maker_finds_nothing_and_loses_nothing(tmp_path, changes):
+    store = ResponseStore(tmp_path, maker())
+    store.add(response(0))
+    assert len(ResponseStore(tmp_path, maker(**changes))) == 0
+    assert len(ResponseStore(tmp_path, maker())) == 1
+
+
+def test_a_file_of_another_maker_under_this_name_is_refused(tmp_path):
+    store = ResponseStore(tmp_path, maker())
+    ResponseStore(tmp_path, maker(model="m1")).path.replace(store.path)
+    with pytest.raises(InvalidRequest, match="responses of another model"):
+        ResponseStore(tmp_path, maker())
+
+
+@pytest.mark.parametrize("num_lost", [1, 7, 40])
+def test_a_line_that_was_cut_off_is_made_again(tmp_path, num_lost):
+    store = ResponseStore(tmp_path, maker())
+    store.add(response(0))
+    store.add(response(1))
+    store.path.write_bytes(store.path.read_bytes()[:-num_lost])
+    again = ResponseStore(tmp_path, maker())
+    assert [prompt for prompt, _ in again.missing(PROMPTS, 1)] == PROMPTS[1:]
+    again.add(response(1))
+    assert len(ResponseStore(tmp_path, maker())) == 2
+
+
+def test_a_header_that_was_cut_off_is_written_again(tmp_path):
+    store = ResponseStore(tmp_path, maker())
+    store.path.write_bytes(store.path.read_bytes()[:-9])
+    ResponseStore(tmp_path, maker()).add(response(0))
+    assert len(ResponseStore(tmp_path, maker())) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "no JSON",
+        "[]",
+        "{}",
+        '{"prompt_hash": "a", "index": 0, "token_ids": ["x"], "finish_reason": "stop", '
+        '"top_logprobs": null}',
+        '{"prompt_hash": "a", "index": 0, "token_ids": [1, 2], "finish_reason": "stop", '
+        '"top_logprobs": [[[1, -0.5]]]}',
+    ],
+)
+def test_a_damaged_line_is_named_and_passed_over(tmp_path, caplog, damage):
+    store = ResponseStore(tmp_path, maker())
+    with store.path.open("a") as file:
+        file.write(damage + "\n")
+    store.add(response(0))
+    with caplog.at_level(logging.WARNING):
+        again = ResponseStore(tmp_path, maker())
+    assert len(again) == 1
+    assert f"{store.path}:2 is damaged" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="responses cannot be kept in"):
+        ResponseStore(tmp_path / "file", maker())
+
+
+# A process that keeps one response after the other until it is killed, or the disk is full.
+WRITER = """
+import os, resource, signal, sys
+from pathlib import Path
+from forerun.align.data.response_store import Maker, Response, ResponseStore
+from forerun.sampling.config import SamplingParams
+
+mode = sys.argv[2]
+if mode == "full":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+params = SamplingParams(max_tokens=6, seed=1)
+maker = Maker(source="target", model="m0", tokenizer_hash="k0", params=params)
+store = ResponseStore(Path(sys.argv[1]), maker)
+for index in range(1000):
+    if mode == "killed" and index == 37:
+        with store.path.open("ab", buffering=0) as file:
+            file.write(b'{"prompt_hash": "half a li')
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        store.add(Response(
+            prompt_hash="0" * 16, index=index, token_ids=(index, 5), finish_reason="stop"
+        ))
+    except OSError:
+        print(index)
+        break
+"""
+
+
+@pytest.mark.parametrize("mode", ["killed", "full"])
+def test_what_was_kept_before_a_process_ended_is_whole(tmp_path, mode):
+    run = subprocess.run(
+        [sys.executable, "-c", WRITER, str(tmp_path), mode],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    if mode == "killed":
+        assert run.returncode == -signal.SIGKILL
+        num_kept = 37
+    else:
+        assert run.returncode == 0, run.stderr
+        num_kept = int(run.stdout)
+        assert 10 < num_kept < 100
+    store = ResponseStore(tmp_path, maker())
+    assert len(store) == num_kept
+    kept = [store.response("0" * 16, index) for index in range(num_kept)]
+    assert [found and found.token_ids for found in kept] == [(i, 5) for i in range(num_kept)]
+    store.add(replace(response(0), prompt_hash="0" * 16, index=num_kept))
+    lines = [json.loads(line) for line in store.path.read_text().splitlines()]
+    assert len(lines) == num_kept + 2
