@@ -1,0 +1,161 @@
+"""A workload: who comes when, how long texts are, how far drafts are accepted, what serves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forerun.errors import InvalidRequest
+from forerun.plan.simulation.kinds.config import (
+    Acceptance,
+    Arrivals,
+    Fixed,
+    Lengths,
+    Recorded,
+    Together,
+    check,
+)
+from forerun.sampling.checks import Range
+
+__all__ = ["Phase", "ServerConfig", "Slo", "Workload"]
+
+MAX_REQUESTS = 10_000_000
+MAX_TOKENS = 1_000_000_000
+"""Prompts and outputs together, by their means; more would take a simulation hours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of requests; the next one begins suddenly.
+
+    Attributes:
+        share: of all requests.
+        acceptance: of those that come in it.
+        name: for people.
+    """
+
+    share: float
+    acceptance: Acceptance
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a phase of nobody."""
+        check(self, Range("share", 0, high=1, above_low=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What serves; names and meanings are those of the engine's settings.
+
+    Attributes:
+        max_batch: sequences decoded at once.
+        max_context: prompt plus output tokens of a sequence.
+        prefill_chunk: most prompt tokens of one sequence in one pass.
+        max_step_rows: most rows of one pass.
+        max_prefill_rows: most prompt tokens in one pass (None: what max_step_rows leaves).
+        max_k: most drafted tokens per request and step.
+    """
+
+    max_batch: int = 8
+    max_context: int = 4096
+    prefill_chunk: int = 256
+    max_step_rows: int = 1024
+    max_prefill_rows: int | None = None
+    max_k: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot serve."""
+        check(
+            self,
+            Range("max_batch", 1, integer=True),
+            Range("max_context", 2, integer=True),
+            Range("prefill_chunk", 1, integer=True),
+            Range("max_step_rows", 1, integer=True),
+            Range("max_prefill_rows", 1, integer=True, optional=True),
+            Range("max_k", 0, high=64, integer=True),
+        )
+        if self.max_step_rows < self.max_batch * (self.max_k + 1):
+            raise InvalidRequest(
+                f"max_step_rows is {self.max_step_rows}, below max_batch x (max_k + 1) = "
+                f"{self.max_batch * (self.max_k + 1)}; raise it or lower max_k"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What a request is promised.
+
+    Attributes:
+        ttft_s: most seconds to the first token (None: no promise).
+        tpot_s: most seconds per token after it, on average (None: no promise).
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a promise nobody can keep."""
+        check(
+            self,
+            Range("ttft_s", 0, above_low=True, optional=True),
+            Range("tpot_s", 0, above_low=True, optional=True),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Everything a simulation is of, but the times and the controller.
+
+    Attributes:
+        requests: how many.
+        arrivals: when they come.
+        prompt_tokens: how long their prompts are.
+        output_tokens: how long their outputs are.
+        phases: how far drafts are accepted, one stretch of requests after the other.
+        temperature: of all requests; controllers and costs tell greedy from sampled drafts.
+        server: what serves them.
+        slo: what they are promised.
+
+    Raises:
+        InvalidRequest: a value cannot work, or the workload would not end.
+    """
+
+    requests: int
+    output_tokens: Lengths
+    phases: tuple[Phase, ...]
+    arrivals: Arrivals = field(default_factory=Together)
+    prompt_tokens: Lengths = field(default_factory=lambda: Fixed(tokens=128))
+    temperature: float = 0.0
+    server: ServerConfig = field(default_factory=ServerConfig)
+    slo: Slo = field(default_factory=Slo)
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together."""
+        check(
+            self,
+            Range("requests", 1, high=MAX_REQUESTS, integer=True),
+            Range("temperature", 0),
+        )
+        _check_shares(self.phases)
+        if isinstance(self.arrivals, Recorded) and len(self.arrivals.times_s) != self.requests:
+            raise InvalidRequest(
+                f"{len(self.arrivals.times_s)} arrivals are recorded for {self.requests} requests"
+            )
+        longest = self.prompt_tokens.most + self.output_tokens.most
+        if longest > self.server.max_context:
+            raise InvalidRequest(
+                f"a request may have {longest} tokens, and max_context is "
+                f"{self.server.max_context}: it would never finish; raise it, or limit the lengths"
+            )
+        total = self.requests * (self.prompt_tokens.mean + self.output_tokens.mean)
+        if total > MAX_TOKENS:
+            raise InvalidRequest(
+                f"{total:.1e} tokens in all are too many to simulate; {MAX_TOKENS:.0e} are possible"
+            )
+
+
+def _check_shares(phases: Sequence[Phase]) -> None:
+    total = math.fsum(phase.share for phase in phases)
+    if not phases or abs(total - 1.0) > 1e-6:
+        raise InvalidRequest(f"the shares of the phases add up to {total:g}; it must be 1")

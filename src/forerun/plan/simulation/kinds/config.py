@@ -1,0 +1,298 @@
+"""What a workload can be made of: kinds of arrivals, of lengths, of acceptance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from forerun.errors import InvalidRequest
+from forerun.sampling.checks import Range
+
+__all__ = [
+    "SQRT_3",
+    "Acceptance",
+    "Arrivals",
+    "Bursty",
+    "Clustered",
+    "Constant",
+    "Drifting",
+    "Fixed",
+    "Lengths",
+    "Listed",
+    "Lognormal",
+    "Mixed",
+    "Part",
+    "PerPosition",
+    "Poisson",
+    "Recorded",
+    "Together",
+    "Uniform",
+    "check",
+]
+
+SQRT_3 = math.sqrt(3.0)
+"""Half the width of a uniform distribution over its standard deviation."""
+
+
+def check(config: object, *ranges: Range) -> None:
+    """Refuse values out of range, by name."""
+    for limits in ranges:
+        limits.check(getattr(config, limits.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """All requests are there at the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poisson:
+    """Independent arrivals.
+
+    Attributes:
+        rate_per_s: requests per second.
+    """
+
+    rate_per_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse a rate at which nobody ever comes."""
+        check(self, Range("rate_per_s", 0, above_low=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bursty:
+    """Bursts come independently, the requests of one at the same moment.
+
+    Attributes:
+        rate_per_s: requests per second, over all bursts.
+        burst: requests per burst on average; sizes are geometric.
+    """
+
+    rate_per_s: float
+    burst: float = 8.0
+
+    def __post_init__(self) -> None:
+        """Refuse a rate at which nobody ever comes."""
+        check(self, Range("rate_per_s", 0, above_low=True), Range("burst", 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Arrivals somebody wrote down.
+
+    Attributes:
+        times_s: seconds from the start, ascending; as many as there are requests.
+    """
+
+    times_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse times that are none, or out of order."""
+        for number, time_s in enumerate(self.times_s, start=1):
+            if not 0.0 <= time_s < math.inf:
+                raise InvalidRequest(f"arrival {number} is at {time_s} s; it must be 0 or later")
+        for number, (before, after) in enumerate(pairwise(self.times_s), start=2):
+            if after < before:
+                raise InvalidRequest(
+                    f"arrival {number} at {after:g} s is before arrival {number - 1} at "
+                    f"{before:g} s; sort them"
+                )
+
+
+Arrivals = Together | Poisson | Bursty | Recorded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """The same number of tokens for everybody."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse texts without a token."""
+        check(self, Range("tokens", 1, integer=True))
+
+    @property
+    def most(self) -> int:
+        """Longest."""
+        return self.tokens
+
+    @property
+    def mean(self) -> float:
+        """On average."""
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uniform:
+    """Any number from `least` to `most`, equally likely."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        """Refuse an empty range."""
+        check(self, Range("least", 1, integer=True), Range("most", self.least, integer=True))
+
+    @property
+    def mean(self) -> float:
+        """On average."""
+        return (self.least + self.most) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lognormal:
+    """Many short texts and few long ones, cut at `most`.
+
+    Attributes:
+        median: half of the texts are shorter.
+        sigma: standard deviation of the logarithm.
+        most: longest; without it a text might never end.
+    """
+
+    median: float
+    sigma: float
+    most: int
+
+    def __post_init__(self) -> None:
+        """Refuse what has no end."""
+        check(
+            self,
+            Range("median", 1),
+            Range("sigma", 0, high=5),
+            Range("most", 1, integer=True),
+        )
+
+    @property
+    def mean(self) -> float:
+        """At most, on average: before the cut."""
+        return min(self.most, self.median * math.exp(self.sigma**2 / 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """Lengths somebody wrote down, over and over again."""
+
+    values: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse an empty list and texts without a token."""
+        if not self.values:
+            raise InvalidRequest("a list of lengths is empty")
+        for value in self.values:
+            Range("a listed length", 1, integer=True).check(value)
+
+    @property
+    def most(self) -> int:
+        """Longest."""
+        return max(self.values)
+
+    @property
+    def mean(self) -> float:
+        """On average."""
+        return sum(self.values) / len(self.values)
+
+
+Lengths = Fixed | Uniform | Lognormal | Listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """The same acceptance probability at every position of every request."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no probability."""
+        check(self, Range("alpha", 0, high=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerPosition:
+    """By drafted position: beta, P(accepted through it); the last step down goes on behind it."""
+
+    beta: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what rises or is no probability."""
+        if not self.beta:
+            raise InvalidRequest("beta is empty; give one figure per drafted position")
+        before = 1.0
+        for position, value in enumerate(self.beta, start=1):
+            if not 0.0 <= value <= before:
+                raise InvalidRequest(
+                    f"beta at position {position} is {value}; it must be in [0, {before:g}]"
+                )
+            before = value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clustered:
+    """Every request has an alpha of its own, uniform around the mean.
+
+    Attributes:
+        alpha: their mean.
+        spread: their standard deviation.
+    """
+
+    alpha: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        """Refuse alphas outside [0, 1]."""
+        check(self, Range("alpha", 0, high=1), Range("spread", 0))
+        reach = SQRT_3 * self.spread
+        if self.alpha - reach < 0.0 or self.alpha + reach > 1.0:
+            most = min(self.alpha, 1.0 - self.alpha) / SQRT_3
+            raise InvalidRequest(
+                f"spread is {self.spread}; around {self.alpha} it is at most {most:.3f}, "
+                "or some alpha would be no probability"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drifting:
+    """Alpha goes from `start` to `end` in a straight line, request by request."""
+
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no probability."""
+        check(self, Range("start", 0, high=1), Range("end", 0, high=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One kind of request in a mixture.
+
+    Attributes:
+        tag: what a controller sees of the kind.
+        weight: how many there are, relative to the other parts.
+        acceptance: of the kind.
+    """
+
+    tag: str
+    weight: float
+    acceptance: Acceptance
+
+    def __post_init__(self) -> None:
+        """Refuse a part that nobody is of."""
+        check(self, Range("weight", 0, above_low=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """Requests of several kinds, in random order."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a mixture of nothing."""
+        if not self.parts:
+            raise InvalidRequest("a mixture has no parts")
+
+
+Acceptance = Constant | PerPosition | Clustered | Drifting | Mixed

@@ -1,0 +1,158 @@
+"""What a simulated workload amounts to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from forerun.plan.simulation.config import Slo
+from forerun.plan.simulation.tally import Tally
+
+__all__ = ["PhaseResult", "Quantiles", "Result", "result_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Of seconds over requests.
+
+    Attributes:
+        p50: half of the requests are faster.
+        p99: all but one in a hundred are.
+    """
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseResult:
+    """Decode steps of the requests of one phase.
+
+    Attributes:
+        num_steps: steps.
+        num_tokens: emitted by them.
+        decode_s: request-seconds they took: what all requests together waited for their tokens.
+        num_accepted: drafted tokens accepted.
+        depths: steps by tokens drafted.
+    """
+
+    num_steps: int
+    num_tokens: int
+    decode_s: float
+    num_accepted: int
+    depths: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: tokens per decode step."""
+        return self.num_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def mean_k(self) -> float:
+        """Tokens drafted per decode step."""
+        drafted = sum(depth * count for depth, count in self.depths.items())
+        return drafted / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One controller on one workload.
+
+    Attributes:
+        controller: its name.
+        num_requests: that finished.
+        num_tokens: they got.
+        total_s: from the first arrival to the last token.
+        busy_s: of it in cycles.
+        num_cycles: cycles.
+        mean_batch: requests that decode, per cycle.
+        ttft_s: to the first token, waiting included.
+        tpot_s: per token after it, mean of each request.
+        num_in_slo: requests that got what was promised.
+        phases: their decode steps.
+    """
+
+    controller: str
+    num_requests: int
+    num_tokens: int
+    total_s: float
+    busy_s: float
+    num_cycles: int
+    mean_batch: float
+    ttft_s: Quantiles
+    tpot_s: Quantiles
+    num_in_slo: int
+    phases: tuple[PhaseResult, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput, idle time included."""
+        return self.num_tokens / self.total_s
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time, the share in which somebody was served."""
+        return self.busy_s / self.total_s
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Requests per second that got what was promised."""
+        return self.num_in_slo / self.total_s
+
+    @property
+    def decode_s(self) -> float:
+        """Request-seconds of all decode steps."""
+        return sum(phase.decode_s for phase in self.phases)
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON wants it."""
+        return asdict(self) | {
+            "tokens_per_s": self.tokens_per_s,
+            "goodput_per_s": self.goodput_per_s,
+            "busy_share": self.busy_share,
+        }
+
+
+def result_of(controller: str, tally: Tally, slo: Slo) -> Result:
+    """Sum a tally up."""
+    arrival_s, first_s = np.array(tally.arrival_s), np.array(tally.first_s)
+    finished_s, num_output = np.array(tally.finished_s), np.array(tally.num_output)
+    ttft_s = first_s - arrival_s
+    tpot_s = (finished_s - first_s) / np.maximum(1, num_output - 1)
+    kept = np.ones(len(ttft_s), dtype=bool)
+    if slo.ttft_s is not None:
+        kept &= ttft_s <= slo.ttft_s
+    if slo.tpot_s is not None:
+        kept &= tpot_s <= slo.tpot_s
+    several = num_output > 1
+    return Result(
+        controller=controller,
+        num_requests=len(ttft_s),
+        num_tokens=int(num_output.sum()),
+        total_s=float(finished_s.max() - arrival_s.min()),
+        busy_s=tally.busy_s,
+        num_cycles=tally.num_cycles,
+        mean_batch=tally.num_decoding / tally.num_cycles,
+        ttft_s=quantiles(ttft_s),
+        tpot_s=quantiles(tpot_s[several] if several.any() else tpot_s),
+        num_in_slo=int(kept.sum()),
+        phases=tuple(
+            PhaseResult(
+                num_steps=depths.total(),
+                num_tokens=tokens,
+                decode_s=decode_s,
+                num_accepted=accepted,
+                depths=dict(sorted(depths.items())),
+            )
+            for tokens, decode_s, depths, accepted in zip(
+                tally.tokens, tally.decode_s, tally.depths, tally.accepted, strict=True
+            )
+        ),
+    )
+
+
+def quantiles(values: np.ndarray) -> Quantiles:
+    """Median and 99th percentile."""
+    p50, p99 = np.quantile(values, [0.5, 0.99])
+    return Quantiles(p50=float(p50), p99=float(p99))

@@ -1,0 +1,108 @@
+"""How drafting and verifying lie in time: one after the other, or overlapped on two devices.
+
+The overlapped ones are alternatives to the engine's own, which is the first. They take draft and
+target to run side by side without slowing each other, which two devices do and one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from forerun.plan.simulation.request import Cycle, SimulatedRequest
+from forerun.plan.simulation.times import CycleTimes
+
+__all__ = ["SCHEDULES", "Early", "Pearl", "Schedule", "Sequential"]
+
+
+class Sequential:
+    """Draft, then verify: what the engine does."""
+
+    def rows(self, request: SimulatedRequest) -> int:
+        """Rows of a request in the pass, the pending token's included."""
+        return request.depth + 1
+
+    def advance(self, request: SimulatedRequest) -> int:
+        """Verify what a request drafted; returns the tokens it gains: accepted ones, one more."""
+        request.num_tested = request.depth
+        request.num_accepted = request.accepted_of(request.depth)
+        return request.num_accepted + 1
+
+    def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
+        """Say what a cycle takes in which somebody drafts."""
+        cycle.draft_s += sum(times.draft_s[b] for b in levels(requests))
+        cycle.verify_s = times.pass_s(cycle.num_rows)
+        cycle.other_s = times.overhead_s
+
+
+class Early(Sequential):
+    """Verify the first drafted token while the others are drafted; rejected, the rest is dropped.
+
+    Source: the pre-verification of PEARL (Liu et al. 2024, 2408.11850).
+    """
+
+    def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
+        """The first drafted token, the longer of its pass and the other drafts, then theirs."""
+        first, *others = (times.draft_s[b] for b in levels(requests))
+        alive = sum(request.depth > 1 and request.num_accepted > 0 for request in requests)
+        num_later = sum(request.depth - 1 for request in requests if request.num_accepted)
+        num_first = cycle.num_rows - sum(max(0, request.depth - 1) for request in requests)
+        check_s = times.pass_s(num_first)
+        if alive:
+            cycle.draft_s += first + max(0.0, sum(others) - check_s)
+            cycle.verify_s = check_s + times.pass_s(num_later)
+        else:
+            cycle.draft_s += first
+            cycle.verify_s = check_s
+        cycle.other_s = times.overhead_s
+
+
+class Pearl(Sequential):
+    """Draft the next tokens while the last ones are verified, and keep them if all are accepted.
+
+    A pass verifies the tokens that wait and the first of the new ones, whose law it has anyway.
+    After a rejection nothing waits, and the pass verifies the first new token alone.
+
+    Source: PEARL (Liu et al. 2024, 2408.11850).
+    """
+
+    def rows(self, request: SimulatedRequest) -> int:
+        """The pending token's, and one per token that waits."""
+        return request.num_ahead + 1 if request.depth else 1
+
+    def advance(self, request: SimulatedRequest) -> int:
+        """The tokens a request gains: up to its first rejection, or all that were verified."""
+        if not request.depth:
+            request.num_tested = request.num_accepted = request.num_ahead = 0
+            return 1
+        left = request.num_output - request.num_emitted
+        tested = request.num_tested = min(request.num_ahead + 1, left)
+        request.num_accepted = request.accepted_of(tested)
+        if request.num_accepted < tested:
+            request.num_ahead = 0
+            return request.num_accepted + 1
+        request.num_ahead = request.depth - 1
+        return tested
+
+    def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
+        """The longer of drafting and verifying."""
+        draft_s = cycle.draft_s + sum(times.draft_s[b] for b in levels(requests))
+        cycle.verify_s = times.pass_s(cycle.num_rows)
+        cycle.draft_s = max(0.0, draft_s - cycle.verify_s)
+        cycle.other_s = times.overhead_s
+
+
+Schedule = Sequential | Early | Pearl
+
+SCHEDULES: Mapping[str, Callable[[], Schedule]] = MappingProxyType(
+    {"none": Sequential, "early": Early, "pearl": Pearl}
+)
+"""By the name of what overlaps."""
+
+
+def levels(requests: Sequence[SimulatedRequest]) -> list[int]:
+    """How many requests draft each level."""
+    depths = [request.depth for request in requests]
+    if min(depths) == max(depths):
+        return [len(depths)] * depths[0]
+    return [sum(depth > level for depth in depths) for level in range(max(depths))]

@@ -1,0 +1,167 @@
+"""Continuous batching in simulated time: the engine's rules, with times from a cost table.
+
+Cycle by cycle, as the engine steps: who waits joins while there is a place, decoding requests get
+their rows first, prompts share what is left, one pass serves everybody, and the controller decides
+and observes as it does in the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from forerun.control.base import Capacity, Controller, Plan
+from forerun.plan.simulation.confidence import stopped_depth
+from forerun.plan.simulation.config import ServerConfig
+from forerun.plan.simulation.request import Cycle, Records, SimulatedRequest, States
+from forerun.plan.simulation.schedules import Schedule
+from forerun.plan.simulation.tally import Tally
+from forerun.plan.simulation.times import Times
+
+__all__ = ["Server"]
+
+PLAIN = Plan()
+
+
+class Server:
+    """One target with its drafter.
+
+    Args:
+        config: how it serves.
+        times: what cycles take.
+        controller: chooses K.
+        schedule: how drafting and verifying overlap.
+        tally: counts what happens.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        times: Times,
+        controller: Controller,
+        schedule: Schedule,
+        tally: Tally,
+    ) -> None:
+        self.config = config
+        self.times = times
+        self.controller = controller
+        self.schedule = schedule
+        self.tally = tally
+        self.capacity = Capacity(max_rows=config.max_step_rows)
+        self.now_s = 0.0
+        self.num_cycles = 0
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.running: list[SimulatedRequest] = []
+
+    def serve(self, requests: Sequence[SimulatedRequest]) -> None:
+        """Serve requests from the first arrival to the last token.
+
+        Args:
+            requests: by arrival. Every cycle reads some of a prompt or emits a token, so this ends.
+        """
+        num_arrived, num_requests = 0, len(requests)
+        max_batch = self.config.max_batch
+        while num_arrived < num_requests or self.running or self.waiting:
+            while num_arrived < num_requests and requests[num_arrived].arrival_s <= self.now_s:
+                self.waiting.append(requests[num_arrived])
+                num_arrived += 1
+            while self.waiting and len(self.running) < max_batch:
+                self.running.append(self.waiting.popleft())
+            if not self.running:
+                self.now_s = requests[num_arrived].arrival_s
+                continue
+            self.step()
+
+    def step(self) -> None:
+        """One cycle."""
+        running = self.running
+        decoding = [request for request in running if not request.num_unread]
+        cycle = Cycle(self.num_cycles, self.now_s)
+        if decoding:
+            self._plan(decoding)
+        emitting = decoding
+        if len(decoding) < len(running):
+            emitting = decoding + self._read_prompts(decoding, cycle)
+        cycle.num_rows = cycle.num_prefill_rows + sum(map(self.schedule.rows, decoding))
+        num_fed = len(decoding) + cycle.num_fed_prompts
+        times = self.times.at(num_fed, sum(request.num_committed for request in running))
+        gained = [self.schedule.advance(request) for request in decoding]
+        drafting = [request for request in decoding if request.depth]
+        if drafting:
+            self._catch_up(drafting, cycle)
+            self.schedule.spend(cycle, times, drafting)
+        else:
+            cycle.verify_s = times.pass_s(cycle.num_rows)
+            cycle.other_s = times.plain_s - times.pass_s(num_fed)
+        self._commit(decoding, gained, emitting, cycle)
+        self.controller.observe(Records(cycle, emitting))
+        self.num_cycles += 1
+
+    def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
+        """The controller's plans, cut to what may still be emitted and to the largest K."""
+        max_k = self.config.max_k
+        plans = self.controller.decide(States(decoding), self.capacity)
+        for request, plan in zip(decoding, plans, strict=True):
+            left = request.num_output - request.num_emitted - 1
+            depth = min(plan.num_speculative_tokens, left, max_k)
+            if plan.stop is not None:
+                depth = stopped_depth(plan.stop, request.alphas, depth)
+            request.depth = depth
+            request.plan = plan if depth else PLAIN
+
+    def _read_prompts(
+        self, decoding: Sequence[SimulatedRequest], cycle: Cycle
+    ) -> list[SimulatedRequest]:
+        """Feed prompts with the rows that are left; returns those read to their end."""
+        budget = self.config.max_step_rows - sum(map(self.schedule.rows, decoding))
+        if self.config.max_prefill_rows is not None:
+            budget = min(budget, self.config.max_prefill_rows)
+        done = []
+        for request in self.running:
+            if request.num_unread and budget:
+                fed = min(request.num_unread, self.config.prefill_chunk, budget)
+                budget -= fed
+                cycle.num_prefill_rows += fed
+                cycle.num_fed_prompts += 1
+                request.num_unread -= fed
+                if not request.num_unread:
+                    request.depth = request.num_tested = request.num_accepted = 0
+                    request.plan = PLAIN
+                    done.append(request)
+        return done
+
+    def _catch_up(self, drafting: Sequence[SimulatedRequest], cycle: Cycle) -> None:
+        """The draft reads what it has not seen: prompts, and what was decoded without it."""
+        for request in drafting:
+            num_missed = request.num_committed - request.num_read
+            if num_missed > 1:
+                cycle.draft_s += self.times.reading_s(num_missed)
+            request.num_read = request.num_committed
+
+    def _commit(
+        self,
+        decoding: Sequence[SimulatedRequest],
+        gained: Sequence[int],
+        emitting: Sequence[SimulatedRequest],
+        cycle: Cycle,
+    ) -> None:
+        """Tokens to their requests, at the end of the cycle."""
+        seconds = cycle.total_s
+        self.now_s = now_s = self.now_s + seconds
+        tally = self.tally
+        for request, num_new in zip(decoding, gained, strict=True):
+            request.num_new = num_new
+            request.num_emitted += num_new
+            if request.depth:
+                request.num_read += num_new
+        tally.steps(decoding, seconds)
+        for request in emitting[len(decoding) :]:
+            request.num_new = request.num_emitted = 1
+            request.first_s = now_s
+        for request in emitting:
+            request.num_steps += 1
+            if request.num_emitted >= request.num_output:
+                request.finished_s = now_s
+                tally.finish(request)
+                self.running.remove(request)
+        tally.cycle(cycle, len(decoding))

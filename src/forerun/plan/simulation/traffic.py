@@ -1,0 +1,212 @@
+"""The requests of a workload, worked out before anything is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from forerun.plan.simulation.config import Phase, Workload
+from forerun.plan.simulation.draws import NDFloats, Purpose, key_of, normals, uniforms
+from forerun.plan.simulation.kinds.config import (
+    SQRT_3,
+    Acceptance,
+    Arrivals,
+    Bursty,
+    Clustered,
+    Constant,
+    Drifting,
+    Fixed,
+    Lengths,
+    Listed,
+    Lognormal,
+    Mixed,
+    PerPosition,
+    Poisson,
+    Recorded,
+    Uniform,
+)
+
+__all__ = ["Traffic", "traffic_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """All requests, in the order they come; one entry each.
+
+    Attributes:
+        arrival_s: seconds from the start.
+        num_prompt: prompt tokens.
+        num_output: output tokens.
+        alphas: P(accepted | all before it accepted) by position, shared between requests alike.
+        tags: of their kind.
+        phases: number of the phase they come in.
+        temperature: of all of them.
+        max_k: most drafted tokens per step.
+        seed: of everything random.
+    """
+
+    arrival_s: Sequence[float]
+    num_prompt: Sequence[int]
+    num_output: Sequence[int]
+    alphas: Sequence[tuple[float, ...]]
+    tags: Sequence[tuple[str, ...]]
+    phases: Sequence[int]
+    temperature: float
+    max_k: int
+    seed: int
+
+    def text(self, index: int) -> list[float]:
+        """One number in [0, 1) per output token: a drafted token is accepted if it is below alpha.
+
+        Whatever K is, a position has the same number, so a controller changes what is drafted and
+        not what could have been accepted.
+        """
+        key = key_of(self.seed, Purpose.TEXT, index)
+        numbers: list[float] = uniforms(key, self.num_output[index] + self.max_k + 1).tolist()
+        return numbers
+
+
+def traffic_of(workload: Workload, seed: int) -> Traffic:
+    """Draw the requests of a workload."""
+    count = workload.requests
+    phases = phase_numbers(workload.phases, count)
+    alphas: list[tuple[float, ...]] = []
+    tags: list[tuple[str, ...]] = []
+    for number, phase in enumerate(workload.phases):
+        size = phases.count(number)
+        found, its_tags = alphas_of(
+            phase.acceptance, size, workload.server.max_k, key_of(seed, Purpose.ALPHAS, number)
+        )
+        alphas += found
+        tags += its_tags
+    return Traffic(
+        arrival_s=arrivals_of(workload.arrivals, count, seed),
+        num_prompt=lengths_of(workload.prompt_tokens, count, key_of(seed, Purpose.PROMPTS)),
+        num_output=lengths_of(workload.output_tokens, count, key_of(seed, Purpose.OUTPUTS)),
+        alphas=alphas,
+        tags=tags,
+        phases=phases,
+        temperature=workload.temperature,
+        max_k=workload.server.max_k,
+        seed=seed,
+    )
+
+
+def phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
+    """The phase of every request."""
+    ends = [round(count * share) for share in accumulate(phase.share for phase in phases)]
+    ends[-1] = count
+    starts = [0, *ends[:-1]]
+    return [
+        number
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for _ in range(end - start)
+    ]
+
+
+def arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
+    """When everybody comes, ascending."""
+    if isinstance(arrivals, Recorded):
+        return list(arrivals.times_s)
+    if isinstance(arrivals, Poisson):
+        return floats(gaps(key_of(seed, Purpose.ARRIVALS), count, arrivals.rate_per_s).cumsum())
+    if isinstance(arrivals, Bursty):
+        sizes = burst_sizes(key_of(seed, Purpose.BURSTS), count, arrivals.burst)
+        rate_per_s = arrivals.rate_per_s / arrivals.burst
+        starts = gaps(key_of(seed, Purpose.ARRIVALS), len(sizes), rate_per_s).cumsum()
+        return floats(np.repeat(starts, sizes)[:count])
+    return [0.0] * count
+
+
+def gaps(key: int, count: int, rate_per_s: float) -> NDFloats:
+    """Exponential times between arrivals."""
+    return -np.log1p(-uniforms(key, count)) / rate_per_s
+
+
+def burst_sizes(key: int, count: int, mean: float) -> list[int]:
+    """Geometric sizes from 1, enough of them for `count` requests."""
+    if mean == 1.0:
+        return [1] * count
+    numbers = np.log1p(-uniforms(key, count)) / np.log1p(-1.0 / mean)
+    sizes = 1.0 + np.floor(numbers)
+    enough = int(np.searchsorted(sizes.cumsum(), count)) + 1
+    return whole(sizes[:enough])
+
+
+def lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
+    """How long every text is."""
+    if isinstance(lengths, Fixed):
+        return [lengths.tokens] * count
+    if isinstance(lengths, Listed):
+        values = lengths.values
+        return [values[index % len(values)] for index in range(count)]
+    if isinstance(lengths, Uniform):
+        span = lengths.most - lengths.least + 1
+        return whole(lengths.least + np.floor(uniforms(key, count) * span))
+    return lognormal(lengths, count, key)
+
+
+def lognormal(lengths: Lognormal, count: int, key: int) -> list[int]:
+    """Rounded, at least 1 and at most the longest."""
+    found = np.rint(lengths.median * np.exp(lengths.sigma * normals(key, count)))
+    return whole(np.clip(found, 1.0, lengths.most))
+
+
+def alphas_of(
+    acceptance: Acceptance, count: int, max_k: int, key: int
+) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
+    """Acceptance by position and tags of `count` requests."""
+    if isinstance(acceptance, Mixed):
+        return mixed(acceptance, count, max_k, key)
+    untagged: list[tuple[str, ...]] = [()] * count
+    if isinstance(acceptance, PerPosition):
+        return [conditional(acceptance.beta, max_k)] * count, untagged
+    if isinstance(acceptance, Constant):
+        return [(acceptance.alpha,) * max_k] * count, untagged
+    if isinstance(acceptance, Clustered):
+        reach = SQRT_3 * acceptance.spread
+        values = acceptance.alpha + reach * (2.0 * uniforms(key, count) - 1.0)
+    else:
+        assert isinstance(acceptance, Drifting)
+        values = np.linspace(acceptance.start, acceptance.end, count)
+    return [(alpha,) * max_k for alpha in values.tolist()], untagged
+
+
+def mixed(
+    acceptance: Mixed, count: int, max_k: int, key: int
+) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
+    """Every request is of one part, drawn by weight."""
+    weights = np.array([part.weight for part in acceptance.parts])
+    edges = weights.cumsum() / weights.sum()
+    chosen = np.searchsorted(edges, uniforms(key_of(key, Purpose.KINDS), count), side="right")
+    alphas: list[tuple[float, ...]] = [()] * count
+    tags: list[tuple[str, ...]] = [()] * count
+    for number, part in enumerate(acceptance.parts):
+        places = np.flatnonzero(chosen == number).tolist()
+        found, its_tags = alphas_of(part.acceptance, len(places), max_k, key_of(key, number))
+        for place, alpha, inner in zip(places, found, its_tags, strict=True):
+            alphas[place] = alpha
+            tags[place] = (part.tag, *inner)
+    return alphas, tags
+
+
+def conditional(beta: Sequence[float], max_k: int) -> tuple[float, ...]:
+    """P(accepted | all before it accepted) for `max_k` positions."""
+    before = (1.0, *beta)
+    ratios = [b / a if a else 0.0 for a, b in zip(before, beta, strict=False)]
+    return tuple((ratios + [ratios[-1]] * max_k)[:max_k])
+
+
+def floats(values: NDFloats) -> list[float]:
+    """As plain numbers."""
+    found: list[float] = values.tolist()
+    return found
+
+
+def whole(values: NDFloats) -> list[int]:
+    """As plain whole numbers, which they are already."""
+    found: list[int] = values.astype(np.int64).tolist()
+    return found

@@ -1,0 +1,148 @@
+"""Workloads in YAML: read, with every mistake named where it is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from forerun.errors import InvalidRequest
+from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
+from forerun.plan.simulation.kinds import config as kinds
+
+__all__ = ["KINDS", "load_workload", "workload_from"]
+
+KINDS: Mapping[str, Mapping[str, type]] = MappingProxyType(
+    {
+        "arrivals": {
+            "together": kinds.Together,
+            "poisson": kinds.Poisson,
+            "bursty": kinds.Bursty,
+            "recorded": kinds.Recorded,
+        },
+        "lengths": {
+            "fixed": kinds.Fixed,
+            "uniform": kinds.Uniform,
+            "lognormal": kinds.Lognormal,
+            "listed": kinds.Listed,
+        },
+        "acceptance": {
+            "constant": kinds.Constant,
+            "per-position": kinds.PerPosition,
+            "clustered": kinds.Clustered,
+            "drifting": kinds.Drifting,
+            "mixed": kinds.Mixed,
+        },
+    }
+)
+"""What can be of several kinds, and the names of the kinds."""
+OF_KIND = MappingProxyType(
+    {
+        "arrivals": "arrivals",
+        "prompt_tokens": "lengths",
+        "output_tokens": "lengths",
+        "acceptance": "acceptance",
+    }
+)
+"""Fields that are a choice between kinds."""
+PARTS: Mapping[str, type] = MappingProxyType({"server": ServerConfig, "slo": Slo})
+"""Fields that are one kind of object."""
+LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.Part})
+"""Fields that are lists of objects."""
+
+
+def load_workload(path: Path) -> Workload:
+    """Read a workload.
+
+    Raises:
+        InvalidRequest: the file cannot be read, is no YAML, or describes no workload.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(f"the workload {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise InvalidRequest(f"the workload {path} is no YAML: {where}") from error
+    return workload_from(content, str(path))
+
+
+def workload_from(content: object, where: str) -> Workload:
+    """The workload that YAML or JSON describes.
+
+    One `acceptance` may stand for a single phase.
+
+    Raises:
+        InvalidRequest: it describes none; the message says what is wrong where.
+    """
+    values = as_mapping(content, where)
+    if "acceptance" in values and "phases" not in values:
+        values = {name: value for name, value in values.items() if name != "acceptance"} | {
+            "phases": [{"share": 1.0, "acceptance": as_mapping(content, where)["acceptance"]}]
+        }
+    found = built(Workload, values, where)
+    assert isinstance(found, Workload)
+    return found
+
+
+def built(cls: type, values: Mapping[str, Any], where: str) -> object:
+    """An object of a class from its fields, one level after the other."""
+    assert is_dataclass(cls)
+    known = {item.name: item for item in fields(cls)}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'none'}"
+            raise InvalidRequest(f"{where} has no field {name!r}; {hint}")
+    for name, item in known.items():
+        required = item.default is MISSING and item.default_factory is MISSING
+        if required and name not in values:
+            raise InvalidRequest(f"{where} lacks {name}")
+    arguments = {name: value_of(name, value, where) for name, value in values.items()}
+    try:
+        return cls(**arguments)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{where} is malformed: {error}") from error
+
+
+def value_of(name: str, value: object, where: str) -> object:
+    """A field's value, built where it is an object."""
+    place = f"{where}, {name}"
+    if name in OF_KIND:
+        return of_kind(OF_KIND[name], value, place)
+    if name in PARTS:
+        return built(PARTS[name], as_mapping(value, place), place)
+    if name in LISTS:
+        if not isinstance(value, list):
+            raise InvalidRequest(f"{place} is {value!r}; it must be a list")
+        return tuple(
+            built(LISTS[name], as_mapping(entry, f"{place} {number}"), f"{place} {number}")
+            for number, entry in enumerate(value, start=1)
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+def of_kind(family: str, value: object, where: str) -> object:
+    """One of several kinds, by its `kind`; a bare number of tokens is a fixed length."""
+    if family == "lengths" and isinstance(value, int) and not isinstance(value, bool):
+        value = {"kind": "fixed", "tokens": value}
+    values = dict(as_mapping(value, where))
+    choices = KINDS[family]
+    kind = values.pop("kind", None)
+    if kind not in choices:
+        raise InvalidRequest(f"{where} has kind {kind!r}; use one of {', '.join(choices)}")
+    return built(choices[kind], values, where)
+
+
+def as_mapping(value: object, where: str) -> Mapping[str, Any]:
+    """Named values."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise InvalidRequest(f"{where} is {value!r}; it must be names and values")
+    return value

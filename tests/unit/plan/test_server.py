@@ -1,0 +1,284 @@
+"""Simulated serving, checked against sums worked out by hand and against the theory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forerun.control.base import Plan
+from forerun.control.fixed import FixedController
+from forerun.plan.costs import Costs
+from forerun.plan.simulation.comparison import Comparison
+from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
+from forerun.plan.simulation.kinds.config import (
+    Clustered,
+    Constant,
+    Drifting,
+    Fixed,
+    PerPosition,
+    Poisson,
+    Recorded,
+    Uniform,
+)
+from forerun.plan.simulation.schedules import Early, Pearl
+from forerun.plan.simulation.simulate import simulate
+from forerun.plan.simulation.times import Times
+from forerun.plan.simulation.traffic import traffic_of
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+from forerun.theory.record import StepRecord
+from forerun.theory.speedup import acceptance_length, constant_acceptance_length
+from forerun.theory.stop_rule import StopRule
+
+# A row costs 1 ms on top of 10, an engine 1 ms per step, a drafted token 2 ms, whatever the batch.
+LINES = tuple(
+    CostLine(
+        batch=batch,
+        rows=(1, 2, 64),
+        verify_s=tuple(0.010 + 0.001 * batch * (rows - 1) for rows in (1, 2, 64)),
+        plain_s=0.011,
+        draft_s=0.002,
+        overhead_s=0.001,
+    )
+    for batch in (1, 4)
+)
+TABLE = CostTable(lines=LINES)
+COSTS = Costs(greedy=TABLE, sampled=TABLE)
+
+
+def workload(**changes):
+    values = {
+        "requests": 1,
+        "prompt_tokens": Fixed(tokens=8),
+        "output_tokens": Fixed(tokens=21),
+        "phases": (Phase(share=1.0, acceptance=Constant(alpha=1.0)),),
+        "server": ServerConfig(max_batch=4, max_k=8),
+    }
+    return Workload(**(values | changes))
+
+
+def run(work, k=0, schedule=None, controller=None, seed=1):
+    controller = controller or FixedController(k)
+    traffic = traffic_of(work, seed)
+    return simulate(work, traffic, Times(TABLE), controller, "c", schedule)
+
+
+def test_a_plain_request_takes_its_prompt_and_one_step_per_token():
+    found = run(workload())
+    prompt_s = 0.010 + 0.007 + 0.001
+    assert found.ttft_s.p50 == pytest.approx(prompt_s)
+    assert found.tpot_s.p50 == pytest.approx(0.011)
+    assert found.total_s == pytest.approx(prompt_s + 20 * 0.011)
+    assert found.num_cycles == 21
+    assert found.phases[0].acceptance_length == 1.0
+
+
+def test_a_perfect_draft_emits_every_token_and_the_bonus():
+    found = run(workload(), k=4)
+    cycle_s = 4 * 0.002 + 0.010 + 0.004 + 0.001
+    reading_s = 0.002 / 0.011 * 0.008  # the draft reads prompt and first token, 9 rows for 1
+    assert found.phases[0].num_steps == 4
+    assert found.total_s - found.ttft_s.p50 == pytest.approx(4 * cycle_s + reading_s)
+
+
+def test_nothing_is_drafted_beyond_the_end():
+    found = run(workload(output_tokens=Fixed(tokens=7)), k=4)
+    # The first token comes with the prompt; 5 more with K=4; the last one plainly.
+    assert found.phases[0].depths == {0: 1, 4: 1}
+    assert found.num_tokens == 7
+
+
+def test_a_useless_draft_emits_one_token_per_step():
+    bad = (Phase(share=1.0, acceptance=Constant(alpha=0.0)),)
+    found = run(workload(phases=bad), k=4)
+    assert found.phases[0].num_accepted == 0
+    assert found.phases[0].num_steps == 20
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_tokens_per_step_are_what_theory_says(k):
+    for acceptance, tau in (
+        (Constant(alpha=0.7), constant_acceptance_length(0.7, k)),
+        (
+            PerPosition(beta=(0.8, 0.6, 0.3)),
+            acceptance_length([0.8, 0.6, 0.3, 0.15, 0.075, 0.0375, 0.01875, 0.009375][:k]),
+        ),
+    ):
+        phases = (Phase(share=1.0, acceptance=acceptance),)
+        work = workload(requests=40, output_tokens=Fixed(tokens=1500), phases=phases)
+        found = run(work, k=k).phases[0]
+        assert found.acceptance_length == pytest.approx(tau, rel=0.02)
+
+
+def test_a_batch_shares_its_passes():
+    found = run(workload(requests=4, prompt_tokens=Fixed(tokens=1)), k=0)
+    assert found.mean_batch == pytest.approx(4 * 20 / 21)
+    assert found.total_s == pytest.approx(21 * 0.011)
+
+
+def test_whoever_finds_no_place_waits():
+    one = ServerConfig(max_batch=1, max_k=0)
+    found = run(workload(requests=2, prompt_tokens=Fixed(tokens=1), server=one))
+    # The second waits for 21 steps of the first.
+    assert found.ttft_s.p50 == pytest.approx((0.011 + 22 * 0.011) / 2)
+    assert found.total_s == pytest.approx(42 * 0.011)
+
+
+def test_decoding_goes_before_prompts_and_chunks_are_kept():
+    server = ServerConfig(max_batch=2, max_k=1, prefill_chunk=4, max_step_rows=6)
+    work = workload(requests=2, prompt_tokens=Fixed(tokens=10), server=server)
+    seen: list[tuple[int, int]] = []
+
+    class Watching(FixedController):
+        def observe(self, records):
+            seen.extend((r.batch_rows, r.num_prefill_rows) for r in records)
+
+    run(work, controller=Watching(0))
+    # 4 + 2, 4 + 2, 2 + 4: only then has the first one been read; 1 + 2 is the rest of the second.
+    assert seen[:3] == [(6, 6), (3, 2), (3, 2)]
+    assert all(rows <= 6 for rows, _ in seen)
+
+
+def test_an_idle_server_waits_for_the_next_arrival():
+    work = workload(requests=2, arrivals=Recorded(times_s=(0.0, 100.0)))
+    found = run(work)
+    assert found.total_s == pytest.approx(100.0 + 0.018 + 20 * 0.011)
+    assert found.busy_share == pytest.approx(2 * (0.018 + 20 * 0.011) / found.total_s)
+    assert found.ttft_s.p99 == pytest.approx(0.018)
+
+
+def test_promises_are_counted():
+    work = workload(requests=2, server=ServerConfig(max_batch=1, max_k=0), slo=Slo(ttft_s=0.1))
+    assert run(work).num_in_slo == 1
+    assert run(replace(work, slo=Slo(ttft_s=9.0, tpot_s=0.012))).num_in_slo == 2
+    assert run(replace(work, slo=Slo(tpot_s=0.010))).num_in_slo == 0
+
+
+def test_the_controller_is_told_what_the_engine_would_tell():
+    told: list[StepRecord] = []
+    asked = []
+
+    class Watching(FixedController):
+        def decide(self, states, capacity):
+            asked.extend(states)
+            return super().decide(states, capacity)
+
+        def observe(self, records):
+            told.extend(records)
+
+    phases = (Phase(share=1.0, acceptance=Constant(alpha=0.6)),)
+    found = run(workload(requests=3, phases=phases, temperature=0.5), controller=Watching(3))
+    assert {state.temperature for state in asked} == {0.5}
+    first, *others = [record for record in told if record.request_id == "request-0"]
+    assert (first.num_drafted, first.num_prefill_rows, first.num_emitted) == (0, 24, 1)
+    committed = 8
+    for step, record in enumerate([first, *others]):
+        assert record.step == step
+        assert record.context_tokens == committed
+        assert record.num_emitted == record.num_accepted + 1
+        assert record.num_accepted <= record.num_drafted <= record.k_budget
+        committed += record.num_emitted
+    assert committed == 8 + 21
+    states = [state for state in asked if state.request_id == "request-0"]
+    assert [s.num_committed for s in states] == [r.context_tokens for r in others]
+    cycles = {r.cycle_id: r.draft_s + r.verify_s + r.other_s for r in told}
+    assert sum(cycles.values()) == pytest.approx(found.busy_s)
+
+
+def test_a_stop_rule_ends_drafts_where_the_draft_is_unsure():
+    class Stopping(FixedController):
+        def __init__(self):
+            self.told = []
+
+        def decide(self, states, capacity):
+            rule = StopRule(measure="top_probability", threshold=0.5)
+            plan = Plan(method="draft_model", num_speculative_tokens=6, stop=rule)
+            return [plan] * len(states)
+
+        def observe(self, records):
+            self.told.extend(r for r in records if r.num_drafted)
+
+    # Given that everything before was accepted: 0.9, 0.8, 0.25.
+    phases = (Phase(share=1.0, acceptance=PerPosition(beta=(0.9, 0.72, 0.18))),)
+    controller = Stopping()
+    run(workload(phases=phases, output_tokens=Fixed(tokens=60)), controller=controller)
+    assert {record.num_drafted for record in controller.told[:-2]} == {2}
+    assert controller.told[0].stop_values == pytest.approx((0.9, 0.8))
+
+
+def test_the_same_seed_gives_the_same_result_and_another_does_not():
+    phases = (Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.1)),)
+    work = workload(
+        requests=30,
+        arrivals=Poisson(rate_per_s=3.0),
+        output_tokens=Uniform(least=5, most=50),
+        phases=phases,
+    )
+    assert run(work, 3).to_dict() == run(work, 3).to_dict()
+    assert run(work, 3).total_s != run(work, 3, seed=2).total_s
+
+
+def test_every_k_meets_the_same_text():
+    """A larger K never accepts less of a text, step by step from the same position."""
+    phases = (Phase(share=1.0, acceptance=Constant(alpha=0.6)),)
+    work = workload(requests=20, output_tokens=Fixed(tokens=300), phases=phases)
+    steps = [run(work, k).phases[0].num_steps for k in range(9)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_pearl_hides_drafting_behind_verifying():
+    work = workload(output_tokens=Fixed(tokens=41))
+    plain, overlapped = run(work, k=4), run(work, k=4, schedule=Pearl())
+    # All accepted: after the first pass, of 1 token, each verifies the 3 that wait and 1 more.
+    assert overlapped.phases[0].depths[4] == 9
+    assert overlapped.tpot_s.p50 < plain.tpot_s.p50
+    cycle_s = 0.010 + 3 * 0.001 + 0.001  # 8 ms of drafting are hidden behind the pass
+    assert overlapped.tpot_s.p50 * 40 == pytest.approx(9 * cycle_s, rel=0.2)
+
+
+def test_pearl_emits_as_much_as_the_text_allows_and_nothing_twice():
+    phases = (Phase(share=1.0, acceptance=Constant(alpha=0.6)),)
+    work = workload(requests=12, output_tokens=Uniform(least=1, most=60), phases=phases)
+    found = run(work, k=4, schedule=Pearl())
+    lengths = traffic_of(work, 1).num_output
+    assert found.num_tokens == sum(lengths)
+    assert found.phases[0].num_tokens == sum(lengths) - len(lengths)
+
+
+def test_early_verification_saves_drafts_after_a_rejected_first_token():
+    bad = workload(phases=(Phase(share=1.0, acceptance=Constant(alpha=0.0)),))
+    rejected = run(bad, k=8, schedule=Early())
+    # One drafted token, its pass of two rows, the engine's own work; the last steps draft less.
+    assert rejected.tpot_s.p50 == pytest.approx(0.002 + 0.011 + 0.001, rel=0.02)
+    assert rejected.tpot_s.p50 < run(bad, k=8).tpot_s.p50
+    accepted = run(workload(), k=4, schedule=Early())
+    # 6 ms of drafts lie within the 11 ms of the first pass; then a pass of the other 3 rows.
+    assert accepted.tpot_s.p50 * 20 == pytest.approx(
+        4 * (0.002 + 0.011 + 0.012 + 0.001) + 0.002 / 0.011 * 0.008
+    )
+
+
+def test_regret_is_against_the_best_k_of_every_phase():
+    phases = (
+        Phase(share=0.5, acceptance=Constant(alpha=0.9)),
+        Phase(share=0.5, acceptance=Drifting(start=0.05, end=0.0)),
+    )
+    work = workload(
+        requests=40, output_tokens=Fixed(tokens=80), phases=phases,
+        server=ServerConfig(max_batch=1, max_k=8),
+    )  # fmt: skip
+    compared = Comparison(work, COSTS, seed=3)
+    oracle = compared.oracle(range(9))
+    assert oracle.ks[0] >= 4
+    assert oracle.ks[1] == 0
+    fixed = [compared.run(f"fixed:{k}") for k in range(9)]
+    assert min(map(oracle.regret, fixed)) > 0.0
+    for phase, best in enumerate(oracle.ks):
+        assert oracle.phase_regrets(fixed[best])[phase] == 0.0
+    worst = max(fixed, key=lambda result: result.phases[1].decode_s)
+    regrets = oracle.phase_regrets(worst)
+    weighted = sum(r * best_s for r, best_s in zip(regrets, oracle.decode_s, strict=True)) / sum(
+        oracle.decode_s
+    )
+    assert oracle.regret(worst) == pytest.approx(weighted)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean, pstdev
+
+import pytest
+
+from forerun.plan.simulation.config import Phase, ServerConfig, Workload
+from forerun.plan.simulation.draws import key_of, normals, uniforms
+from forerun.plan.simulation.kinds.config import (
+    Bursty,
+    Clustered,
+    Constant,
+    Drifting,
+    Fixed,
+    Listed,
+    Lognormal,
+    Mixed,
+    Part,
+    PerPosition,
+    Poisson,
+    Recorded,
+    Uniform,
+)
+from forerun.plan.simulation.traffic import traffic_of
+from forerun.theory.splitmix import INCREMENT, finalise
+
+COUNT = 20_000
+
+
+def traffic(seed=5, **changes):
+    values = {
+        "requests": COUNT,
+        "prompt_tokens": Fixed(tokens=3),
+        "output_tokens": Fixed(tokens=9),
+        "phases": (Phase(share=1.0, acceptance=Constant(alpha=0.5)),),
+        "server": ServerConfig(max_k=4),
+    }
+    return traffic_of(Workload(**(values | changes)), seed)
+
+
+def test_numbers_are_those_of_splitmix_and_do_not_depend_on_how_many_are_asked_for():
+    key = key_of(7, 1)
+    expected = [(finalise(key + i * INCREMENT) >> 11) * 2.0**-53 for i in (1, 2, 3)]
+    assert uniforms(key, 3).tolist() == expected
+    assert uniforms(key, 9).tolist()[:3] == expected
+
+
+def test_keys_differ_by_every_part_and_its_place():
+    keys = {key_of(*parts) for parts in [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (-1, 0)]}
+    assert len(keys) == 7
+
+
+def test_normal_numbers_have_mean_0_and_deviation_1():
+    found = normals(key_of(3), COUNT).tolist()
+    assert len(found) == COUNT
+    assert fmean(found) == pytest.approx(0.0, abs=0.03)
+    assert pstdev(found) == pytest.approx(1.0, abs=0.02)
+    assert len(normals(key_of(3), 7)) == 7
+
+
+def test_poisson_arrivals_have_their_rate_and_exponential_gaps():
+    times = traffic(arrivals=Poisson(rate_per_s=50.0)).arrival_s
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    assert fmean(gaps) == pytest.approx(1 / 50, rel=0.02)
+    assert pstdev(gaps) == pytest.approx(1 / 50, rel=0.03)
+    assert min(gaps) >= 0.0
+
+
+def test_bursts_have_the_same_rate_and_come_together():
+    times = traffic(arrivals=Bursty(rate_per_s=50.0, burst=10.0)).arrival_s
+    assert len(times) == COUNT
+    assert COUNT / times[-1] == pytest.approx(50.0, rel=0.1)
+    assert COUNT / len(set(times)) == pytest.approx(10.0, rel=0.1)
+    alone = traffic(arrivals=Bursty(rate_per_s=50.0, burst=1.0)).arrival_s
+    assert len(set(alone)) == COUNT
+
+
+def test_recorded_arrivals_are_kept():
+    times = (0.0, 0.5, 0.5)
+    assert traffic(requests=3, arrivals=Recorded(times_s=times)).arrival_s == [0.0, 0.5, 0.5]
+
+
+def test_lengths():
+    uniform = traffic(output_tokens=Uniform(least=4, most=8)).num_output
+    assert set(uniform) == {4, 5, 6, 7, 8}
+    assert fmean(uniform) == pytest.approx(6.0, abs=0.05)
+    listed = traffic(requests=5, prompt_tokens=Listed(values=(7, 9))).num_prompt
+    assert listed == [7, 9, 7, 9, 7]
+    long = traffic(output_tokens=Lognormal(median=100.0, sigma=1.0, most=300)).num_output
+    assert sorted(long)[COUNT // 2] == pytest.approx(100, rel=0.05)
+    assert max(long) == 300
+    assert min(long) >= 1
+    # Without the cut, e^1 of the texts' logarithm above the median is one deviation: 84.1%.
+    assert sum(n <= 271 for n in long) / COUNT == pytest.approx(0.841, abs=0.01)
+
+
+def test_prompts_and_outputs_are_drawn_apart():
+    lengths = Uniform(least=1, most=1000)
+    found = traffic(prompt_tokens=lengths, output_tokens=lengths)
+    assert found.num_prompt != found.num_output
+
+
+def test_clustered_requests_have_an_alpha_each():
+    phases = (Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.15)),)
+    alphas = [alpha for alpha, *_ in traffic(phases=phases).alphas]
+    assert fmean(alphas) == pytest.approx(0.6, abs=0.005)
+    assert pstdev(alphas) == pytest.approx(0.15, abs=0.005)
+    assert all(len(set(found)) == 1 for found in traffic(phases=phases).alphas)
+
+
+def test_phases_change_suddenly_and_drifts_slowly():
+    phases = (
+        Phase(share=0.25, acceptance=Constant(alpha=0.65)),
+        Phase(share=0.75, acceptance=Drifting(start=0.35, end=0.05)),
+    )
+    found = traffic(requests=8, phases=phases)
+    assert found.phases == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [alphas[0] for alphas in found.alphas] == pytest.approx(
+        [0.65, 0.65, 0.35, 0.29, 0.23, 0.17, 0.11, 0.05]
+    )
+
+
+def test_acceptance_by_position_is_made_conditional_and_goes_on():
+    phases = (Phase(share=1.0, acceptance=PerPosition(beta=(0.8, 0.4))),)
+    assert traffic(requests=1, phases=phases).alphas[0] == pytest.approx((0.8, 0.5, 0.5, 0.5))
+    never = (Phase(share=1.0, acceptance=PerPosition(beta=(0.5, 0.0, 0.0))),)
+    assert traffic(requests=1, phases=never).alphas[0] == (0.5, 0.0, 0.0, 0.0)
+
+
+def test_a_mixture_has_its_weights_and_tags():
+    parts = (
+        Part(tag="code", weight=3.0, acceptance=Constant(alpha=0.9)),
+        Part(tag="prose", weight=1.0, acceptance=Constant(alpha=0.3)),
+    )
+    found = traffic(phases=(Phase(share=1.0, acceptance=Mixed(parts=parts)),))
+    code = [tags == ("code",) for tags in found.tags]
+    assert fmean(code) == pytest.approx(0.75, abs=0.01)
+    assert all((a[0] == 0.9) == its for a, its in zip(found.alphas, code, strict=True))
+
+
+def test_texts_depend_on_seed_and_request_only():
+    one, same = traffic(requests=4), traffic(requests=9)
+    assert one.text(2) == same.text(2)
+    assert one.text(2) != one.text(3)
+    assert one.text(2) != replace(one, seed=6).text(2)
+    assert len(one.text(0)) == 9 + 4 + 1
