@@ -1,0 +1,353 @@
+"""Servers that answer, are busy, break down, or are not what they should be."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+import httpx
+import pytest
+from tests.unit.align.data.conftest import maker, prompt, prompts
+
+from forerun.align.data.prompts import PromptRecord
+from forerun.align.data.response_store import ResponseStore
+from forerun.align.data.server import ResponseServer, ServerConfig, write_responses_from
+from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.sampling.config import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=6, seed=1)
+TEXT = "import os\n"
+
+
+class Pauses(threading.Event):
+    """Notes how long it would have been waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits_s: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits_s.append(timeout)
+        return self.is_set()
+
+
+class Server:
+    """Answers by a list of replies, the last one for ever; a function makes its own."""
+
+    def __init__(self, *replies: httpx.Response | Callable[[dict], httpx.Response]) -> None:
+        self.replies = list(replies)
+        self.asked: list[dict] = []
+        self.paths: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.asked.append(body)
+        self.paths.append(request.url.path)
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply(body) if callable(reply) else reply
+
+
+def told(text: str = TEXT, **changes: object) -> httpx.Response:
+    """A completion."""
+    choice = {"index": 0, "text": text, "finish_reason": "length"}
+    return httpx.Response(200, json={"choices": [choice | changes]})
+
+
+def client_of(server: Server, tokenizer, *, path: str = "", **changes: object) -> ResponseServer:
+    config = ServerConfig(url=f"http://server{path}", model="m", **changes)
+    client = httpx.Client(transport=httpx.MockTransport(server))
+    return ResponseServer(config=config, tokenizer=tokenizer, client=client, closing=Pauses())
+
+
+def respond(server: Server, tokenizer, params: SamplingParams = PARAMS, **changes: object):
+    return client_of(server, tokenizer, **changes).respond(prompt(3, 4, 5), 0, params)
+
+
+# ------------------------------------------------------------------------------------ what is asked
+
+
+@pytest.mark.parametrize(
+    ("path", "endpoint"),
+    [
+        ("", "/v1/completions"),
+        ("/v1", "/v1/completions"),
+        ("/v1/", "/v1/completions"),
+        ("/proxy", "/proxy/v1/completions"),
+        ("/v1/completions", "/v1/completions"),
+        ("/v1/chat/completions", "/v1/chat/completions"),
+    ],
+)
+def test_addresses(path, endpoint):
+    assert (
+        ServerConfig(url=f"http://server{path}", model="m").endpoint == f"http://server{endpoint}"
+    )
+
+
+def test_tokens_are_sent_with_the_deployed_parameters(plain):
+    server = Server(told())
+    params = SamplingParams(
+        max_tokens=9, temperature=0.5, top_k=7, min_p=0.1, stop="x", logit_bias={3: 1.5}, seed=4
+    )
+    respond(server, plain, params)
+    (body,) = server.asked
+    assert 0 <= body.pop("seed") < 2**31
+    assert body == {
+        "model": "m",
+        "prompt": [3, 4, 5],
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "max_tokens": 9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "stop": ["x"],
+        "logit_bias": {"3": 1.5},
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    assert server.paths == ["/v1/completions"]
+
+
+def test_samples_of_a_prompt_have_seeds_of_their_own(plain):
+    server = Server(told())
+    client = client_of(server, plain)
+    for index in range(3):
+        client.respond(prompt(3), index, PARAMS)
+    assert len({body["seed"] for body in server.asked}) == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(), "max_tokens is not set"),
+        (SamplingParams(max_tokens=3, bad_token_ids=(4,)), "bad_token_ids cannot be asked"),
+    ],
+)
+def test_parameters_no_server_takes_are_refused_before_asking(tmp_path, plain, params, message):
+    server = Server(told())
+    store = ResponseStore(tmp_path, maker(params=params))
+    with pytest.raises(InvalidRequest, match=message):
+        write_responses_from(client_of(server, plain), prompts(2), store)
+    assert server.asked == []
+
+
+def test_conversations_are_sent_to_the_chat_endpoint(plain):
+    message = {"role": "user", "content": "hi"}
+    record = PromptRecord(
+        prompt_ids=(3,), prompt_hash="0" * 16, tag="", where="p:1", messages=(message,)
+    )
+    choice = {"message": {"role": "assistant", "content": TEXT}, "finish_reason": "length"}
+    server = Server(httpx.Response(200, json={"choices": [choice]}))
+    client = client_of(server, plain, path="/v1/chat/completions", num_logprobs=5)
+    assert client.respond(record, 0, PARAMS).token_ids == tuple(plain.encode(TEXT))
+    (body,) = server.asked
+    assert body["messages"] == [message]
+    assert (body["logprobs"], body["top_logprobs"]) == (True, 5)
+    with pytest.raises(InvalidRequest, match=r"p\.jsonl:7 is no conversation"):
+        client.respond(prompt(3), 0, PARAMS)
+
+
+# ------------------------------------------------------------------------------- what it answers
+
+
+def test_ids_are_taken_as_the_server_tells_them(plain):
+    """These are not the tokenizer's own choice for the text."""
+    ids = [plain.encode(letter)[0] for letter in TEXT]
+    assert ids != plain.encode(TEXT)
+    assert respond(Server(told(token_ids=ids)), plain).token_ids == tuple(ids)
+
+
+def test_ids_of_the_end_come_with_them(plain):
+    ids = (*plain.encode(TEXT), 0)
+    reply = told(token_ids=list(ids), finish_reason="stop")
+    found = respond(Server(reply), plain)
+    assert (found.token_ids, found.finish_reason) == (ids, "stop")
+
+
+@pytest.mark.parametrize(
+    ("changes", "params", "with_end"),
+    [
+        ({"finish_reason": "length"}, PARAMS, False),
+        ({"finish_reason": "stop"}, PARAMS, True),
+        ({"finish_reason": "stop", "stop_reason": None}, PARAMS, True),
+        ({"finish_reason": "stop", "stop_reason": "\n"}, PARAMS, False),
+        ({"finish_reason": "stop"}, SamplingParams(max_tokens=6, stop=("\n",)), False),
+    ],
+)
+def test_text_alone_is_made_into_tokens(plain, changes, params, with_end):
+    found = respond(Server(told(**changes)), plain, params)
+    assert found.token_ids == (*plain.encode(TEXT), *((0,) if with_end else ()))
+    assert found.top_logprobs is None
+
+
+def test_log_probabilities_of_completions(plain):
+    ids = plain.encode(TEXT)
+    tops = [{f"token_id:{token}": -0.5, "token_id:7": -0.25} for token in ids]
+    logprobs = {"tokens": [f"token_id:{token}" for token in ids], "top_logprobs": tops}
+    server = Server(told(token_ids=ids, logprobs=logprobs))
+    found = respond(server, plain, num_logprobs=2)
+    assert server.asked[0]["logprobs"] == 2
+    assert found.top_logprobs == tuple(((7, -0.25), (token, -0.5)) for token in ids)
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_log_probabilities_of_conversations(plain, by_id):
+    """llama.cpp tells ids beside every token, and beside them alone."""
+
+    def named(token: int, logprob: float) -> dict:
+        name = {"id": token, "token": "?"} if by_id else {"token": f"token_id:{token}"}
+        return {**name, "logprob": logprob}
+
+    ids = plain.encode(TEXT)
+    content = [
+        {**named(token, -0.5), "top_logprobs": [named(token, -0.5), named(7, -1.5)]}
+        for token in ids
+    ]
+    found = respond(Server(told(logprobs={"content": content})), plain, num_logprobs=2)
+    assert found.token_ids == tuple(ids)
+    assert found.top_logprobs == tuple(((token, -0.5), (7, -1.5)) for token in ids)
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        {"tokens": ["import", " os"], "top_logprobs": [{"import": -0.5}, {" os": -0.5}]},
+        {"content": [{"token": "import", "top_logprobs": []}]},
+        {"strange": 1},
+        [],
+    ],
+)
+def test_log_probabilities_of_text_are_not_taken(plain, logprobs):
+    found = respond(Server(told(logprobs=logprobs)), plain, num_logprobs=1)
+    assert found.token_ids == tuple(plain.encode(TEXT))
+    assert found.top_logprobs is None
+
+
+def test_a_server_with_another_tokenizer_is_refused(plain):
+    with pytest.raises(InvalidRequest, match="another tokenizer"):
+        respond(Server(told(token_ids=[201, 202, 203])), plain)
+
+
+# --------------------------------------------------------------------------------- what goes wrong
+
+
+BROKEN = [
+    httpx.Response(500, text="oops"),
+    httpx.Response(503),
+    httpx.Response(429),
+    httpx.Response(200, text="<html>"),
+    httpx.Response(200, json={"choices": []}),
+    httpx.Response(200, json=[]),
+    httpx.Response(200, json={"choices": [{"text": None, "finish_reason": "stop"}]}),
+    httpx.Response(200, json={"choices": [{"text": "half", "finish_reason": "abort"}]}),
+    httpx.ConnectError("refused"),
+    httpx.ReadTimeout("too slow"),
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_asking_again_helps(plain, broken):
+    server = Server(broken, broken, told())
+    client = client_of(server, plain)
+    assert client.respond(prompt(3), 0, PARAMS).token_ids == tuple(plain.encode(TEXT))
+    assert client.closing.waits_s == [1.0, 2.0]
+    assert server.asked[0] == server.asked[2]
+
+
+def test_waits_grow_to_a_limit_and_then_the_server_is_broken(plain):
+    client = client_of(Server(BROKEN[0]), plain, num_tries=6, max_wait_s=5.0)
+    with pytest.raises(ServerUnavailable, match=r"in 6 tries: status 500: oops"):
+        client.respond(prompt(3), 0, PARAMS)
+    assert client.closing.waits_s == [1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited_s"), [("7", 7.0), ("1000", 60.0), ("-1", 1.0), ("soon", 1.0), ("nan", 1.0)]
+)
+def test_a_busy_server_says_how_long(plain, asked, waited_s):
+    client = client_of(Server(httpx.Response(429, headers={"retry-after": asked}), told()), plain)
+    client.respond(prompt(3), 0, PARAMS)
+    assert client.closing.waits_s == [waited_s]
+
+
+def test_a_refusal_is_final_and_names_the_prompt(plain):
+    server = Server(httpx.Response(404, text="no model m"))
+    with pytest.raises(InvalidRequest, match=r"p\.jsonl:7: .* refuses it with .*404: no model m"):
+        respond(server, plain)
+    assert len(server.asked) == 1
+
+
+def test_a_strict_server_is_asked_without_extensions(plain):
+    def strict(body: dict) -> httpx.Response:
+        return httpx.Response(400, text="what?") if "return_token_ids" in body else told()
+
+    server = Server(strict)
+    client = client_of(server, plain)
+    for _ in range(2):
+        client.respond(prompt(3), 0, PARAMS)
+    assert ["return_token_ids" in body for body in server.asked] == [True, False, False]
+
+
+def test_a_bad_request_without_extensions_is_final(plain):
+    server = Server(httpx.Response(400, text="too long"))
+    with pytest.raises(InvalidRequest, match="too long"):
+        respond(server, plain)
+    assert len(server.asked) == 2
+
+
+# --------------------------------------------------------------------------------------- all of it
+
+
+def echo(body: dict) -> httpx.Response:
+    """Says something else to every prompt."""
+    return told("x" * body["prompt"][0])
+
+
+def test_a_server_that_breaks_down_loses_nothing_and_doubles_nothing(tmp_path, plain):
+    num_good = 5
+    lock = threading.Lock()
+
+    def failing(body: dict) -> httpx.Response:
+        nonlocal num_good
+        with lock:
+            num_good -= 1
+            return echo(body) if num_good >= 0 else httpx.Response(502, text="down")
+
+    everything = prompts(9)
+    store = ResponseStore(tmp_path, maker())
+    client = client_of(Server(failing), plain, max_concurrent=3, num_tries=2)
+    with pytest.raises(ServerUnavailable, match=r"down; [1-5] responses are kept in .*run again"):
+        write_responses_from(client, everything, store)
+    num_kept = len(store)
+
+    told_of: list[tuple[int, int]] = []
+    server = Server(echo)
+    store = ResponseStore(tmp_path, maker())
+    assert len(store) == num_kept
+    write_responses_from(
+        client_of(server, plain), everything, store, tell=lambda *done: told_of.append(done)
+    )
+    assert told_of == [(number, 9) for number in range(num_kept, 10)]
+    assert len(server.asked) == 9 - num_kept
+    texts = [plain.decode(sample.token_ids[3:]) for sample in store.samples(everything, 1)]
+    assert texts == ["x" * (number + 1) for number in range(9)]
+    assert len(store.path.read_text().splitlines()) == 1 + 9
+
+
+def test_nobody_is_waited_for_after_the_end(tmp_path, plain):
+    client = client_of(Server(httpx.Response(404)), plain)
+    with pytest.raises(InvalidRequest):
+        write_responses_from(client, prompts(2), ResponseStore(tmp_path, maker()))
+    assert client.closing.is_set()
+
+
+def test_the_key_of_the_environment_is_sent(plain, monkeypatch):
+    config = ServerConfig(url="http://server", model="m")
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    with ResponseServer.connect(config, plain).client as client:
+        assert client.headers["authorization"] == "Bearer k"
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with ResponseServer.connect(config, plain).client as client:
+        assert "authorization" not in client.headers
