@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from forerun.theory.cost import CostTable
 
@@ -17,6 +17,7 @@ MOST_SURPRISE = 0.7
 """Largest log of measured over expected that is believed: a step may be held up by anything."""
 
 
+@runtime_checkable
 class Costs(Protocol):
     """Cost tables of one drafter, by how its nodes are chosen."""
 
