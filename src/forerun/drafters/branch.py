@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.models.base import Span
 from forerun.models.context import Context
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams, draft_params
+from forerun.theory.stop_rule import StopRule
 
 __all__ = ["Branch"]
 
@@ -23,7 +26,9 @@ class Branch:
         params: the request's parameters with the draft's temperature.
         choice: how its nodes are chosen.
         budget: tokens to draft in this step.
-        limit: what set the budget: "budget" of the plan, or the draft's own "context".
+        limit: what set the budget: "budget" of the plan, the draft's own "context", or "stop_rule".
+        stop: the plan's rule for ending the draft before its budget.
+        stop_values: what the rule measured before every node; None without one.
         num_chain: pending committed tokens fed by the first pass.
         num_fed: drafted tokens fed, all of them staged.
         proven: a proposal made from all that is cached has been verified; what a failing draft
@@ -36,6 +41,8 @@ class Branch:
     choice: Choice
     budget: int = 0
     limit: str = "budget"
+    stop: StopRule | None = None
+    stop_values: tuple[float, ...] | None = None
     num_chain: int = 0
     num_fed: int = 0
     proven: bool = False
@@ -52,11 +59,22 @@ class Branch:
             choice=Choice.DETERMINISTIC if params.greedy else choice,
         )
 
-    def plan(self, num_speculative_tokens: int, max_context: int) -> None:
-        """Take this step's K, cut to the room the draft has for its tokens."""
+    def follow(self, plan: Plan, max_context: int) -> None:
+        """Take this step's K, cut to the room the draft has for its tokens, and its stop rule."""
         room = max(0, max_context - self.num_committed)
-        self.budget = min(num_speculative_tokens, room)
-        self.limit = "budget" if self.budget == num_speculative_tokens else "context"
+        self.budget = min(plan.num_speculative_tokens, room)
+        self.limit = "budget" if self.budget == plan.num_speculative_tokens else "context"
+        self.stop, self.stop_values = plan.stop, None
+
+    def end(self, values: Sequence[float]) -> None:
+        """Cut the budget to the nodes the rule leaves, by what it measured before each."""
+        if self.stop is None:
+            return
+        for node, value in enumerate(values[: self.budget]):
+            if node > 0 and self.stop.stops(value):
+                self.budget, self.limit = node, "stop_rule"
+                break
+        self.stop_values = tuple(values[: self.budget])
 
     def may_chain(self, num_tokens: int, max_context: int) -> bool:
         """Whether a chain of `num_tokens`, maybe past its own budget, can be had in one call.

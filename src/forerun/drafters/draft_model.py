@@ -61,7 +61,7 @@ class DraftModel:
         if branch is None:
             branch = Branch.begin(request, self._open(request))
             self._branches[request.request_id] = branch
-        branch.plan(plan.num_speculative_tokens, self.model.max_context)
+        branch.follow(plan, self.model.max_context)
         return branch
 
     def _open(self, request: DraftRequest) -> Context:
@@ -77,7 +77,8 @@ class DraftModel:
         batch = self._batch([branch.first_span() for branch in branches], branches)
         if all(branch.may_chain(depth, self.model.max_context) for branch in branches):
             choices = {branch.choice for branch in branches}
-            if choices == {Choice.DETERMINISTIC}:
+            stops = any(branch.stop is not None for branch in branches)
+            if choices == {Choice.DETERMINISTIC} and not stops:
                 chains = self.model.greedy_chain(batch, depth, self.vocab_size).unbind()
                 after_chains(branches, depth)
                 return [
@@ -85,7 +86,7 @@ class DraftModel:
                 ]
             if self._samples_chains and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
                 levels = self._sampled_chains(branches, batch, depth, Choice.COUPLED in choices)
-                after_chains(branches, depth)
+                after_chains(branches, num_levels(branches, levels))
                 return proposals_of(branches, levels)
         return proposals_of(branches, draft_levels(self.model, branches, batch, self.vocab_size))
 
@@ -97,10 +98,21 @@ class DraftModel:
         temperatures = torch.tensor([b.params.temperature for b in branches], dtype=torch.float32)
         keys = race_keys(branches, depth) if by_race else draft_keys(branches, depth)
         device = self.model.device
-        tokens, laws = self.model.sampled_chain(
-            batch, keys.to(device), temperatures.to(device), self.vocab_size, by_race=by_race
+        stops = [branch.stop for branch in branches]
+        drawn = self.model.sampled_chain(
+            batch,
+            keys.to(device),
+            temperatures.to(device),
+            self.vocab_size,
+            by_race=by_race,
+            stops=() if all(stop is None for stop in stops) else stops,
         )
-        return Levels(tokens=tokens, laws=laws)
+        greedy = all(branch.choice is Choice.DETERMINISTIC for branch in branches)
+        return Levels(
+            tokens=drawn.tokens,
+            laws=None if greedy else drawn.laws,
+            stop_values=() if drawn.stop_values is None else measured(drawn.stop_values),
+        )
 
     def _batch(self, spans: Sequence[Span], branches: Sequence[Branch]) -> RowBatch:
         """A pass over pending tokens that wants the last row of every branch."""
@@ -152,6 +164,19 @@ def after_chains(branches: Sequence[Branch], depth: int) -> None:
         branch.num_fed = depth - 1
 
 
+def measured(values: Tensor) -> list[list[float]]:
+    """Per branch, what was measured of it: -1 is nothing."""
+    columns: list[list[float]] = values.t().tolist()
+    return [[value for value in column if value != -1.0] for column in columns]
+
+
+def num_levels(branches: Sequence[Branch], levels: Levels) -> int:
+    """Levels that were drafted: without a stop rule on every branch, all of them."""
+    if not levels.stop_values or any(branch.stop is None for branch in branches):
+        return len(levels.tokens)
+    return max(map(len, levels.stop_values))
+
+
 def greedy_proposal(branch: Branch, chain: Tensor) -> Proposal:
     """A chain of argmaxes, cut to the budget."""
     tokens = chain[: branch.budget] if branch.budget < len(chain) else chain
@@ -160,6 +185,7 @@ def greedy_proposal(branch: Branch, chain: Tensor) -> Proposal:
         tree=TokenTree.chain(branch.budget),
         choice=Choice.DETERMINISTIC,
         stop_reason=branch.limit,
+        stop_values=branch.stop_values,
         assurance=Assurance(tokens=tokens, draft_probs=None),
     )
 
@@ -171,6 +197,8 @@ def proposals_of(branches: Sequence[Branch], levels: Levels) -> list[Proposal]:
     to drop drawn tokens for what they are, which biases the text; to end it there is not. A failure
     at the first node depends on committed tokens alone and is left for the engine to refuse.
     """
+    for branch, values in zip(branches, levels.stop_values, strict=False):
+        branch.end(values)
     if levels.laws is None:
         chains = levels.tokens.t().unbind()
         return [greedy_proposal(b, chain) for b, chain in zip(branches, chains, strict=True)]
@@ -198,5 +226,6 @@ def sampled_proposal(
         choice=branch.choice,
         draft_probs=laws,
         stop_reason=branch.limit if length == branch.budget else "no_law",
+        stop_values=None if branch.stop_values is None else branch.stop_values[:length],
         assurance=Assurance(tokens=tokens, draft_probs=laws) if num_lawful else None,
     )

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.drafters.branch import Branch
+from forerun.drafters.stopping import Stopping
 from forerun.models.base import LanguageModel, RowBatch
 from forerun.sampling.choice import Choice
 from forerun.sampling.history import RowHistory
@@ -28,16 +29,19 @@ class Levels:
     Attributes:
         tokens: drafted tokens; meaningless past the budget of a branch.
         laws: the rows they were drawn from, likewise; None where all chains are deterministic.
+        stop_values: per branch, what its stop rule measured before its draws, up to the first node
+            it leaves out; empty where no branch has a rule.
     """
 
     tokens: Int64[Tensor, "levels branches"]
     laws: Float[Tensor, "levels branches vocab"] | None
+    stop_values: Sequence[Sequence[float]] = ()
 
 
 def draft_levels(
     model: LanguageModel, branches: Sequence[Branch], batch: RowBatch, vocab_size: int
 ) -> Levels:
-    """Draft every branch to its budget.
+    """Draft every branch to its budget, or until all that go on are stopped by their rules.
 
     Args:
         model: the draft.
@@ -52,20 +56,30 @@ def draft_levels(
     if any(branch.choice is not Choice.DETERMINISTIC for branch in branches):
         laws = torch.empty(num_levels, len(branches), vocab_size, device=device)
     positions = batch.positions.index_select(0, batch.logit_rows)
+    stopping = Stopping(branches, device) if any(b.stop is not None for b in branches) else None
     drafted: list[Tensor] = []
     for level in range(num_levels):
         if level > 0:
             branches = [branch for branch in branches if branch.budget > level]
             positions = positions[: len(branches)] + 1
             batch = next_pass(branches, drafted[-1][: len(branches)], positions)
+        logits = fit_vocabulary(model.forward(batch).logits, vocab_size)
         law = target_probs(
-            fit_vocabulary(model.forward(batch).logits, vocab_size),
+            logits,
             params.rows(slice(len(branches))),
             row_histories(branches, drafted),
             out=None if laws is None else laws[level, : len(branches)],
         )
+        if stopping is not None:
+            stopping.look(logits, law)
         drafted.append(chooser.choose(law, level))
-    return Levels(tokens=torch.nn.utils.rnn.pad_sequence(drafted, batch_first=True), laws=laws)
+        if stopping is not None and stopping.ended(len(branches)):
+            break
+    return Levels(
+        tokens=torch.nn.utils.rnn.pad_sequence(drafted, batch_first=True),
+        laws=None if laws is None else laws[: len(drafted)],
+        stop_values=() if stopping is None else stopping.values,
+    )
 
 
 def draft_keys(branches: Sequence[Branch], num_levels: int) -> Int64[Tensor, "levels branches"]:

@@ -141,6 +141,7 @@ class Stepper:
                 last_token_source=verdict.sources[turn.num_emitted - 1],
                 expected_accepted=verdict.expected_accepted,
                 stop_reason=turn.proposal.stop_reason if turn.proposal else None,
+                stop_values=turn.proposal.stop_values if turn.proposal else None,
             )
             for turn in emitting
             if (verdict := turn.verdict) is not None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from forerun.models.prefixes import Prefix
+from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LayeredModel",
     "RowBatch",
     "SampledChains",
+    "SampledTokens",
     "Scores",
     "Span",
 ]
@@ -200,6 +202,20 @@ class LayeredModel(LanguageModel, Protocol):
         """
 
 
+class SampledTokens(NamedTuple):
+    """Chains of one call side by side.
+
+    Attributes:
+        tokens: what was drawn.
+        laws: what each was drawn from.
+        stop_values: what stop rules measured before each draw, -1 where nothing did; None without.
+    """
+
+    tokens: Int64[Tensor, "num_tokens sequences"]
+    laws: Float32[Tensor, "num_tokens sequences vocab"]
+    stop_values: Float32[Tensor, "num_tokens sequences"] | None = None
+
+
 @runtime_checkable
 class SampledChains(Protocol):
     """A model that draws a whole chain in one call; for the others it is drafted level by level."""
@@ -212,9 +228,8 @@ class SampledChains(Protocol):
         vocab_size: int,
         *,
         by_race: bool,
-    ) -> tuple[
-        Int64[Tensor, "num_tokens sequences"], Float32[Tensor, "num_tokens sequences vocab"]
-    ]:
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
         """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
 
         Stages rows as `LanguageModel.greedy_chain` does.
@@ -226,7 +241,6 @@ class SampledChains(Protocol):
             vocab_size: width of the laws, 0 past the model's own vocabulary; a law is NaN
                 throughout where logits are NaN or infinite, and so are those behind it.
             by_race: draw as `sampling.race` does instead of by the inverse of the distribution.
-
-        Returns:
-            The tokens, and the laws they were drawn from.
+            stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none
+                stops.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import (
     POINTER,
     Structure,
@@ -16,19 +17,23 @@ from ctypes import (
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from forerun.errors import RunnerUnavailable
 from forerun.native.compiler import compiled_kernels
+from forerun.theory.stop_rule import Measure
 
 __all__ = [
     "ELEMENTS",
+    "MEASURES",
     "Kernels",
     "LawsStruct",
     "MatrixKind",
     "PassStruct",
     "Sizes",
+    "StopsStruct",
     "StoreStruct",
     "VectorKind",
     "load_kernels",
@@ -72,6 +77,12 @@ class LawsStruct(Structure):
     )
 
 
+class StopsStruct(Structure):
+    """`ForerunStops`."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("measures", "thresholds", "values"))
+
+
 class VectorKind(IntEnum):
     """`ForerunVector`."""
 
@@ -97,6 +108,9 @@ class MatrixKind(IntEnum):
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types the kernels compute with, as `ForerunElement`."""
 
+MEASURES: Mapping[Measure, int] = MappingProxyType({"entropy": 1, "top_probability": 2})
+"""What stop rules look at, as `ForerunMeasure`."""
+
 SIGNATURES = {
     "forerun_interface": (c_size_t, ()),
     "forerun_crew_new": (c_void_p, (c_int32,)),
@@ -117,7 +131,7 @@ SIGNATURES = {
         c_bool,
         (
             *(c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_int32, c_int32),
-            *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
+            *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
         ),
     ),
     "forerun_largest": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
@@ -160,7 +174,7 @@ def open_library(folder: Path | None = None) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     expected = 0
-    for structure in (Sizes, PassStruct, StoreStruct, LawsStruct):
+    for structure in (Sizes, PassStruct, StoreStruct, LawsStruct, StopsStruct):
         expected = 1000 * expected + ctypes.sizeof(structure)
     if library.forerun_interface() != expected:
         raise RunnerUnavailable("the compiled kernels and their declarations in Python disagree")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from forerun.models.base import LanguageModel, RowBatch, SampledChains, Scores
+from forerun.models.base import LanguageModel, RowBatch, SampledChains, SampledTokens, Scores
 from forerun.models.wrapped import WrappedModel
 from forerun.probe.stopwatch import Stopwatch
+from forerun.theory.stop_rule import StopRule
 
 __all__ = ["TimedModel", "timed"]
 
@@ -57,13 +60,14 @@ class TimedSampledModel(TimedModel):
         vocab_size: int,
         *,
         by_race: bool,
-    ) -> tuple[
-        Int64[Tensor, "num_tokens sequences"], Float32[Tensor, "num_tokens sequences vocab"]
-    ]:
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
         """A sampled chain of the model, timed."""
         assert isinstance(self.model, SampledChains)
         start_s = self.stopwatch.now_s()
-        drawn = self.model.sampled_chain(batch, keys, temperatures, vocab_size, by_race=by_race)
+        drawn = self.model.sampled_chain(
+            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
+        )
         self.inside_s += self.stopwatch.now_s() - start_s
         return drawn
 

@@ -11,7 +11,7 @@ Cost per pass: the weights are read once; activations take memory of the largest
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import replace
 from itertools import chain
@@ -22,19 +22,22 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import Architecture
-from forerun.models.base import RowBatch, Scores
+from forerun.models.base import RowBatch, SampledTokens, Scores
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
 from forerun.models.stored import StoredModel
 from forerun.native.library import (
     ELEMENTS,
+    MEASURES,
     Kernels,
     MatrixKind,
     PassStruct,
     Sizes,
+    StopsStruct,
     StoreStruct,
     VectorKind,
 )
+from forerun.theory.stop_rule import StopRule
 
 __all__ = ["NativeModel", "build_native_model"]
 
@@ -111,9 +114,8 @@ class NativeModel(StoredModel):
         vocab_size: int,
         *,
         by_race: bool,
-    ) -> tuple[
-        Int64[Tensor, "num_tokens sequences"], Float32[Tensor, "num_tokens sequences vocab"]
-    ]:
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
         """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
 
         All passes happen in one call; see `SampledChains`.
@@ -123,6 +125,8 @@ class NativeModel(StoredModel):
         laws = torch.empty(num_tokens, num_sequences, vocab_size)
         drafted = torch.empty((num_sequences, num_tokens), dtype=torch.int64)
         keys = keys.contiguous()
+        # What is asked of the kernels stays referenced here for as long as they read it.
+        asked = Stops(stops, num_tokens) if stops else None
         self._call(
             batch,
             lambda rows: self.weights.kernels.library.forerun_decoder_sampled_chain(
@@ -134,11 +138,12 @@ class NativeModel(StoredModel):
                 temperatures.data_ptr(),
                 keys.data_ptr(),
                 by_race,
+                None if asked is None else byref(asked.struct),
                 laws.data_ptr(),
                 drafted.data_ptr(),
             ),
         )
-        return drafted.t(), laws
+        return SampledTokens(drafted.t(), laws, None if asked is None else asked.values)
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """The model without the layers above; weights and store are shared."""
@@ -177,6 +182,25 @@ class NativeModel(StoredModel):
                 f"no memory for a pass of {len(tokens)} rows; feed less at once "
                 "(prefill_chunk, max_step_rows, max_batch)"
             )
+
+
+class Stops:
+    """Stop rules as the kernels read them, and what is measured for them.
+
+    Args:
+        rules: one per sequence; None for those that do not stop.
+        num_tokens: most tokens of a chain.
+    """
+
+    def __init__(self, rules: Sequence[StopRule | None], num_tokens: int) -> None:
+        self.measures = array("i", (0 if r is None else MEASURES[r.measure] for r in rules))
+        self.thresholds = array("d", (0.0 if rule is None else rule.threshold for rule in rules))
+        self.values = torch.full((num_tokens, len(rules)), -1.0)
+        self.struct = StopsStruct(
+            self.measures.buffer_info()[0],
+            self.thresholds.buffer_info()[0],
+            self.values.data_ptr(),
+        )
 
 
 class PackedWeights:

@@ -15,12 +15,37 @@ struct Sampling {
     const float* temperatures;
     const int64_t* keys;
     bool by_race;
+    const ForerunStops* stops;
     float* laws;
 
     int64_t token(size_t at) const {
         const float* law = laws + at * vocab_size;
         return by_race ? race(law, vocab_size, keys[at]) : draw(law, vocab_size, uniform(keys[at]));
     }
+};
+
+// Which spans of a chain have come to a token that is not to be drafted.
+class Stops {
+  public:
+    Stops(const ForerunStops* rules, int num_spans) : rules_(rules), stopped_(num_spans) {}
+
+    // Before token n of a span is drawn; the first is always drafted.
+    void look(const float* scores, int64_t size, float temperature, int n, int span) {
+        if (!rules_ || rules_->measures[span] == kNoMeasure || stopped_[span]) return;
+        const bool is_entropy = rules_->measures[span] == kEntropy;
+        const float value = uncertainty(scores, size, temperature, is_entropy);
+        const double threshold = rules_->thresholds[span];
+        rules_->values[size_t(n) * stopped_.size() + span] = value;
+        if (n > 0 && (is_entropy ? value > threshold : value < threshold)) stopped_[span] = true;
+    }
+
+    bool everywhere() const {
+        return rules_ && std::all_of(stopped_.begin(), stopped_.end(), [](char is) { return is; });
+    }
+
+  private:
+    const ForerunStops* rules_;
+    std::vector<char> stopped_;
 };
 
 class AnyDecoder {
@@ -75,6 +100,7 @@ class Decoder final : public AnyDecoder {
                       int vocab_size, int64_t* drafted) override {
         follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
             best_tokens(pass, store, vocab_size, num_tokens, drafted + n);
+            return true;
         });
     }
 
@@ -84,24 +110,28 @@ class Decoder final : public AnyDecoder {
         const int64_t own = weights_.sizes.vocab_size, wanted = sampling.vocab_size;
         const int64_t most = std::min(own, wanted);
         std::vector<float> logits(size_t(num_spans) * own);
+        Stops stops(sampling.stops, num_spans);
         follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
             forward(pass, store, logits.data());
             for (int i = 0; i < num_spans; ++i) {
                 const size_t at = size_t(n) * num_spans + i;
                 float* law = sampling.laws + at * wanted;
-                softmax(logits.data() + i * own, most, sampling.temperatures[i], law);
+                const float* scores = logits.data() + i * own;
+                stops.look(scores, most, sampling.temperatures[i], n, i);
+                softmax(scores, most, sampling.temperatures[i], law);
                 std::fill(law + most, law + wanted, std::isnan(law[0]) ? kNaN : 0.f);
                 drafted[size_t(i) * num_tokens + n] = std::min(sampling.token(at), most - 1);
             }
+            return !stops.everywhere();
         });
     }
 
   private:
     // `draft(pass, n)` puts token n of every span at drafted[span][n]: of the rows given, then of
-    // passes of one row per span behind them, each fed the token before.
+    // passes of one row per span behind them, each fed the token before, while it says to go on.
     template <class Draft>
     void follow(const ForerunPass& rows, int num_tokens, const int64_t* drafted, Draft&& draft) {
-        draft(rows, 0);
+        if (!draft(rows, 0)) return;
         std::vector<ForerunSpan> spans(rows.spans, rows.spans + rows.num_spans);
         std::vector<int64_t> tokens(rows.num_spans), wanted(rows.num_spans);
         for (int i = 0; i < rows.num_spans; ++i) {
@@ -113,7 +143,7 @@ class Decoder final : public AnyDecoder {
                                spans.data(),    nullptr,        tokens.data(),  wanted.data()};
         for (int n = 1; n < num_tokens; ++n) {
             for (int i = 0; i < rows.num_spans; ++i) tokens[i] = drafted[i * num_tokens + n - 1];
-            draft(next, n);
+            if (!draft(next, n)) return;
             for (ForerunSpan& span : spans) ++span.start;
         }
     }
@@ -180,7 +210,7 @@ static_assert(sizeof(ForerunChain) == 6 * 8 && sizeof(ForerunVerdict) == 4 * 8);
 size_t forerun_interface() {
     size_t result = 0;
     for (size_t size : {sizeof(ForerunSizes), sizeof(ForerunPass), sizeof(ForerunStore),
-                        sizeof(ForerunLaws)})
+                        sizeof(ForerunLaws), sizeof(ForerunStops)})
         result = 1000 * result + size;
     return result;
 }
@@ -227,8 +257,8 @@ bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const 
 bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                    int32_t num_tokens, int32_t vocab_size,
                                    const float* temperatures, const int64_t* keys, int32_t by_race,
-                                   float* laws, int64_t* drafted) {
-    const Sampling sampling{vocab_size, temperatures, keys, by_race != 0, laws};
+                                   const ForerunStops* stops, float* laws, int64_t* drafted) {
+    const Sampling sampling{vocab_size, temperatures, keys, by_race != 0, stops, laws};
     return within_memory([&] {
         as_decoder(decoder)->sampled_chain(*pass, *store, num_tokens, sampling, drafted);
     });

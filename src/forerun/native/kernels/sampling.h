@@ -108,6 +108,31 @@ inline void softmax(const float* scores, int64_t size, float temperature, float*
     for (int64_t i = 0; i < size; ++i) probs[i] *= share;
 }
 
+// What a stop rule looks at: the entropy in nats, or the largest probability, of the law of a row at a
+// temperature, at 0 of the one at 1; NaN where there is none. See theory/stop_rule.py.
+inline float uncertainty(const float* scores, int64_t size, float temperature, bool is_entropy) {
+    const float best = largest_of(scores, size);
+    if (!std::isfinite(best)) return kNaN;
+    const Floats scale = splat(temperature > 0 ? 1 / temperature : 1.f), shift = splat(best);
+    const Floats least = splat(-100.f);  // of no weight, and still a number
+    Doubles total = {}, moment = {};
+    for (int64_t start = 0; start < size; start += kBlock) {
+        const int64_t end = std::min(start + kBlock, size);
+        Floats sum = {}, product = {};
+        for (int64_t i = start; i < end; i += kLanes) {
+            const Floats scaled = larger((load_some(scores + i, end - i, -INFINITY) - shift) * scale, least);
+            const Floats weights = exponential(scaled);
+            sum += weights;
+            product += weights * scaled;
+        }
+        total += __builtin_convertvector(sum, Doubles);
+        moment += __builtin_convertvector(product, Doubles);
+    }
+    double mass = 0, logs = 0;
+    for (int i = 0; i < kLanes; ++i) mass += total[i], logs += moment[i];
+    return is_entropy ? float(std::log(mass) - logs / mass) : float(1 / mass);
+}
+
 inline double sum_of(const float* weights, int64_t size) {
     Doubles sum = {};
     for (int64_t i = 0; i < size; i += kLanes)
