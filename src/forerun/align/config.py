@@ -44,6 +44,11 @@ class DataConfig:
     """Share of the training tokens taken from responses the records bring along."""
     replay: tuple[Path, ...] = ()
     """Traces with token ids: the draft learns the positions at which it was rejected."""
+    response_temperature: float | None = None
+    """Temperature the responses are drawn at; by default the deployment's. Greedy responses are few
+    and loop: at temperature 0, draw at 1 and learn the target's choices there."""
+    held_out: Path | None = None
+    """Prompts to judge on; by default a share of `prompts`."""
     held_out_share: float = 0.1
     """Share of the prompts kept for judging, chosen by their hash."""
     max_prompt_tokens: int = 512
@@ -104,8 +109,8 @@ class TrainingConfig:
     """Train adapters of this rank, merged at the end; 0 trains all weights."""
     checkpoint_every_s: float = 300.0
     """Seconds between checkpoints."""
-    seed: int = 0
-    """Of order and initialisation."""
+    training_seed: int = 0
+    """Of the order of rows and of fresh weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,8 @@ class EvaluationConfig:
     """K."""
     num_evaluations: int = 8
     """Judgements during training, evenly spread; before and after come on top."""
+    in_domain: str | None = None
+    """Tag of the prompts the draft is made for; the ledger says what the others cost."""
     max_prompts: int = 64
     """Held-out prompts a judgement during training uses at most; the final one uses all."""
     profile: Path | None = None
@@ -132,6 +139,10 @@ class AlignConfig:
     """The draft to start from; or see `init`."""
     init: Path | None = None
     """config.json of a draft to make from nothing, in the target's vocabulary."""
+    dtype: str = "auto"
+    """Of the target: auto (as stored), bfloat16, float16 or float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
     out: Path = Path("aligned")
     """Folder for the draft (out/draft), data, caches, checkpoints, metrics and report."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))

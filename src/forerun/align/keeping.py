@@ -1,0 +1,116 @@
+"""Judging a draft while it learns, and keeping the one that promises most."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forerun.align.evaluation.figures import DraftFigures
+from forerun.align.evaluation.judge import Judge
+from forerun.align.workspace import Workspace
+
+__all__ = ["Judgement", "Keeper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a draft was found to be worth after some steps.
+
+    Attributes:
+        step: optimiser steps done.
+        acceptance_length: tau.
+        acceptance_probability: alpha; None for drafters without a model.
+        predicted_speedup: at the best K; None without costs.
+        duration_s: of judging.
+    """
+
+    step: int
+    acceptance_length: float
+    acceptance_probability: float | None
+    predicted_speedup: float | None
+    duration_s: float
+
+    @property
+    def worth(self) -> tuple[float, float]:
+        """What the better draft has more of: predicted speedup, and tau where that ties.
+
+        A draft that never pays is predicted 1.0 whatever it accepts, hence the second.
+        """
+        return self.predicted_speedup or 0.0, self.acceptance_length
+
+
+class Keeper:
+    """Keeps every judgement, and in `Workspace.draft` the draft of the best.
+
+    Args:
+        workspace: to keep them in.
+        judge: of held-out prompts.
+        max_prompts: prompts of a judgement.
+    """
+
+    def __init__(self, workspace: Workspace, judge: Judge, max_prompts: int) -> None:
+        self.workspace = workspace
+        self.judge = judge
+        self.max_prompts = max_prompts
+        self.judgements = read_judgements(workspace.judgements)
+
+    @property
+    def best(self) -> Judgement:
+        """The first of the best so far."""
+        return max(self.judgements.values(), key=lambda judgement: judgement.worth)
+
+    @property
+    def latest(self) -> Judgement:
+        """The last one."""
+        return self.judgements[max(self.judgements)]
+
+    def consider(self, step: int) -> Judgement:
+        """Judge the snapshot of a step, once, and keep its draft if it is the best so far."""
+        if step not in self.judgements:
+            started_s = time.monotonic()
+            figures = self.judge.judge(
+                self.workspace.snapshot(step), name=f"step {step}", max_prompts=self.max_prompts
+            )
+            self._append(judgement_of(step, figures, time.monotonic() - started_s))
+        if self.best.step == step:
+            replace_folder(self.workspace.snapshot(step), self.workspace.draft)
+        return self.judgements[step]
+
+    def _append(self, judgement: Judgement) -> None:
+        self.judgements[judgement.step] = judgement
+        with self.workspace.judgements.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(judgement)) + "\n")
+
+
+def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
+    """The figures a choice rests on."""
+    overall = figures.overall
+    tau, alpha = overall.acceptance_length, overall.acceptance_probability
+    return Judgement(
+        step=step,
+        acceptance_length=1.0 if tau is None else tau.estimate,
+        acceptance_probability=None if alpha is None else alpha.estimate,
+        predicted_speedup=None if overall.speedup is None else overall.speedup.best.estimate,
+        duration_s=duration_s,
+    )
+
+
+def read_judgements(path: Path) -> dict[int, Judgement]:
+    """Judgements by step; a last line that was cut off by a kill is left out."""
+    if not path.exists():
+        return {}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    found = [Judgement(**json.loads(line)) for line in lines if line.endswith("\n")]
+    return {judgement.step: judgement for judgement in found}
+
+
+def replace_folder(source: Path, destination: Path) -> None:
+    """Copy a folder over another, which is there as a whole before and after."""
+    scratch = destination.with_name(destination.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch)
+    shutil.rmtree(destination, ignore_errors=True)
+    scratch.rename(destination)

@@ -1,0 +1,89 @@
+"""What an alignment was, found and made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forerun.align.evaluation.compare import Change, changes
+from forerun.align.evaluation.figures import DraftFigures
+from forerun.align.evaluation.ledger import Ledger
+from forerun.align.keeping import Judgement
+from forerun.provenance import Provenance
+
+__all__ = ["AlignReport", "DataFacts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """What was learned and judged on.
+
+    Attributes:
+        num_training_prompts: prompts on the side that is learned.
+        num_held_out_prompts: prompts on the side that judges.
+        num_samples: texts learned in the last round.
+        num_learned_tokens: learned tokens of those.
+        num_rows: packed rows of those, an epoch.
+    """
+
+    num_training_prompts: int
+    num_held_out_prompts: int
+    num_samples: int
+    num_learned_tokens: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignReport:
+    """One alignment.
+
+    Attributes:
+        draft: folder of the draft that was kept.
+        objective: what was minimised.
+        data: what was learned and judged on.
+        before: the draft to begin with, on all held-out prompts.
+        after: the draft that was kept, on the same.
+        ledger: where the rest of the expected length went.
+        judgements: on the way, by step.
+        best_step: of the draft that was kept; 0 says that training did not help.
+        seconds: of every phase.
+        provenance: of the measurement.
+    """
+
+    draft: Path
+    objective: str
+    data: DataFacts
+    before: DraftFigures
+    after: DraftFigures
+    ledger: Ledger
+    judgements: tuple[Judgement, ...]
+    best_step: int
+    seconds: Mapping[str, float]
+    provenance: Provenance
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Before against after."""
+        return changes(self.before, self.after)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "draft": str(self.draft),
+            "objective": self.objective,
+            "data": asdict(self.data),
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+            "changes": [change.to_dict() for change in self.changes],
+            "ledger": self.ledger.to_dict(),
+            "judgements": [asdict(judgement) for judgement in self.judgements],
+            "best_step": self.best_step,
+            "seconds": dict(self.seconds),
+            "provenance": self.provenance.to_dict(),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,369 @@
+"""Align a draft to its target: from prompts to a draft that may be served, and to what it is worth.
+
+The steps, each of which goes on where an interrupted run stopped: the target answers the prompts;
+its laws are cached; the draft learns them; at intervals the engine's own verifier judges it on
+held-out prompts, and the draft of the highest predicted speedup is kept.
+
+Under `accelerate launch` every process trains; the main one alone generates, judges and writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from forerun.align.config import AlignConfig
+from forerun.align.data.packing import Packing
+from forerun.align.data.responses import Tell
+from forerun.align.data.sample import Sample
+from forerun.align.evaluation.judge import Judge
+from forerun.align.evaluation.ledger import ledger_of
+from forerun.align.evaluation.plot import plot_survival
+from forerun.align.identity import claim_folder, identity_of
+from forerun.align.keeping import Keeper
+from forerun.align.objectives.named import make_objective
+from forerun.align.report import AlignReport, DataFacts
+from forerun.align.teachers.base import Teacher
+from forerun.align.teachers.choose import TeacherSource, make_teacher
+from forerun.align.texts import Prompts, Texts, read_sides
+from forerun.align.training.draft import Draft, DraftConfig, load_draft
+from forerun.align.training.loss_module import DraftLoss
+from forerun.align.training.metrics import MetricsLog, StepMetrics
+from forerun.align.training.progress import TrainingProgress
+from forerun.align.training.trainer import Trainer
+from forerun.align.workspace import Workspace
+from forerun.engine.engine import Engine
+from forerun.models.load import load_tokenizer, model_folder
+from forerun.provenance import collect, content_hash
+from forerun.theory.cost import CostTable
+
+__all__ = ["Alignment", "CostsOf", "align"]
+
+CostsOf = Callable[[Path, float], CostTable | None]
+"""What a draft folder costs beside the target, at a temperature; None where that is not known."""
+
+PATIENCE = timedelta(days=7)
+"""Other processes wait while the main one generates and judges, however long that takes."""
+
+
+def align(
+    config: AlignConfig, *, costs: CostsOf | None = None, console: Console | None = None
+) -> AlignReport | None:
+    """Distil a draft to its target; returns what came of it, None in all but the main process.
+
+    Args:
+        config: of the alignment.
+        costs: to predict speedups from; without it the draft of the highest tau is kept.
+        console: for progress; None: standard error.
+
+    Raises:
+        InvalidRequest: prompts or settings cannot work.
+        InvalidModel, IncompatibleDraft: the pair cannot.
+        CacheTooLarge: the teacher's cache does not fit; nothing was written.
+        TrainingDiverged: the loss is no number; the best draft so far is kept.
+    """
+    accelerator = Accelerator(
+        mixed_precision="bf16",
+        cpu=config.device == "cpu",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    run = Alignment(config, accelerator, costs, console or Console(stderr=True))
+    return run.run()
+
+
+class Alignment:
+    """One run.
+
+    Args:
+        config: of the alignment.
+        accelerator: which processes train, on which devices.
+        costs: to predict speedups from.
+        console: for progress.
+    """
+
+    def __init__(
+        self,
+        config: AlignConfig,
+        accelerator: Accelerator,
+        costs: CostsOf | None,
+        console: Console,
+    ) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.costs = costs
+        self.console = console
+        self.workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
+        self.objective = make_objective(config.objective, config.sampling.temperature)
+        self.seconds: dict[str, float] = {}
+
+    def run(self) -> AlignReport | None:
+        """Do what is not done yet."""
+        tokenizer = load_tokenizer(self.config.target)
+        prompts = read_sides(self.config.data, tokenizer)
+        draft = load_draft(self._draft_config())
+        engine = self._engine() if self.is_main else None
+        texts = Texts(
+            config=self.config,
+            prompts=prompts.training,
+            target=engine,
+            tokenizer=tokenizer,
+            folder=self.workspace.responses,
+        )
+        if self.is_main:
+            claim_folder(self.config, self.workspace)
+        trainer = self._trainer(draft, prompts)
+        self._snapshot(draft, trainer, 0)
+        keeper = self._keeper(engine, prompts) if engine is not None else None
+        packing = self._train(trainer, draft, texts, keeper)
+        return None if keeper is None else self._finish(keeper, prompts, packing)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process generates, judges and writes."""
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def schedule(self) -> list[int]:
+        """Steps at which drafts are judged, the first and the last among them."""
+        num_rounds = max(1, min(self.config.evaluation.num_evaluations, self.num_steps))
+        return [self.num_steps * i // num_rounds for i in range(num_rounds + 1)]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps of the run."""
+        return self.config.training.num_steps
+
+    def _draft_config(self) -> DraftConfig:
+        config = self.config
+        return DraftConfig(
+            target=model_folder(config.target),
+            draft=None if config.draft is None else model_folder(config.draft),
+            init=config.init,
+            lora_rank=config.training.lora_rank,
+            seed=config.training.training_seed,
+        )
+
+    def _engine(self) -> Engine:
+        config = self.config
+        engine = replace(
+            config.engine, num_speculative_tokens=config.evaluation.num_speculative_tokens
+        )
+        return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
+
+    def _trainer(self, draft: Draft, prompts: Prompts) -> Trainer:
+        """A trainer that goes on from the checkpoint, if there is one."""
+        config = self.config
+        module = DraftLoss(
+            draft.model,
+            self.objective,
+            config.sampling.temperature,
+            config.evaluation.num_speculative_tokens if config.objective.length_aware else None,
+        )
+        trainer = Trainer(
+            config=config.training,
+            module=module,
+            teacher=None,
+            accelerator=self.accelerator,
+            folder=self.workspace.training,
+            identity=identity_of(config, prompts),
+        )
+        trainer.resume()
+        return trainer
+
+    def _keeper(self, engine: Engine, prompts: Prompts) -> Keeper:
+        config = self.config
+        temperature = config.sampling.temperature
+        judge = Judge(
+            engine=engine,
+            prompts=prompts.to_judge,
+            params=config.sampling,
+            num_speculative_tokens=config.evaluation.num_speculative_tokens,
+            costs=self._costs_at(temperature),
+            seed=config.training.training_seed,
+        )
+        keeper = Keeper(self.workspace, judge, config.evaluation.max_prompts)
+        with self._phase("judge"), self.console.status("judging the draft to begin with"):
+            keeper.consider(0)
+        return keeper
+
+    def _costs_at(self, temperature: float) -> CostTable | None:
+        return None if self.costs is None else self.costs(self.workspace.snapshot(0), temperature)
+
+    def _train(
+        self, trainer: Trainer, draft: Draft, texts: Texts, keeper: Keeper | None
+    ) -> Packing:
+        """All rounds that are not done; returns what the last one learned."""
+        steady = self._from_main(lambda: self._steady(texts))
+        packing: Packing | None = None
+        rounds = list(enumerate(pairwise(self.schedule)))
+        log = MetricsLog(self.workspace.metrics, self.workspace.root / "tensorboard")
+        with log.open_at(trainer.step) if self.is_main else nullcontext():
+            for number, (start, until) in rounds:
+                if trainer.step > until:
+                    continue
+                if packing is None or "draft" in texts.shares:
+                    packing = self._packing(texts, steady, start, number)
+                    trainer.teacher = self._teacher(packing)
+                self._round(trainer, packing, until, keeper, log)
+                self._snapshot(draft, trainer, until)
+                if keeper is not None:
+                    with self._phase("judge"), self.console.status(f"judging step {until}"):
+                        keeper.consider(until)
+                self.accelerator.wait_for_everyone()
+        assert packing is not None  # the last round is never skipped
+        return packing
+
+    def _steady(self, texts: Texts) -> list[Sample]:
+        with self._phase("responses"), self._bar("responses") as tell:
+            return texts.steady(tell)
+
+    def _packing(self, texts: Texts, steady: Sequence[Sample], start: int, number: int) -> Packing:
+        """What a round learns: the same in every process."""
+
+        def mixed() -> list[Sample]:
+            own: list[Sample] = []
+            if "draft" in texts.shares:
+                with self._phase("responses"), self._bar("the draft's own") as tell:
+                    snapshot = self.workspace.snapshot(start)
+                    own = texts.of_draft(snapshot, number, len(self.schedule) - 1, tell)
+            return texts.mixed([*steady, *own], seed=number)
+
+        training = self.config.training
+        return Packing(
+            self._from_main(mixed), window=training.window, seed=training.training_seed + number
+        )
+
+    def _teacher(self, packing: Packing) -> Teacher | None:
+        """The teacher of a round; the main process fills its cache, the others read it."""
+        if not self.objective.needs_law:
+            return None
+        with self._phase("teacher"), self._bar("the target's laws") as tell:
+            source = TeacherSource(
+                target=self.config.target,
+                sampling=self.config.sampling,
+                cache_dir=self.workspace.cache,
+                device=self.config.device,
+                dtype=self.config.dtype,
+                report=tell,
+            )
+            teacher = make_teacher(self.config.teacher, self.objective, source, packing.num_learned)
+            with self.accelerator.main_process_first():
+                teacher.prepare(packing.samples)
+        return teacher
+
+    def _round(
+        self,
+        trainer: Trainer,
+        packing: Packing,
+        until: int,
+        keeper: Keeper | None,
+        log: MetricsLog,
+    ) -> None:
+        """Train up to a step."""
+        if keeper is None:
+            trainer.run(packing, until, lambda metrics: None)
+            return
+        with (
+            self._phase("training"),
+            TrainingProgress(self.console, self.num_steps, trainer.step) as progress,
+        ):
+            if (speedup := keeper.latest.predicted_speedup) is not None:
+                progress.judged(speedup)
+
+            def on_step(metrics: StepMetrics) -> None:
+                log.append(metrics)
+                progress.show(metrics)
+
+            trainer.run(packing, until, on_step)
+
+    def _snapshot(self, draft: Draft, trainer: Trainer, step: int) -> None:
+        """Save the draft as it is; a snapshot once made is that of its step for good."""
+        if self.workspace.snapshot(step).exists() or trainer.step != step:
+            return
+        weights = trainer.weights()
+        if self.is_main:
+            draft.save(self.workspace.snapshot(step), weights)
+
+    def _finish(self, keeper: Keeper, prompts: Prompts, packing: Packing) -> AlignReport:
+        """Judge the kept draft on all held-out prompts, and write what came out."""
+        config, judge, best = self.config, keeper.judge, keeper.best
+        with self._phase("judge"), self.console.status("judging on all held-out prompts"):
+            before = judge.judge(self.workspace.snapshot(0), name="before")
+            after = judge.judge(self.workspace.draft, name="after")
+            sampled = after
+            if config.sampling.temperature != 1:
+                sampled = judge.at(1.0, self._costs_at(1.0)).judge(
+                    self.workspace.draft, name="after"
+                )
+        report = AlignReport(
+            draft=self.workspace.draft,
+            objective=self.objective.name,
+            data=DataFacts(
+                num_training_prompts=len(prompts.training),
+                num_held_out_prompts=len(prompts.held_out),
+                num_samples=len(packing.samples),
+                num_learned_tokens=packing.num_learned,
+                num_rows=packing.rows_per_epoch,
+            ),
+            before=before,
+            after=after,
+            ledger=ledger_of(after, sampled, config.evaluation.in_domain),
+            judgements=tuple(keeper.judgements.values()),
+            best_step=best.step,
+            seconds=self.seconds,
+            provenance=collect(
+                {
+                    "target": content_hash(config.target),
+                    "draft": content_hash(str(self.workspace.draft)),
+                }
+            ),
+        )
+        report.write(self.workspace.report)
+        plot_survival(
+            {"before": before, "after": after},
+            f"Acceptance at T={config.sampling.temperature:g}",
+            [self.workspace.picture("acceptance")],
+        )
+        return report
+
+    def _from_main(self, make: Callable[[], list[Sample]]) -> list[Sample]:
+        """What the main process makes, in every process."""
+        made = [make() if self.is_main else None]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(made)
+        assert made[0] is not None
+        return made[0]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of a phase."""
+        started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            spent_s = time.monotonic() - started_s
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent_s
+
+    @contextmanager
+    def _bar(self, what: str) -> Iterator[Tell]:
+        """A bar for whatever says how many of how many are done."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, disable=not self.is_main) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda num_done, num_all: bar.update(task, completed=num_done, total=num_all)

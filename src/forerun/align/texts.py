@@ -1,0 +1,204 @@
+"""The texts of an alignment: prompts on two sides, and the responses that are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forerun.align.config import AlignConfig, DataConfig
+from forerun.align.data.mix import mix, shares_of
+from forerun.align.data.on_policy import draft_writer
+from forerun.align.data.prompts import PromptRecord, read_prompts
+from forerun.align.data.replay import replayed
+from forerun.align.data.response_store import Maker, ResponseStore
+from forerun.align.data.responses import Tell, write_responses
+from forerun.align.data.sample import Sample
+from forerun.align.data.split import split
+from forerun.align.evaluation.judged import HeldOut
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidRequest
+from forerun.models.content_hash import tokenizer_hash
+from forerun.models.load import model_folder
+from forerun.models.tokenizers import Tokenizer
+from forerun.provenance import content_hash
+from forerun.sampling.config import SamplingParams
+from forerun.theory.text import first_repeat
+
+__all__ = ["Prompts", "Texts", "read_sides", "without_loop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Prompts to learn from, and prompts to judge on; none is on both sides."""
+
+    training: tuple[PromptRecord, ...]
+    held_out: tuple[PromptRecord, ...]
+
+    @property
+    def to_judge(self) -> list[HeldOut]:
+        """The prompts to judge on, as the judge takes them."""
+        return [HeldOut(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
+
+
+def read_sides(config: DataConfig, tokenizer: Tokenizer) -> Prompts:
+    """Read the prompts and keep some for judging.
+
+    Raises:
+        InvalidRequest: something is malformed, or a side is empty.
+    """
+    found = read_prompts(config.prompts, tokenizer, config.max_prompt_tokens)
+    if config.held_out is None:
+        training, held_out = split(found, config.held_out_share)
+        return Prompts(training=tuple(training), held_out=tuple(held_out))
+    judged = read_prompts(config.held_out, tokenizer, config.max_prompt_tokens)
+    known = {prompt.prompt_hash for prompt in judged}
+    training = [prompt for prompt in found if prompt.prompt_hash not in known]
+    if not training:
+        raise InvalidRequest(f"every prompt of {config.prompts} is in {config.held_out} as well")
+    return Prompts(training=tuple(training), held_out=tuple(judged))
+
+
+class Texts:
+    """Everything a draft may learn, made when it is asked for and kept.
+
+    Args:
+        config: of the alignment.
+        prompts: to respond to.
+        target: the engine of the target; None in processes that only read what another wrote.
+        tokenizer: of the target.
+        folder: of responses.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: AlignConfig,
+        prompts: Sequence[PromptRecord],
+        target: Engine | None,
+        tokenizer: Tokenizer,
+        folder: Path,
+    ) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.target = target
+        self.tokenizer = tokenizer
+        self.folder = folder
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the learned tokens by source."""
+        data = self.config.data
+        shares = shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
+        return {str(source): share for source, share in shares.items()}
+
+    @property
+    def params(self) -> SamplingParams:
+        """What responses are drawn under."""
+        temperature = self.config.data.response_temperature
+        sampling = self.config.sampling
+        return sampling if temperature is None else replace(sampling, temperature=temperature)
+
+    def steady(self, tell: Tell) -> list[Sample]:
+        """Texts that do not depend on the draft: the target's, brought along, replayed."""
+        found: list[Sample] = []
+        if "target" in self.shares:
+            found += self._of_target(tell)
+        if "fixed" in self.shares:
+            found += [sample for prompt in self.prompts for sample in prompt.brought]
+        return found + self._replayed()
+
+    def of_draft(self, draft: Path, part: int, num_parts: int, tell: Tell) -> list[Sample]:
+        """What the draft itself answers one part of the prompts, newly for every draft."""
+        prompts = self.prompts[part % num_parts :: num_parts]
+        if self.target is None:
+            raise ValueError("only the process that has the target writes responses")
+        engine, store = draft_writer(draft, self.target, self.params, self.folder)
+        write_responses(engine, prompts, store, tell=tell)
+        return [without_loop(sample) for sample in store.samples(prompts, 1)]
+
+    def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
+        """The configured shares of these samples; rejected positions come on top, all of them."""
+        data = self.config.data
+        shares = shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
+        replays = [sample for sample in samples if sample.source == "replay"]
+        return mix(samples, shares, seed=seed) + replays
+
+    def _of_target(self, tell: Tell) -> list[Sample]:
+        data = self.config.data
+        if data.responses_from is not None:
+            return self._of_server(tell)
+        store = ResponseStore(self.folder, self._maker(content_hash(self.config.target)))
+        if self.target is not None:
+            write_responses(
+                self.target,
+                self.prompts,
+                store,
+                samples_per_prompt=data.samples_per_prompt,
+                tell=tell,
+            )
+        samples = store.samples(self.prompts, data.samples_per_prompt)
+        return [without_loop(sample) for sample in samples]
+
+    def _of_server(self, tell: Tell) -> list[Sample]:
+        from forerun.align.data.server import ResponseServer, ServerConfig, write_responses_from
+
+        data = self.config.data
+        assert data.responses_from is not None
+        model = data.responses_model or self.config.target
+        server_config = ServerConfig(
+            url=data.responses_from,
+            model=model,
+            num_logprobs=20 if self.config.teacher.teacher == "top-k" else 0,
+        )
+        store = ResponseStore(self.folder, self._maker(f"{data.responses_from} {model}"))
+        if self.target is not None:
+            write_responses_from(
+                ResponseServer.connect(server_config, self.tokenizer),
+                self.prompts,
+                store,
+                samples_per_prompt=data.samples_per_prompt,
+                tell=tell,
+            )
+        samples = store.samples(self.prompts, data.samples_per_prompt)
+        return [without_loop(sample) for sample in samples]
+
+    def _maker(self, model: str) -> Maker:
+        folder = model_folder(self.config.target)
+        return Maker(
+            source="target",
+            model=model,
+            tokenizer_hash=tokenizer_hash(folder),
+            params=self.params,
+        )
+
+    def _replayed(self) -> list[Sample]:
+        if not self.config.data.replay:
+            return []
+        target_hash = content_hash(self.config.target)
+        own_hash = tokenizer_hash(model_folder(self.config.target))
+        return [
+            sample
+            for path in self.config.data.replay
+            for sample in replayed(path, target_hash=target_hash, tokenizer_hash=own_hash)
+        ]
+
+
+def without_loop(sample: Sample) -> Sample:
+    """The sample up to where its response begins to repeat a 32-gram.
+
+    A loop is easy to draft and says nothing about other text, so learning it is wasted.
+    """
+    (start, end), *others = sample.spans
+    if others:
+        return sample
+    kept = start + first_repeat(sample.token_ids[start:end])
+    if kept == end:
+        return sample
+    tops = sample.top_logprobs
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:kept],
+        spans=((start, kept),),
+        top_logprobs=None if tops is None else tops[: kept - start],
+    )

@@ -1,0 +1,69 @@
+"""Where an alignment keeps what it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Workspace"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """The folder of one alignment; everything in it can be made again, the draft excepted.
+
+    Attributes:
+        root: `AlignConfig.out`.
+        cache_root: where caches go instead, None: inside.
+    """
+
+    root: Path
+    cache_root: Path | None = None
+
+    @property
+    def draft(self) -> Path:
+        """The best draft so far, in Hugging Face format."""
+        return self.root / "draft"
+
+    @property
+    def responses(self) -> Path:
+        """What target and draft answered, one file per maker."""
+        return self.root / "responses"
+
+    @property
+    def cache(self) -> Path:
+        """The teacher's caches."""
+        return self.cache_root or self.root / "cache"
+
+    @property
+    def training(self) -> Path:
+        """Checkpoint of the run."""
+        return self.root / "training"
+
+    @property
+    def metrics(self) -> Path:
+        """Every optimiser step, as lines of JSON."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def judgements(self) -> Path:
+        """What drafts were found to be worth on the way, as lines of JSON."""
+        return self.root / "judgements.jsonl"
+
+    @property
+    def settings(self) -> Path:
+        """What was asked for: what `--refresh` goes on from."""
+        return self.root / "align.json"
+
+    @property
+    def report(self) -> Path:
+        """What came out."""
+        return self.root / "report.json"
+
+    def picture(self, name: str) -> Path:
+        """A picture of the report."""
+        return self.root / f"{name}.svg"
+
+    def snapshot(self, step: int) -> Path:
+        """The draft after so many steps."""
+        return self.root / "snapshots" / str(step)

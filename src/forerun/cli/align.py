@@ -1,0 +1,138 @@
+"""`forerun align`: distil a draft to its target, and prove what it gained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Suppress, UseAppendAction
+
+from forerun.align.config import (
+    AlignConfig,
+    DataConfig,
+    EvaluationConfig,
+    Export,
+    ObjectiveConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
+from forerun.cli.command import Command
+from forerun.cli.flags import SamplingFlags
+from forerun.cli.threads import use_threads
+from forerun.engine.config import EngineConfig
+from forerun.errors import InvalidRequest
+
+__all__ = ["COMMAND", "AlignOptions"]
+
+EXPORTS: tuple[Export, ...] = ("hf",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFlags(DataConfig):
+    """Texts to learn from and to judge on."""
+
+    # Help comes from DataConfig; the prompts may come from an earlier run.
+    prompts: Path = Path()
+    """A .jsonl, .parquet or .txt file of prompts or conversations, or a folder of them."""
+    replay: UseAppendAction[tuple[Path, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignOptions:
+    """Options of `forerun align`."""
+
+    target: str = "zoo:target"
+    """Folder, hub name or zoo: name of the target."""
+    draft: str | None = None
+    """The draft to start from; or give --init."""
+    init: Path | None = None
+    """config.json of a draft to make from nothing, in the target's vocabulary."""
+    out: Path = Path("aligned")
+    """Folder for the draft (OUT/draft), data, caches, checkpoints, metrics and report."""
+    refresh: Path | None = None
+    """Folder of an earlier alignment: start from its draft, prompts and parameters."""
+    export: UseAppendAction[tuple[Export, ...]] = ()
+    """Serving configuration to write beside the draft: hf, vllm or sglang; hf if none is named."""
+    data: DataFlags = field(default_factory=DataFlags)
+    sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=128))
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    dtype: str = "auto"
+    """Of the target: auto (as stored), bfloat16, float16 or float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    threads: int | None = None
+    """Threads; by default as many as torch takes."""
+    no_prediction: bool = False
+    """Measure no costs: keep the draft of the highest tau, not of the best predicted speedup."""
+    json: bool = False
+    """Print the report as one JSON object instead of tables."""
+    engine: Annotated[EngineConfig, Suppress] = field(default_factory=EngineConfig)
+
+    @property
+    def config(self) -> AlignConfig:
+        """The alignment these options ask for.
+
+        Raises:
+            InvalidRequest: nothing to start from, or no prompts.
+        """
+        if self.data.prompts == Path():
+            raise InvalidRequest("no prompts: give --prompts FILE or DIR")
+        if (self.draft is None) == (self.init is None):
+            raise InvalidRequest("give either --draft, to start from one, or --init, to make one")
+        return AlignConfig(
+            target=self.target,
+            draft=self.draft,
+            init=self.init,
+            out=self.out,
+            dtype=self.dtype,
+            device=self.device,
+            sampling=self.sampling.params,
+            data=self.data,
+            teacher=self.teacher,
+            objective=self.objective,
+            training=self.training,
+            evaluation=self.evaluation,
+            engine=self.engine,
+            export=self.export or EXPORTS,
+        )
+
+
+def run(options: AlignOptions) -> int:
+    """Align, show and write; returns the exit code."""
+    config = options.config
+    num_threads = use_threads(options.threads)
+
+    from forerun.align.run import align
+    from forerun.cli.align_costs import PairCosts
+    from forerun.cli.align_report import print_report
+
+    report = align(config, costs=None if options.no_prediction else PairCosts(config, num_threads))
+    if report is None:  # another process of the same run reports
+        return 0
+    if options.json:
+        print(json.dumps(report.to_dict()))
+    else:
+        print_report(report)
+    return 0
+
+
+COMMAND = Command(
+    options=AlignOptions,
+    run=run,
+    description="Distil a draft to its target on your prompts: the target answers them, the draft\n"
+    "learns the target's laws, the engine's own verifier judges it on held-out prompts, and the\n"
+    "draft of the best predicted speedup is kept. Interrupted, the same command goes on.",
+    examples=(
+        "forerun align --target DIR --draft DIR --prompts prompts.jsonl --out aligned",
+        "forerun align --target DIR --init config.json --prompts chats.parquet --temperature 0.7",
+        "forerun align --target DIR --draft DIR --prompts p.jsonl --temperature 0 "
+        "--response-temperature 1",
+        "forerun align --refresh aligned --out aligned-2    # after the target was updated",
+        "accelerate launch -m forerun align --target DIR --draft DIR --prompts prompts.jsonl",
+    ),
+)

@@ -1,0 +1,83 @@
+"""What a draft costs beside its target, for the predictions of `forerun align`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from forerun.align.config import AlignConfig
+from forerun.engine.config import EngineConfig
+from forerun.plan.costs import Costs
+from forerun.probe.config import ProbeConfig
+from forerun.probe.measurement import measure_pair
+from forerun.probe.pair import facts_of, load_pair, setup_of
+from forerun.probe.profile import Profile
+from forerun.probe.profile_file import check_setup, load_profile
+from forerun.theory.cost import CostTable
+
+__all__ = ["PairCosts"]
+
+BUDGET_S = 15.0
+
+
+class PairCosts:
+    """Costs read or measured once: training changes what a draft says, not what it costs.
+
+    Args:
+        config: of the alignment; a profile it names is of the draft to begin with.
+        num_threads: that carry the passes.
+    """
+
+    def __init__(self, config: AlignConfig, num_threads: int) -> None:
+        self.config = config
+        self.num_threads = num_threads
+        self._costs: Costs | None = None
+
+    def __call__(self, draft: Path, temperature: float) -> CostTable:
+        """The table at a temperature.
+
+        Raises:
+            InvalidProfile: the profile cannot be read, or is of another machine or target.
+        """
+        if self._costs is None:
+            profile = self._profile(draft)
+            self._costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
+        return self._costs.at(temperature)
+
+    def _profile(self, draft: Path) -> Profile:
+        """A profile of the target and a draft of this shape, here."""
+        config = self.config
+        most = config.evaluation.num_speculative_tokens
+        pair, probe = load_pair(
+            config.target,
+            str(draft),
+            dtype=config.dtype,
+            device=config.device,
+            engine=EngineConfig(runner=config.engine.runner, num_threads=self.num_threads),
+            config=ProbeConfig(
+                rows=tuple(range(1, most + 2)),
+                batches=(1,),
+                drafted=(1, most) if most > 1 else (1,),
+                budget_s=BUDGET_S,
+            ),
+        )
+        facts = (
+            facts_of(config.target, pair.target, config.dtype),
+            facts_of(str(draft), pair.draft, config.dtype),
+        )
+        path = config.evaluation.profile
+        if path is not None:
+            profile = load_profile(path)
+            # The weights are about to change; what a pass over them takes is not.
+            expect = replace(setup_of(pair, *facts), draft_hash=profile.setup.draft_hash)
+            check_setup(profile, expect)
+            return profile
+        with Console(stderr=True).status("measuring what drafting and verifying cost") as status:
+
+            def tell(num_rounds: int, error: float) -> None:
+                status.update(f"measuring costs: round {num_rounds}, within {error:.1%}")
+
+            return measure_pair(pair, facts, probe, clock=time.perf_counter, tell=tell)
