@@ -75,13 +75,13 @@ def changes_of(
     pairs = {
         "acceptance_length": (before.acceptance_length, after.acceptance_length),
         "acceptance_probability": (before.acceptance_probability, after.acceptance_probability),
-        "speedup": (best_of(before), best_of(after)),
+        "speedup": (speedup_of(before), speedup_of(after)),
     }
     for figure, (first, second) in pairs.items():
         if first is not None and second is not None:
             yield Change(figure=figure, tag=tag, before=first, after=second)
 
 
-def best_of(figures: AcceptanceFigures) -> Interval | None:
-    """Speedup at the best K."""
-    return None if figures.speedup is None else figures.speedup.best
+def speedup_of(figures: AcceptanceFigures) -> Interval | None:
+    """Predicted at the K that was judged: at the best K, drafts that do not pay are all alike."""
+    return None if figures.speedup is None else figures.speedup.at_max_k

@@ -41,7 +41,6 @@ def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequenc
         draw(axes, name, figures)
     for axes in places[len(panels) :]:
         axes.set_visible(False)
-    grid[0][0].legend(frameon=False, fontsize=8)
     for line in grid:
         line[0].set_ylabel("accepted through it (95% interval)")
     for path in paths:
@@ -77,3 +76,4 @@ def draw(axes: Axes, name: str, drafts: Mapping[str, AcceptanceFigures]) -> None
     axes.set_xlabel("drafted position")
     axes.set_xticks(range(1, 1 + max(len(f.acceptance_rate_per_position) for f in drafts.values())))
     axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,11 @@ class PredictedSpeedup:
     num_speculative_tokens: int
     best: Interval
     per_k: tuple[Interval, ...]
+
+    @property
+    def at_max_k(self) -> Interval:
+        """Speedup at the K that was judged."""
+        return self.per_k[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +94,7 @@ def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[Cycle]) -> Cycle:
 def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[Cycle], seed: int) -> Interval:
     """Tokens over plain steps' time, every prompt at its own cycle.
 
-    The interval spans the prompts' and the table's: low end over dear cycles, high end over cheap.
+    The errors of prompts and table are independent of each other, so they add up in quadrature.
     """
     pairs = [*zip(prompts, cycles, strict=True)]
     emitted = [float(prompt.num_emitted_at(c.num_speculative_tokens)) for prompt, c in pairs]
@@ -101,4 +107,10 @@ def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[Cycle], seed: i
     assert found is not None
     dearer = max(cycle.cost.high / cycle.cost.estimate for cycle in cycles)
     cheaper = min(cycle.cost.low / cycle.cost.estimate for cycle in cycles)
-    return Interval(estimate=found.estimate, low=found.low / dearer, high=found.high / cheaper)
+    below = math.hypot(found.estimate - found.low, found.estimate * (1 - 1 / dearer))
+    above = math.hypot(found.high - found.estimate, found.estimate * (1 / cheaper - 1))
+    return Interval(
+        estimate=found.estimate,
+        low=max(0.0, found.estimate - below),
+        high=found.estimate + above,
+    )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,15 @@ def test_a_draft_that_costs_more_than_it_saves_is_left_alone():
     assert speedup.speedup.best.estimate == 1.0
 
 
+def test_drafts_that_do_not_pay_yet_are_ranked_all_the_same():
+    costs = table(1.0, 1.5, 2.0, 2.5)
+    worse, better = (figures([judged([0, n]), judged([0])], costs=costs) for n in (0, 1))
+    assert worse.overall.speedup.best == better.overall.speedup.best
+    assert worse.score < better.score < 1.0
+    assert figures([judged([0, 3]), judged([0])]).score == 2.0
+    assert figures([judged([]), judged([])]).score == 1.0
+
+
 def test_the_best_k_is_scored_on_prompts_that_did_not_choose_it():
     """Prompts of even index accept all, the others nothing: each half chooses the other's worst."""
     prompts = [judged([3, 3] if i % 2 == 0 else [0, 0]) for i in range(8)]
@@ -98,8 +108,10 @@ def test_the_interval_spans_that_of_the_table():
         for error in (0.0, 0.2, 2.0)
     )
     assert rough.best.estimate == sure.best.estimate
-    assert rough.best.low == pytest.approx(sure.best.low * 1.4 / 1.6)
-    assert rough.best.high == pytest.approx(sure.best.high * 1.4 / 1.2)
+    below = math.hypot(1 - sure.best.low / sure.best.estimate, 1 - 1.4 / 1.6)
+    above = math.hypot(sure.best.high / sure.best.estimate - 1, 1.4 / 1.2 - 1)
+    assert rough.best.low == pytest.approx(sure.best.estimate * (1 - below))
+    assert rough.best.high == pytest.approx(sure.best.estimate * (1 + above))
     assert useless is None
 
 

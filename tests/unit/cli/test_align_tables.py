@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from tests.unit.align.evaluation.judgements import figures, judged
+
+from forerun.align.evaluation.compare import changes
+from forerun.align.evaluation.ledger import ledger_of
+from forerun.cli.align_tables import print_changes, print_drafts, print_ledger
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+
+COSTS = CostTable(lines=(CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.0, draft_s=0.4),))
+TAGS = ["code", "code", "[prose]", "[prose]"]
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def draft(accepted, alphas, **changes):
+    prompts = [judged(accepted, tag=tag, alphas=alphas) for tag in TAGS]
+    return figures(prompts, **({"costs": COSTS} | changes))
+
+
+WEAK = draft([0, 1, 0], (0.1, 0.3, 0.2, 0.1, 0.2))
+STRONG = draft([3, 2, 3], (0.8, 0.9, 0.9, 0.8, 0.7))
+GREEDY = draft([1, 0, 1], (1.0, 0.0, 1.0, 1.0, 1.0), temperature=0.0, costs=None)
+
+
+def test_drafts_are_shown_by_temperature_and_tag(capsys):
+    print_drafts({"before": WEAK, "[after]": STRONG, "greedy": GREEDY})
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.index("T=1, K=3") < shown.index("before") < shown.index("[after]")
+    assert shown.index("[after]") < shown.index("T=0, K=3") < shown.index("greedy")
+    assert shown.count("[prose]") == 3  # once per draft
+    assert "1.33" in shown  # tau of the weak one
+    assert "K=0" in shown  # which does not pay
+    assert "K=3" in shown.split("T=0")[0].removeprefix("T=1, K=3")  # the other does
+    assert "1.00 1.00 .67" in shown  # beta of the strong one
+
+
+def test_changes_are_sentences(capsys):
+    print_changes(changes(WEAK, STRONG))
+    lines = capsys.readouterr().out.replace("\n", " ")
+    assert "tau: 1.33 (1.33–1.33) -> 3.67 (3.67–3.67): higher" in lines
+    assert "predicted speedup at this K, [prose]: " in lines
+
+
+def test_the_ledger_goes_from_what_was_measured_to_the_limit(capsys):
+    print_ledger(ledger_of(WEAK, WEAK, "code"))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[3].startswith("as deployed")
+    assert "1.33 (1.33–1.33)" in lines[3]
+    assert lines[4].split()[:2] == ["in-domain", "prompts"]
+    assert "+0.00" in lines[4]
+    assert lines[-1].startswith("a perfect draft (capacity)")
+    assert "4.00" in lines[-1]
