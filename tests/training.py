@@ -136,11 +136,16 @@ def trainer_of(
     )
 
 
-def tiny_draft(folder: Path, **changes: object) -> Draft:
-    """Target and draft made under a folder, and loaded."""
-    target = folder / "target"
-    draft = folder / "draft"
+def pair(folder: Path) -> tuple[Path, Path]:
+    """Target and draft under a folder, made if they are not there."""
+    target, draft = folder / "target", folder / "draft"
     if not target.exists():
         target_folder(target)
         draft_folder(draft)
+    return target, draft
+
+
+def tiny_draft(folder: Path, **changes: object) -> Draft:
+    """Target and draft made under a folder, and loaded."""
+    target, draft = pair(folder)
     return load_draft(DraftConfig(target=target, draft=draft, **changes))

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.errors import IncompatibleDraft, InvalidModel
+from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
-from forerun.models.huggingface import read_weights
+from forerun.models.huggingface import quiet_transformers, read_weights
 from forerun.models.load import load_tokenizer, model_folder, read_config
 from forerun.models.tokenizers import compare_vocabularies
 
@@ -77,7 +78,8 @@ class Draft:
         merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
         scratch = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(scratch, ignore_errors=True)
-        merged.to(torch.bfloat16).save_pretrained(scratch)
+        with quiet_transformers():
+            merged.to(torch.bfloat16).save_pretrained(scratch)
         copy_tokenizer(self.config.target, scratch)
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
@@ -121,13 +123,19 @@ def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
     if "model_type" not in settings:
         raise InvalidModel(f"{config.init} names no model_type; is it a model's config.json?")
     settings |= {name: target[name] for name in TOKEN_SETTINGS if name in target}
-    shape = AutoConfig.for_model(**settings)
+    try:
+        shape = AutoConfig.for_model(**settings)
+    except ValueError as error:
+        known = str(error).partition(". Should")[0]  # the rest lists all that transformers knows
+        raise InvalidModel(f"{config.init}: {known}") from error
     shape._attn_implementation = config.attention
     with torch.random.fork_rng(devices=[]):
         # transformers fills weights from the global generator.
         torch.manual_seed(config.seed)  # noqa: TID251
         untyped: Any = AutoModelForCausalLM
-        return untyped.from_config(shape, dtype=torch.float32)
+        model = untyped.from_config(shape, dtype=torch.float32)
+    read_architecture(type(model).__name__, model.config.to_dict())  # as for one that is loaded
+    return model
 
 
 def with_adapters(model: Any, config: DraftConfig) -> Any:

@@ -75,7 +75,8 @@ class DraftLoss(nn.Module):
             with_acceptance=teacher_rows is not None,
         )
         alpha = hidden.new_zeros(()) if total.acceptance is None else total.acceptance
-        return total.loss, alpha
+        # FSDP2 hangs its hooks on what comes out, which must be no view of something else.
+        return total.loss.clone(), alpha
 
     def _weighed(self, rows: LearnedRows, head: Head, batch: Batch, k: int) -> LearnedRows:
         """The same rows with their shares of the expected accepted length."""

@@ -15,7 +15,7 @@ from forerun.align.objectives.length_aware import length_weights
 from forerun.align.objectives.named import make_objective
 from forerun.align.training.loss_module import DraftLoss
 
-TRAINED = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt-neox", "opt", "olmo2", "phi3"]
+TRAINED = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt-neox", "olmo2", "phi3"]
 
 
 def by_hand(module: DraftLoss, name: str) -> tuple[Tensor, Tensor]:

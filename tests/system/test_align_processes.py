@@ -1,0 +1,173 @@
+"""Trainings of several processes, and killed ones: the same curve as one that ran through."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests import training
+from tests.conftest import ROOT
+from tests.train_worker import METRICS, train
+
+from forerun.align.training.metrics import StepMetrics, read_metrics
+from forerun.align.training.trainer import CHECKPOINT
+
+NUM_STEPS = 8
+HALF_WAY = 4
+LIMIT_S = 180
+# On machines without GPUs `--multi_gpu` is what makes Accelerate start several processes at all;
+# the worker asks for the CPU, and they talk over gloo.
+LAUNCH = (
+    "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 "
+    "--mixed_precision no --dynamo_backend no --main_process_port 0"
+).split()
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+def worker(folder: Path, steps: int, *options: str) -> list[str]:
+    return ["-m", "tests.train_worker", str(folder), str(steps), *options]
+
+
+def start(arguments: list[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment(**variables),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish(*processes: subprocess.Popen[bytes], log: Path) -> None:
+    try:
+        codes = [process.wait(LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(codes), log.read_text()[-3000:]
+
+
+def metrics_of(folder: Path) -> list[StepMetrics]:
+    return read_metrics(folder / METRICS)
+
+
+def alone(folder: Path, steps: int, **changes: int) -> list[StepMetrics]:
+    """In this process, up to a step."""
+    train(folder, steps, **changes)
+    return metrics_of(folder)
+
+
+def launched(folder: Path, steps: int) -> list[StepMetrics]:
+    """In two processes, by `accelerate launch`."""
+    training.pair(folder)
+    log = folder / "log"
+    finish(start([*LAUNCH, *worker(folder, steps)], log), log=log)
+    return metrics_of(folder)
+
+
+def sharded(folder: Path, steps: int, *options: str) -> list[StepMetrics]:
+    """In two processes with weights and optimiser state cut in two."""
+    training.pair(folder)
+    log = folder / "log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        start(
+            worker(folder, steps, "--sharded", *options),
+            log.with_suffix(f".{rank}"),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        for rank in range(2)
+    ]
+    finish(*processes, log=log.with_suffix(".0"))
+    return metrics_of(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process that ran through, and its checkpoint half way."""
+    folder = tmp_path_factory.mktemp("reference")
+
+    def keep(metrics: StepMetrics) -> None:
+        if metrics.step == HALF_WAY + 1:
+            shutil.copy(folder / CHECKPOINT, folder / "half-way.safetensors")
+
+    train(folder, NUM_STEPS, on_step=keep)
+    return folder
+
+
+def assert_same_curve(found: list[StepMetrics], expected: list[StepMetrics]) -> None:
+    assert [step.step for step in found] == [step.step for step in expected]
+    for name in ("loss", "acceptance_probability", "grad_norm", "learning_rate"):
+        ours = [getattr(step, name) for step in found]
+        assert ours == pytest.approx([getattr(step, name) for step in expected], rel=2e-5), name
+
+
+def assert_same_state(found: Path, expected: Path) -> None:
+    """Weights and optimiser state, whole whatever wrote them."""
+    ours, theirs = (load_file(folder / CHECKPOINT) for folder in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        scale = float(tensor.abs().max())
+        assert float((ours[name] - tensor).abs().max()) <= 1e-3 * scale, name
+
+
+def test_two_processes_are_one(reference: Path, tmp_path: Path) -> None:
+    assert_same_curve(launched(tmp_path, NUM_STEPS), metrics_of(reference))
+    assert_same_state(tmp_path, reference)
+
+
+def test_shards_go_on_where_one_process_was(reference: Path, tmp_path: Path) -> None:
+    shutil.copy(reference / "half-way.safetensors", tmp_path / CHECKPOINT)
+    assert_same_curve(sharded(tmp_path, NUM_STEPS), metrics_of(reference)[HALF_WAY:])
+    assert_same_state(tmp_path, reference)
+    ours, theirs = (load_file(f / "trained" / "model.safetensors") for f in (tmp_path, reference))
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
+
+
+def test_shards_of_adapters(tmp_path: Path) -> None:
+    expected = alone(tmp_path / "alone", 4, lora_rank=2)
+    assert_same_curve(sharded(tmp_path / "sharded", 4, "--lora-rank", "2"), expected)
+
+
+def test_killed_it_goes_on_with_the_same_curve(reference: Path, tmp_path: Path) -> None:
+    training.pair(tmp_path)
+    log = tmp_path / "log"
+    process = start(worker(tmp_path, NUM_STEPS, "--hang-at", str(HALF_WAY)), log)
+    try:
+        give_up_s = time.monotonic() + LIMIT_S
+        while len(metrics_of(tmp_path)) < HALF_WAY:
+            assert process.poll() is None and time.monotonic() < give_up_s, log.read_text()
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(metrics_of(tmp_path)) == HALF_WAY
+    found = alone(tmp_path, NUM_STEPS)
+
+    def timeless(steps: list[StepMetrics]) -> list[StepMetrics]:
+        return [replace(step, duration_s=0.0) for step in steps]
+
+    assert timeless(found) == timeless(metrics_of(reference))
+    ours, theirs = (f / "trained" / "model.safetensors" for f in (tmp_path, reference))
+    assert ours.read_bytes() == theirs.read_bytes()

@@ -1,0 +1,94 @@
+"""One process of a training in miniature: what the tests of several processes and of kills start.
+
+    python -m tests.train_worker FOLDER STEPS [--sharded] [--lora-rank R] [--hang-at STEP]
+
+FOLDER holds target and draft; metrics, checkpoint and the trained draft are written beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from tests import training
+
+from forerun.align.training.accelerator import make_accelerator
+from forerun.align.training.metrics import MetricsLog, StepMetrics
+
+METRICS = "metrics.jsonl"
+
+
+def accelerator_of(sharded: bool) -> Accelerator:
+    """Processes over gloo, as `accelerate launch --cpu` starts them."""
+    accelerator = make_accelerator("cpu", "no")
+    if sharded:
+        # Accelerate shards on GPUs only, and leaves `--use_fsdp` aside on CPUs. What it does there
+        # works here as well once it is told to, which is how the tests get at it without a GPU.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=False,
+        )
+    return accelerator
+
+
+def train(
+    folder: Path,
+    num_steps: int,
+    *,
+    sharded: bool = False,
+    lora_rank: int = 0,
+    on_step: Callable[[StepMetrics], None] = lambda metrics: None,
+) -> None:
+    """Train up to a step, from wherever a checkpoint says; `on_step` is told after the log."""
+    accelerator = accelerator_of(sharded)
+    draft = training.tiny_draft(folder, lora_rank=lora_rank)
+    settings = training.config(checkpoint_every_s=0.0, lora_rank=lora_rank, rows_per_pass=2)
+    trainer = training.trainer_of(draft, folder, settings, accelerator=accelerator)
+    with MetricsLog(folder / METRICS).open_at(trainer.resume()) as log:
+
+        def told(metrics: StepMetrics) -> None:
+            if accelerator.is_main_process:
+                log.append(metrics)
+            on_step(metrics)
+
+        trainer.run(training.packing(), num_steps, told)
+    weights = trainer.weights()
+    if accelerator.is_main_process:
+        draft.save(folder / "trained", weights)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--hang-at", type=int)
+    options = parser.parse_args()
+
+    def hang(metrics: StepMetrics) -> None:
+        if metrics.step == options.hang_at:
+            time.sleep(600)  # to be killed: the step is logged, and not yet in a checkpoint
+
+    torch.set_num_threads(1)
+    train(
+        options.folder,
+        options.steps,
+        sharded=options.sharded,
+        lora_rank=options.lora_rank,
+        on_step=hang,
+    )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
