@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from forerun.align.config import AlignConfig
+from forerun.align.settings import settings_of
 from forerun.align.texts import Prompts
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
 from forerun.provenance import content_hash
 
-__all__ = ["claim_folder", "identity_of", "settings_of"]
-
-FREE_SETTINGS = ("out", "engine", "export")
-"""Settings that change where and how fast things happen, not what is learned."""
-
-
-def settings_of(config: AlignConfig) -> dict[str, Any]:
-    """The settings as JSON keeps them."""
-    settings = asdict(config)
-    for name in FREE_SETTINGS:
-        del settings[name]
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=as_text))
-    return plain
-
-
-def as_text(value: object) -> object:
-    """Paths, and mappings that are no dicts."""
-    return str(value) if isinstance(value, Path) else dict(value)  # type: ignore[call-overload]  # JSON asks for nothing else
+__all__ = ["claim_folder", "identity_of"]
 
 
 def identity_of(config: AlignConfig, prompts: Prompts) -> dict[str, str]:

@@ -114,7 +114,7 @@ class Alignment:
         engine = self._engine() if self.is_main else None
         texts = Texts(
             config=self.config,
-            prompts=prompts.training,
+            prompts=prompts,
             target=engine,
             tokenizer=tokenizer,
             folder=self.workspace.responses,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +20,14 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from forerun.align.settings import read_settings
+from forerun.align.workspace import Workspace
 from forerun.cli.command import Command
 from forerun.cli.flags import SamplingFlags
 from forerun.cli.threads import use_threads
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
 
 __all__ = ["COMMAND", "AlignOptions"]
 
@@ -52,7 +57,7 @@ class AlignOptions:
     out: Path = Path("aligned")
     """Folder for the draft (OUT/draft), data, caches, checkpoints, metrics and report."""
     refresh: Path | None = None
-    """Folder of an earlier alignment: start from its draft, prompts and parameters."""
+    """Folder of an earlier alignment: go on from its draft, with its settings as defaults."""
     export: UseAppendAction[tuple[Export, ...]] = ()
     """Serving configuration to write beside the draft: hf, vllm or sglang; hf if none is named."""
     data: DataFlags = field(default_factory=DataFlags)
@@ -73,6 +78,26 @@ class AlignOptions:
     """Print the report as one JSON object instead of tables."""
     engine: Annotated[EngineConfig, Suppress] = field(default_factory=EngineConfig)
 
+    @classmethod
+    def of(cls, config: AlignConfig, refresh: Path) -> AlignOptions:
+        """The options of an earlier alignment, starting from the draft it kept."""
+        workspace = Workspace(root=refresh)
+        data = {item.name: getattr(config.data, item.name) for item in fields(DataConfig)}
+        sampling = {i.name: getattr(config.sampling, i.name) for i in fields(SamplingParams)}
+        return cls(
+            target=config.target,
+            draft=str(workspace.draft),
+            refresh=refresh,
+            data=DataFlags(**data),
+            sampling=SamplingFlags(**sampling),
+            teacher=config.teacher,
+            objective=config.objective,
+            training=config.training,
+            evaluation=config.evaluation,
+            dtype=config.dtype,
+            device=config.device,
+        )
+
     @property
     def config(self) -> AlignConfig:
         """The alignment these options ask for.
@@ -80,6 +105,8 @@ class AlignOptions:
         Raises:
             InvalidRequest: nothing to start from, or no prompts.
         """
+        if self.refresh is not None and self.out.resolve() == self.refresh.resolve():
+            raise InvalidRequest(f"--out is {self.out}, which --refresh starts from; give another")
         if self.data.prompts == Path():
             raise InvalidRequest("no prompts: give --prompts FILE or DIR")
         if (self.draft is None) == (self.init is None):
@@ -121,9 +148,21 @@ def run(options: AlignOptions) -> int:
     return 0
 
 
+def defaults(arguments: Sequence[str]) -> AlignOptions | None:
+    """The settings of the run that --refresh names: flags change them, as they change defaults."""
+    given = [*arguments, ""]
+    for flag, value in pairwise(given):
+        name, _, inline = flag.partition("=")
+        if name == "--refresh":
+            folder = Path(inline or value)
+            return AlignOptions.of(read_settings(folder), folder)
+    return None
+
+
 COMMAND = Command(
     options=AlignOptions,
     run=run,
+    defaults=defaults,
     description="Distil a draft to its target on your prompts: the target answers them, the draft\n"
     "learns the target's laws, the engine's own verifier judges it on held-out prompts, and the\n"
     "draft of the best predicted speedup is kept. Interrupted, the same command goes on.",

@@ -96,6 +96,7 @@ def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
         prog=f"forerun {name}",
         description=command.help,
         args=list(arguments),
+        default=command.defaults(arguments),
         config=(
             tyro.conf.FlagCreatePairsOff,
             tyro.conf.OmitArgPrefixes,
