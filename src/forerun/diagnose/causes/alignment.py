@@ -32,6 +32,7 @@ ALIGNMENT: tuple[Cause, ...] = (
         prior=0.2,
         signs=(
             Sign(fact="acceptance_low", yes=2.0, no=-2.5),
+            Sign(fact="gap_share_rejection", ramp=(0.3, 0.7), yes=0.3, no=-1.2),
             Sign(fact="undertrained_draft", yes=3.0, no=-0.7),
             Sign(fact="draft_self_trained", yes=1.2, no=-0.2),
             Sign(fact="replay_accepts_more", yes=-3.0, no=1.5),
@@ -105,6 +106,8 @@ ALIGNMENT: tuple[Cause, ...] = (
         signs=(
             Sign(fact="changed", word="target", yes=3.5),
             Sign(fact="changed", word="adapter", yes=3.5),
+            Sign(fact="changed", word="engine", yes=-1.0),
+            Sign(fact="weights_reloaded", yes=1.5),
             Sign(fact="acceptance_dropped", yes=1.5, no=-1.0),
             Sign(fact="reference_ratio", ramp=(0.97, 0.7), yes=0.5, no=-1.0),
             Sign(fact="acceptance_differs_by_backend", yes=-1.5),

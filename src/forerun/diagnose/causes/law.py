@@ -23,6 +23,7 @@ LAW: tuple[Cause, ...] = (
             Sign(fact="draft_probs_differ", yes=3.5, no=-1.5),
             Sign(fact="acceptance_above_expected", yes=2.5, no=-1.0),
             Sign(fact="law_differs", yes=1.5, no=-1.5),
+            Sign(fact="law_in_doubt", yes=1.2),
             Sign(fact="acceptance_falls_with_temperature", yes=0.5, no=-0.3),
             Sign(fact="temperature", ramp=(0.0, 0.2), yes=0.2, no=-2.0),
             Sign(fact="draft_one_hot", yes=0.3),
@@ -79,6 +80,7 @@ LAW: tuple[Cause, ...] = (
         signs=(
             Sign(fact="law_differs", yes=3.0, no=-2.5),
             Sign(fact="residual_wrong", yes=3.5, no=-0.7),
+            Sign(fact="law_in_doubt", yes=1.8),
             Sign(fact="pit_p_value", ramp=(0.02, 0.001), yes=1.0, no=-1.5),
             Sign(fact="acceptance_above_expected", yes=1.2, no=-0.3),
             Sign(fact="draft_probs_differ", yes=-0.7),
@@ -126,7 +128,7 @@ LAW: tuple[Cause, ...] = (
         signs=(
             Sign(fact="output_differs_at_ties", yes=3.0, no=-2.5),
             Sign(fact="greedy_margin", ramp=(4.0, 1.0), yes=1.0, no=-1.5),
-            Sign(fact="output_differs", yes=1.2, no=-1.5),
+            Sign(fact="output_differs", yes=1.6, no=-1.5),
             Sign(fact="output_corrupt", yes=-2.0),
             Sign(fact="schema_violations", yes=-1.5),
             Sign(fact="law_differs", yes=-2.5, no=1.0),

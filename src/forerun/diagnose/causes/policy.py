@@ -132,7 +132,7 @@ HEALTH = Cause(
                 *("cost_changed_with_engine", "undertrained_draft", "slower_with_fast_target"),
                 *("speculation_refused", "device_idle", "draft_nan", "draft_probs_differ"),
                 *("rollback_wrong", "weights_incomplete", "template_differs", "residual_wrong"),
-                *("client_counts_chunks", "definitions_differ", "outputs_short"),
+                *("client_counts_chunks", "definitions_differ", "outputs_short", "law_in_doubt"),
             )
         ),
         Sign(fact="prefill_share", ramp=(0.4, 0.7), yes=-2.0),

@@ -21,7 +21,15 @@ def add_costs(evidence: Evidence) -> None:
         evidence.add("cycle_cost", kappa, "tau / speedup")
     if tau and kappa and gain is None:
         evidence.add("speedup", tau / kappa, "tau / kappa")
+    add_rest(evidence)
     add_linearity(evidence)
+
+
+def add_rest(evidence: Evidence) -> None:
+    """v as what drafting leaves of a step, where the pass was not timed."""
+    kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
+    if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
+        evidence.add("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
 
 
 def add_times(evidence: Evidence) -> None:
@@ -49,8 +57,11 @@ def add_parts(evidence: Evidence) -> None:
         evidence.add("verify_cost", verify_s / plain_s, "target pass / plain step time")
     if other_s is not None:
         evidence.add("overhead", other_s / plain_s, "other time / plain step time")
+    token_s = evidence.number("draft_token_s")
     if draft_s is not None and k:
         evidence.add("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
+    elif token_s is not None:
+        evidence.add("draft_cost", token_s / plain_s, "drafted token / plain step time")
 
 
 def add_linearity(evidence: Evidence) -> None:

@@ -94,10 +94,28 @@ def add_draft_rate(evidence: Evidence) -> None:
 
 def add_constant(evidence: Evidence) -> None:
     """The constant acceptance probability that would give this tau."""
-    tau, k = evidence.number("acceptance_length"), evidence.number("k")
-    if tau is not None and k and 1.0 <= tau <= k + 1:
-        evidence.add("alpha", break_even_alpha(int(k), tau), "tau solved for a constant acceptance")
-        evidence.add("length_over_ceiling", tau / (k + 1), "tau / (K + 1)")
+    tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
+    if tau is None or depth is None:
+        return
+    evidence.add("mean_drafted", depth, "drafted tokens per drafting step")
+    k = max(1, round(depth))
+    if 1.0 <= tau <= k + 1:
+        evidence.add("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
+    if tau <= depth + 1.0:
+        evidence.add("length_over_ceiling", tau / (depth + 1.0), "tau / (drafted + 1)")
+
+
+def mean_drafted(evidence: Evidence) -> float | None:
+    """Drafted per step: K, or less where a stop rule ends drafts earlier."""
+    drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
+    tau, rate = evidence.number("acceptance_length"), evidence.number("draft_acceptance_rate")
+    k = evidence.number("k")
+    if drafted and drafts:
+        return drafted / drafts
+    if tau is not None and tau > 1.0 and rate:
+        found = (tau - 1.0) / rate
+        return found if k is None else min(found, k)
+    return k or None
 
 
 def add_first_position(evidence: Evidence) -> None:

@@ -63,21 +63,42 @@ def add_observations(evidence: Evidence) -> None:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
             evidence.add(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")
+    add_unplaced_rate(evidence)
     add_nothing_accepted(evidence)
     add_no_gain(evidence)
     add_not_drafted(evidence)
     add_shapes(evidence)
 
 
+def add_unplaced_rate(evidence: Evidence) -> None:
+    """Accepted / drafted at a K nobody knows: position 1 is accepted at least as often."""
+    fact, rate = (
+        evidence.facts.get("draft_acceptance_rate"),
+        evidence.number("draft_acceptance_rate"),
+    )
+    if fact is None or rate is None or "alpha_1" in evidence:
+        return
+    if rate >= 0.7 and "acceptance_fine" not in evidence:
+        evidence.add("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
+    if rate <= 0.2 and "acceptance_low" not in evidence:
+        evidence.add("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
+
+
 def add_nothing_accepted(evidence: Evidence) -> None:
     """Whether practically nothing is accepted, where enough was drafted to tell."""
     fact, drafts = evidence.facts.get("draft_acceptance_rate"), evidence.number("num_drafts")
-    drafted = evidence.number("num_drafted")
-    if fact is None or "acceptance_zero" in evidence:
+    drafted, tau = evidence.number("num_drafted"), evidence.number("acceptance_length")
+    if "acceptance_zero" in evidence:
+        return
+    if fact is None:
+        if tau is not None:
+            answer = True if tau <= 1.02 else False if tau >= 1.15 else None
+            evidence.add("acceptance_zero", answer, f"tau {tau:.2f}")
         return
     seen = drafts if drafts is not None else drafted
     rate = evidence.number("draft_acceptance_rate") or 0.0
-    if rate > 0.05:
+    first = evidence.number("alpha_1") or 0.0
+    if rate > 0.05 or first > 0.1:
         evidence.add("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
     elif rate <= 0.02 and (seen is None or seen >= MIN_DRAFTS):
         evidence.add("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")

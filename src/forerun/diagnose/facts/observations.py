@@ -37,6 +37,7 @@ OUTPUT: tuple[FactKind, ...] = (
     flag("output_repetitive", "output repeats itself"),
     flag("schema_violations", "constrained output breaks its schema with speculation on only"),
     flag("law_differs", "sampled output does not follow the target's distribution"),
+    flag("law_in_doubt", "somebody doubts that output follows the target's distribution"),
     flag("residual_wrong", "after a rejection the token is not drawn from the residual"),
     flag("draft_probs_differ", "the recorded draft law is not the one the draft was drawn from"),
     flag("draft_one_hot", "the draft is greedy or its probabilities are dropped under sampling"),
@@ -98,6 +99,9 @@ SETUP: tuple[FactKind, ...] = (
     flag("adaptive_k", "K is chosen while running"),
     flag("adaptive_stuck", "an adaptive K stays low, oscillates or never comes back"),
     flag("rollback_wrong", "a cache is rewound by the wrong number of rows, or not at all"),
+    flag("weights_reloaded", "weights were released, reloaded or updated while it ran"),
+    word("target_name", "name of the target's checkpoint"),
+    word("draft_name", "name of the draft's checkpoint"),
     word("engine", "the engine that ran"),
     word("method", "how drafts are made", "draft_model", "eagle", "mtp", "ngram", "block", "other"),
     words(

@@ -50,9 +50,9 @@ class LlamaCppLog:
         elif found := EVAL.search(line):
             self._read_time(found)
         elif found := DECODED.search(line):
-            self.tally.mean(
-                "tokens_per_s", float(found.group(1)) / max(1e-9, float(found.group(2)))
-            )
+            tokens, seconds = float(found.group(1)), float(found.group(2))
+            self._example.setdefault("predict", tokens)
+            self.tally.mean("tokens_per_s", tokens / max(1e-9, seconds))
         elif found := EXAMPLE.search(line):
             self._example[found.group(1)] = float(found.group(2))
         else:

@@ -1,0 +1,44 @@
+"""A fixed mapping from the words of a complaint to facts: what a person would enter.
+
+`symptoms.txt` holds the patterns. They are made of the vocabulary of the field (what is low, slow
+or wrong, and what it depends on), not of any thread; an observation that is a contrast needs the
+words of one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["observations_in"]
+
+Rule = tuple[tuple[str, ...], re.Pattern[str]]
+
+
+def observations_in(text: str) -> Iterator[tuple[str, object]]:
+    """Observations of one text, all yes; and what it says was changed."""
+    found = {fact for facts, pattern in rules() if pattern.search(text) for fact in facts}
+    if "acceptance_fine" in found:  # then something else is what is low
+        found -= {"acceptance_low", "acceptance_dropped"}
+    changed = sorted(fact.removeprefix("changed=") for fact in found if "=" in fact)
+    yield from ((fact, True) for fact in sorted(found) if "=" not in fact)
+    if changed:
+        yield "changed", changed
+
+
+@lru_cache(maxsize=1)
+def rules() -> tuple[Rule, ...]:
+    """The patterns, macros filled in."""
+    macros: dict[str, str] = {}
+    found = []
+    for line in Path(__file__).with_name("symptoms.txt").read_text().splitlines():
+        facts, tab, pattern = line.partition("\t")
+        if tab:
+            filled = re.sub(r"<([A-Z]+)>", lambda name: macros[name.group(1)], pattern)
+            found.append((tuple(facts.split(",")), re.compile(filled, re.IGNORECASE)))
+        elif line and not line.startswith("#"):
+            name, _, value = line.partition(" = ")
+            macros[name] = value
+    return tuple(found)
