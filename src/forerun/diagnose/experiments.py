@@ -115,7 +115,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "K sweep",
         10,
         "run K = 1, 2, 4, 8: note the rate, and acceptance of the same positions",
-        *("slower_with_k", "faster_with_k", "acceptance_falls_with_k", "verify_serial"),
+        *(
+            "slower_with_k",
+            "faster_with_k",
+            "cost_independent_of_k",
+            "acceptance_falls_with_k",
+            "verify_serial",
+        ),
     ),
     experiment(
         "batch sweep",

@@ -28,6 +28,7 @@ COST: tuple[Cause, ...] = (
         signs=(
             Sign(fact="gap_share_draft", ramp=(0.2, 0.45), yes=2.5, no=-2.0),
             Sign(fact="draft_share_high", yes=1.7, no=-1.2),
+            Sign(fact="cost_independent_of_k", yes=-1.5),
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="draft_size_ratio", ramp=(0.04, 0.12), yes=1.8, no=-1.0),
             Sign(fact="slower_with_fast_target", yes=1.8),
@@ -79,6 +80,7 @@ COST: tuple[Cause, ...] = (
         "take rows one by one, or small-batch kernels past their tile, lose that.",
         signs=(
             Sign(fact="verify_serial", yes=3.0, no=-1.0),
+            Sign(fact="cost_independent_of_k", yes=-1.5),
             Sign(fact="verify_linearity", ramp=(0.15, 0.5), yes=2.5, no=-2.0),
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=1.5, no=-1.5),
@@ -189,6 +191,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="rows_over_graph", ramp=(0.95, 1.05), yes=2.5, no=-0.7),
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="device_idle", yes=1.8),
+            Sign(fact="cost_independent_of_k", yes=1.0),
             Sign(fact="gap_share_overhead", ramp=(0.2, 0.5), yes=0.7, no=-0.3),
             Sign(fact="slowed_down", yes=0.8),
             Sign(fact="acceptance_fine", yes=0.7),
@@ -216,6 +219,7 @@ COST: tuple[Cause, ...] = (
         signs=(
             Sign(fact="gap_share_overhead", ramp=(0.15, 0.45), yes=2.5, no=-2.0),
             Sign(fact="host_work", yes=2.8, no=-1.0),
+            Sign(fact="cost_independent_of_k", yes=2.2, no=-1.0),
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="cost_changed_with_engine", yes=2.5),
             Sign(fact="changed", word="engine", yes=1.0),

@@ -20,6 +20,7 @@ POLICY: tuple[Cause, ...] = (
             Sign(fact="length_over_ceiling", ramp=(0.6, 0.3), yes=0.8, no=-1.5),
             Sign(fact="k", ramp=(2.0, 12.0), yes=0.9, no=-0.7),
             Sign(fact="faster_with_k", yes=-2.5),
+            Sign(fact="cost_independent_of_k", yes=-1.5),
             Sign(fact="acceptance_zero", yes=-2.0),
             Sign(fact="acceptance_falls_with_k", yes=-1.0),
             Sign(fact="acceptance_dropped", yes=-0.7),

@@ -39,6 +39,7 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="later_over_first", ramp=(0.5, 0.1), yes=1.5, no=-0.3),
             Sign(fact="output_differs_after_partial", yes=1.0),
             Sign(fact="output_differs_only_batched", yes=1.2),
+            Sign(fact="output_corrupt", yes=1.4),
             Sign(fact="acceptance_fine", yes=-0.5),
             Sign(fact="acceptance_falls_after_handoff", yes=-0.7),
             Sign(fact="target_recurrent", yes=-1.0),
@@ -63,7 +64,7 @@ STATE: tuple[Cause, ...] = (
         signs=(
             Sign(fact="target_recurrent", yes=2.5, no=-3.0),
             Sign(fact="output_differs", yes=1.2, no=-1.5),
-            Sign(fact="output_corrupt", yes=1.8),
+            Sign(fact="output_corrupt", yes=1.2),
             Sign(fact="output_differs_after_partial", yes=1.5, no=-0.7),
             Sign(fact="rollback_wrong", yes=0.8),
             Sign(fact="output_differs_at_ties", yes=-1.5, no=0.7),
@@ -160,7 +161,7 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="changed", word="engine", yes=0.9),
             Sign(fact="acceptance_dropped", yes=0.8),
             Sign(fact="acceptance_differs_by_precision", yes=0.5),
-            Sign(fact="output_corrupt", yes=0.5),
+            Sign(fact="output_corrupt", yes=0.8),
             Sign(fact="acceptance_fine", yes=-0.7),
         ),
         remedies=(

@@ -49,6 +49,7 @@ COST: tuple[FactKind, ...] = (
     flag("slowed_down", "decoding is slower than before, or than elsewhere, with speculation on"),
     flag("slower_with_batch", "the gain shrinks as more sequences run"),
     flag("slower_with_k", "the gain shrinks as K rises"),
+    flag("cost_independent_of_k", "a drafting step has a fixed cost, whatever K is"),
     flag("faster_with_k", "a larger K is faster"),
     flag("slower_with_context", "the gain shrinks as contexts grow while acceptance holds"),
     flag(
