@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import RUNNERS, Runner
 from forerun.sampling.checks import Range
@@ -29,6 +30,7 @@ RANGES = (
 TERM_RANGES = (
     Range("priority", -math.inf, integer=True),
     Range("deadline_s", 0, above_low=True, optional=True),
+    Range("tpot_target_s", 0, above_low=True, optional=True),
 )
 
 
@@ -38,6 +40,10 @@ class EngineConfig:
 
     Attributes:
         num_speculative_tokens: K, most tokens drafted per step (0: plain decoding).
+        controller: who chooses K at every step. "fixed": always K; "heuristic" and "confidence" do
+            as transformers does; "goodput": most expected tokens per second, which takes measured
+            costs; "bandit": by trial; "auto": goodput, watched so that it is never slower than
+            plain decoding, where costs are given, else fixed.
         max_batch: sequences decoded at once; more wait.
         max_context: prompt plus output tokens a sequence may have, cut to what the model allows; KV
             memory grows with max_batch x max_context.
@@ -63,6 +69,7 @@ class EngineConfig:
     """
 
     num_speculative_tokens: int = 4
+    controller: ControllerName = "auto"
     max_batch: int = 8
     max_context: int = 4096
     prefill_chunk: int = 256
@@ -81,6 +88,10 @@ class EngineConfig:
             limits.check(getattr(self, limits.name))
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
+        if self.controller not in CONTROLLER_NAMES:
+            raise InvalidRequest(
+                f"controller {self.controller!r} is unknown; use {', '.join(CONTROLLER_NAMES)}"
+            )
         if self.sharing not in get_args(Sharing):
             raise InvalidRequest(
                 f"sharing is {self.sharing!r}; use one of {', '.join(get_args(Sharing))}"
@@ -119,6 +130,9 @@ class RequestTerms:
         deadline_s: seconds from its arrival after which it ends with what it has; None: no limit.
         tenant: whose it is. Tenants use nothing of each other's unless `sharing` says "all";
             requests without a tenant share among themselves.
+        tpot_target_s: seconds per output token that drafting must not bring it above, its own and
+            that of requests beside it; a controller that knows costs heeds it.
+        tags: what it is like; a controller expects of a new request what others of its tags did.
 
     Raises:
         InvalidRequest: a value means nothing; the message names it.
@@ -127,6 +141,8 @@ class RequestTerms:
     priority: int = 0
     deadline_s: float | None = None
     tenant: str | None = None
+    tpot_target_s: float | None = None
+    tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what means nothing."""

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
 from forerun.control.base import Controller
-from forerun.control.fixed import FixedController
+from forerun.control.step_times import Costs
 from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
+from forerun.engine.controlling import default_controller
 from forerun.engine.drafting import GuardedDrafter
-from forerun.engine.intake import Intake, Prompt, as_prompts
-from forerun.engine.loading import eos_token_ids, load_drafter, load_pair_member, warn_if_stale
+from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
+from forerun.engine.loading import eos_token_ids, load_drafters, load_pair_member, warn_if_stale
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Sequence
+from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
 from forerun.engine.stopping import FinishReason, Stop
-from forerun.engine.turn import PLAIN
 from forerun.errors import InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context
@@ -33,6 +33,7 @@ from forerun.theory.record import StepRecord
 __all__ = ["Engine"]
 
 OnRecord = Callable[[StepRecord], None]
+Draft = str | Path
 
 
 class Engine:
@@ -52,6 +53,7 @@ class Engine:
         tokenizer: Tokenizer,
         drafter: Drafter | None = None,
         controller: Controller | None = None,
+        costs: Mapping[str, Costs] | None = None,
         config: EngineConfig | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         on_record: OnRecord | None = None,
@@ -74,33 +76,34 @@ class Engine:
         self._stepper = Stepper(
             target=target,
             drafter=self.drafter,
-            controller=controller
-            or FixedController(
-                self.config.num_speculative_tokens, drafter.method if drafter else PLAIN.method
-            ),
+            controller=controller or default_controller(self.config, drafter, costs or {}),
             scheduler=self.scheduler,
             config=self.config,
         )
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 (keyword-only parts, each replaceable)
         cls,
         target: str | Path,
-        draft: str | Path | None = None,
+        draft: Draft | Seq[Draft] | None = None,
         *,
         dtype: str = "auto",
         device: str = "auto",
         config: EngineConfig | None = None,
+        controller: Controller | None = None,
+        costs: Mapping[str, Costs] | None = None,
     ) -> Engine:
         """Load a target, and a draft if one is given, from a local folder, the hub or the zoo.
 
         Args:
             target: folder, hub name or "zoo:target".
-            draft: the same for a draft model, "suffix" or "self:N" (see `DRAFTERS`); None decodes
-                plainly.
+            draft: the same for a draft model, "suffix" or "self:N" (see `DRAFTERS`), or several of
+                them for the controller to choose from; None decodes plainly.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
             device: "auto", "cpu", "cuda" or "mps".
             config: engine settings.
+            controller: who chooses K; None builds the one that the settings name.
+            costs: of the drafters by their methods, for controllers that need them.
 
         Raises:
             InvalidModel: the folder is missing, damaged or of an unsupported kind.
@@ -113,29 +116,33 @@ class Engine:
         engine = cls(target=model, tokenizer=tokenizer, config=config, eos_token_ids=ends)
         if draft is None:
             return engine
-        warn_if_stale(draft, target)
-        return engine.with_draft(draft, dtype=dtype)
+        for name in [draft] if isinstance(draft, Draft) else draft:
+            warn_if_stale(name, target)
+        return engine.with_draft(draft, dtype=dtype, controller=controller, costs=costs)
 
     def with_draft(
         self,
-        draft: str | Path | Drafter | None,
+        draft: Draft | Seq[Draft] | Drafter | None,
         num_speculative_tokens: int | None = None,
         *,
         dtype: str = "auto",
+        controller: Controller | None = None,
+        costs: Mapping[str, Costs] | None = None,
     ) -> Engine:
-        """A new engine over the same loaded target with another drafter and K.
-
-        It drafts K tokens at every step; for another controller build an `Engine` from the parts.
-        """
+        """A new engine over the same loaded target with another drafter, K or controller."""
         config = self.config
         if num_speculative_tokens is not None:
             config = replace(config, num_speculative_tokens=num_speculative_tokens)
-        if isinstance(draft, str | Path):
-            draft = load_drafter(draft, self.target, self.tokenizer, dtype=dtype, config=config)
+        if isinstance(draft, Draft):
+            draft = [draft]
+        if isinstance(draft, Seq):
+            draft = load_drafters(draft, self.target, self.tokenizer, dtype=dtype, config=config)
         return Engine(
             target=self.target,
             tokenizer=self.tokenizer,
             drafter=draft,
+            controller=controller,
+            costs=costs,
             config=config,
             eos_token_ids=self.eos_token_ids,
             on_record=self.on_record,
@@ -174,7 +181,7 @@ class Engine:
             NumericalError: as `step`; the other prompts are aborted.
         """
         batch = as_prompts(prompts)
-        each = self._params_for(batch, params)
+        each = params_for(batch, params)
         checked = [(self.intake.check(p, s), s) for p, s in zip(batch, each, strict=True)]
         ids: list[str] = []
         try:
@@ -189,19 +196,6 @@ class Engine:
         finally:
             for request_id in ids:
                 self.abort(request_id)
-
-    def _params_for(
-        self, batch: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
-    ) -> Seq[SamplingParams]:
-        if params is None:
-            params = SamplingParams()
-        if isinstance(params, SamplingParams):
-            return [params] * len(batch)
-        if not isinstance(params, Seq):
-            raise InvalidRequest(f"params is {params!r}; give SamplingParams, or a list of them")
-        if len(params) != len(batch):
-            raise InvalidRequest(f"{len(params)} sampling parameters for {len(batch)} prompts")
-        return params
 
     def stream(
         self,
@@ -387,13 +381,3 @@ class Engine:
         samples = self._requests.pop(request_id, [])
         self._keys -= {sample.key for sample in samples}
         return samples
-
-
-def output_of(samples: Seq[Sequence]) -> RequestOutput:
-    """A request whose samples have all ended."""
-    first = samples[0]
-    return RequestOutput(
-        request_id=first.request_id,
-        prompt_token_ids=tuple(first.ids[: first.num_prompt]),
-        completions=tuple(sample.completion() for sample in samples),
-    )

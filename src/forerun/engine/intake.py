@@ -20,7 +20,7 @@ from forerun.sampling.history import History
 from forerun.sampling.mask import TokenMask
 from forerun.sampling.noise import request_key
 
-__all__ = ["Intake", "Prompt", "as_prompts"]
+__all__ = ["Intake", "Prompt", "as_prompts", "params_for"]
 
 Prompt = str | Seq[int]
 
@@ -192,6 +192,8 @@ class Intake:
                 scope=scope,
                 rank=(terms.priority, 0),
                 ends_at_s=arrived_at_s + (terms.deadline_s or math.inf),
+                tpot_target_s=terms.tpot_target_s,
+                tags=terms.tags,
             )
             for index in range(params.n)
         ]
@@ -229,6 +231,25 @@ def as_prompts(prompts: object) -> list[Prompt]:
             "token ids put them into a list of their own, as in [[1, 2, 3]]"
         )
     return batch
+
+
+def params_for(
+    batch: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+) -> Seq[SamplingParams]:
+    """Parameters of every prompt of a batch.
+
+    Raises:
+        InvalidRequest: they are none, or not as many as the prompts.
+    """
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(batch)
+    if not isinstance(params, Seq):
+        raise InvalidRequest(f"params is {params!r}; give SamplingParams, or a list of them")
+    if len(params) != len(batch):
+        raise InvalidRequest(f"{len(params)} sampling parameters for {len(batch)} prompts")
+    return params
 
 
 def as_ids(prompt: object) -> list[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.named import build_drafter
+from forerun.drafters.several import SeveralDrafters, named_by_method
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
 from forerun.models.base import LanguageModel
@@ -21,7 +23,7 @@ __all__ = [
     "check_pair",
     "check_vocabularies",
     "eos_token_ids",
-    "load_drafter",
+    "load_drafters",
     "load_pair_member",
     "warn_if_stale",
 ]
@@ -74,6 +76,25 @@ def load_drafter(
     loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
     check_pair(target, tokenizer, loaded)
     return DraftModel(loaded[0], vocab_size=target.vocab_size)
+
+
+def load_drafters(
+    drafts: Sequence[str | Path],
+    target: LanguageModel,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str,
+    config: EngineConfig,
+) -> Drafter:
+    """The drafters of some names as one, each for the plans that name it.
+
+    Raises:
+        InvalidRequest: there is none, or as `load_drafter`.
+    """
+    if not drafts:
+        raise InvalidRequest("the list of drafts is empty; name one, or None for plain decoding")
+    loaded = [load_drafter(d, target, tokenizer, dtype=dtype, config=config) for d in drafts]
+    return loaded[0] if len(loaded) == 1 else SeveralDrafters(named_by_method(loaded))
 
 
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:

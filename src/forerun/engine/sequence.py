@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from forerun.engine.results import Completion, StreamChunk, TokenLogprobs, sample_key
+from forerun.engine.results import (
+    Completion,
+    RequestOutput,
+    StreamChunk,
+    TokenLogprobs,
+    sample_key,
+)
 from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_back
 from forerun.models.context import Context
 from forerun.models.tokenizers import Detokenizer
@@ -14,7 +20,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.theory.acceptance import AcceptanceCounts
 
-__all__ = ["Sequence"]
+__all__ = ["Sequence", "output_of"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,6 +34,8 @@ class Sequence:
         rank: (priority, order of arrival); the lowest goes first.
         scope: sequences of one scope share what is computed from a common beginning; None: nothing.
         ends_at_s: its deadline.
+        tpot_target_s: seconds per token it wants to stay below.
+        tags: what it is like.
         num_cached: prompt tokens whose KV was there when it first joined.
         num_preemptions: how often it had to give up its place.
         suspect: its last pass was not usable, so its KV must not serve others.
@@ -57,6 +65,8 @@ class Sequence:
     rank: tuple[int, int] = (0, 0)
     scope: str | None = None
     ends_at_s: float = math.inf
+    tpot_target_s: float | None = None
+    tags: tuple[str, ...] = ()
     num_cached: int = 0
     num_preemptions: int = 0
     suspect: bool = False
@@ -165,3 +175,13 @@ class Sequence:
             num_cached_tokens=self.num_cached,
             num_preemptions=self.num_preemptions,
         )
+
+
+def output_of(samples: list[Sequence]) -> RequestOutput:
+    """A request whose samples have all ended."""
+    first = samples[0]
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt_token_ids=tuple(first.ids[: first.num_prompt]),
+        completions=tuple(sample.completion() for sample in samples),
+    )

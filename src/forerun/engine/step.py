@@ -5,6 +5,7 @@ A step is a function of (sequences, plans, noise); its clock readings only fill 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -44,6 +45,7 @@ class Stepper:
         self.controller = controller
         self.scheduler = scheduler
         self.capacity = Capacity(max_rows=config.max_step_rows)
+        self.most_emitted = config.num_speculative_tokens + 1
         self.cycle_id = 0
 
     def run(self) -> list[StepRecord]:
@@ -53,7 +55,7 @@ class Stepper:
         if self.drafter is not None:
             asked = [turn for turn in turns if turn.decodes and turn.sequence.may_draft]
             if asked:
-                self._plan(asked)
+                self._plan(asked, clock.started_s)
         clock.mark()
         if self.drafter is not None:
             self.drafter.propose([turn for turn in turns if turn.plan.num_speculative_tokens])
@@ -74,11 +76,11 @@ class Stepper:
         self.cycle_id += 1
         return records
 
-    def _plan(self, turns: Seq[Turn]) -> None:
+    def _plan(self, turns: Seq[Turn], now_s: float) -> None:
         """Plans of sequences that decode; those still prefilling do not draft."""
-        states = [state_of(turn.sequence) for turn in turns]
+        states = [state_of(turn.sequence, now_s) for turn in turns]
         for turn, plan in zip(turns, self.controller.decide(states, self.capacity), strict=True):
-            turn.plan = bounded(plan, turn.sequence.max_new)
+            turn.plan = bounded(plan, min(turn.sequence.max_new, self.most_emitted))
 
     @torch.inference_mode()
     def _decide(self, fed: Seq[Turn], emitting: Seq[Turn], clock: StepClock) -> None:
@@ -155,7 +157,7 @@ def turn_of(sequence: Sequence) -> Turn:
 
 
 def bounded(plan: Plan, max_new: int) -> Plan:
-    """No plan may draft past the end of its request, where there is no room in the context.
+    """No plan may emit more than `max_new` tokens: there is no room in the context, or in a pass.
 
     The pass itself yields one more token than is accepted.
     """
@@ -164,13 +166,17 @@ def bounded(plan: Plan, max_new: int) -> Plan:
     return replace(plan, num_speculative_tokens=max_new - 1) if max_new > 1 else PLAIN
 
 
-def state_of(sequence: Sequence) -> RequestState:
+def state_of(sequence: Sequence, now_s: float) -> RequestState:
     """What the controller may know of a sequence."""
+    ends_at_s = sequence.ends_at_s
     return RequestState(
         request_id=sequence.key,
         num_committed=len(sequence.ids),
         max_new=sequence.max_new,
         temperature=sequence.params.temperature,
+        tags=sequence.tags,
+        tpot_target_s=sequence.tpot_target_s,
+        time_left_s=None if ends_at_s == math.inf else ends_at_s - now_s,
     )
 
 

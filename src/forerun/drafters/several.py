@@ -1,0 +1,72 @@
+"""Several drafters as one: every plan says which of them drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from forerun.control.base import Plan
+from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
+from forerun.errors import DrafterError
+from forerun.sampling.proposal import Proposal
+
+__all__ = ["SeveralDrafters", "named_by_method"]
+
+
+class SeveralDrafters:
+    """Asks the drafter that a plan names. The others catch up when it is their turn.
+
+    A pause of one of them is not a pause of all, so it only means that it proposes nothing.
+
+    Args:
+        drafters: by the names that plans call them.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+        self.drafters = drafters
+        self._proposed: dict[str, str] = {}
+
+    @property
+    def method(self) -> str:
+        """Of the first, which drafts where nobody chooses."""
+        return next(iter(self.drafters))
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        """Every request's proposal, from the drafter of its plan."""
+        proposals: list[Proposal | None] = [None] * len(requests)
+        for method in dict.fromkeys(plan.method for plan in plans):
+            drafter = self.drafters.get(method)
+            if drafter is None:
+                raise DrafterError(
+                    f"a plan names the drafter {method!r}; there are {', '.join(self.drafters)}"
+                )
+            places = [at for at, plan in enumerate(plans) if plan.method == method]
+            answers = drafter.propose([requests[at] for at in places], [plans[at] for at in places])
+            for at, answer in zip(places, answers, strict=True):
+                if not isinstance(answer, Pause):
+                    proposals[at] = answer
+                self._proposed[requests[at].request_id] = method
+        return proposals
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell every drafter what became of its own proposals."""
+        for method, drafter in self.drafters.items():
+            own = [o for o in outcomes if self._proposed.get(o.request_id) == method]
+            if own:
+                drafter.observe(own)
+
+    def forget(self, request_id: str) -> None:
+        """Drop all state of a request, in all of them."""
+        self._proposed.pop(request_id, None)
+        for drafter in self.drafters.values():
+            drafter.forget(request_id)
+
+
+def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
+    """Drafters by their methods; the second of one method is called method-2, and so on."""
+    named: dict[str, Drafter] = {}
+    for drafter in drafters:
+        count = sum(name.partition("-")[0] == drafter.method for name in named)
+        named[drafter.method if not count else f"{drafter.method}-{count + 1}"] = drafter
+    return named

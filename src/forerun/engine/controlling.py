@@ -1,0 +1,36 @@
+"""The controller of an engine, where the caller brings none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from forerun.control.base import Controller
+from forerun.control.fixed import FixedController
+from forerun.control.named import Means, build_controller
+from forerun.control.step_times import Costs
+from forerun.drafters.base import Drafter
+from forerun.drafters.several import SeveralDrafters
+from forerun.engine.config import EngineConfig
+
+__all__ = ["default_controller"]
+
+
+def default_controller(
+    config: EngineConfig, drafter: Drafter | None, costs: Mapping[str, Costs]
+) -> Controller:
+    """The controller that the settings name; without a draft there is nothing to control.
+
+    Args:
+        config: of the engine.
+        drafter: one, or several to choose from.
+        costs: by the drafters' methods, where they are known.
+
+    Raises:
+        InvalidRequest: it needs costs that are not given.
+    """
+    k = config.num_speculative_tokens
+    if drafter is None or k == 0:
+        return FixedController(0)
+    methods = tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
+    means = Means(methods=methods, num_speculative_tokens=k, costs=costs)
+    return build_controller(config.controller, means)
