@@ -96,6 +96,7 @@ def test_a_useless_draft_emits_one_token_per_step():
     assert found.phases[0].num_steps == 20
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_tokens_per_step_are_what_theory_says(k):
     for acceptance, tau in (
@@ -219,6 +220,7 @@ def test_the_same_seed_gives_the_same_result_and_another_does_not():
     assert run(work, 3).total_s != run(work, 3, seed=2).total_s
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_every_k_meets_the_same_text():
     """A larger K never accepts less of a text, step by step from the same position."""
     phases = (Phase(share=1.0, acceptance=Constant(alpha=0.6)),)
@@ -237,6 +239,7 @@ def test_pearl_hides_drafting_behind_verifying():
     assert overlapped.tpot_s.p50 * 40 == pytest.approx(9 * cycle_s, rel=0.2)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_pearl_emits_as_much_as_the_text_allows_and_nothing_twice():
     phases = (Phase(share=1.0, acceptance=Constant(alpha=0.6)),)
     work = workload(requests=12, output_tokens=Uniform(least=1, most=60), phases=phases)
@@ -259,6 +262,7 @@ def test_early_verification_saves_drafts_after_a_rejected_first_token():
     )
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_regret_is_against_the_best_k_of_every_phase():
     phases = (
         Phase(share=0.5, acceptance=Constant(alpha=0.9)),

@@ -80,11 +80,12 @@ def workload_from(content: object, where: str) -> Workload:
     Raises:
         InvalidRequest: it describes none; the message says what is wrong where.
     """
-    values = as_mapping(content, where)
-    if "acceptance" in values and "phases" not in values:
-        values = {name: value for name, value in values.items() if name != "acceptance"} | {
-            "phases": [{"share": 1.0, "acceptance": as_mapping(content, where)["acceptance"]}]
-        }
+    values: Mapping[str, Any] = as_mapping(content, where)
+    if "acceptance" in values:
+        if "phases" in values:
+            raise InvalidRequest(f"{where}: give acceptance, or phases that have one each")
+        values = dict(values)
+        values["phases"] = [{"share": 1.0, "acceptance": values.pop("acceptance")}]
     found = built(Workload, values, where)
     assert isinstance(found, Workload)
     return found

@@ -1,0 +1,162 @@
+"""`forerun simulate` from written workloads and profiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tests.records import HEADER
+
+from forerun.cli.main import main
+from forerun.probe.profile import Profile, ReadLimit, Setup
+from forerun.probe.profile_file import write_profile
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+
+TABLE = CostTable(
+    lines=(
+        CostLine(
+            rows=(1, 2, 8),
+            verify_s=(0.010, 0.0102, 0.012),
+            plain_s=0.010,
+            draft_s=0.0005,
+            overhead_s=0.0002,
+        ),
+    )
+)
+PROFILE = Profile(
+    target="target",
+    draft="draft",
+    setup=Setup(
+        cpu="Imaginary 9000",
+        num_cores=2,
+        num_threads=2,
+        device="cpu",
+        dtype="bfloat16",
+        target_runner="NativeModel",
+        draft_runner="NativeModel",
+        target_hash=HEADER.target_hash,
+        draft_hash=str(HEADER.draft_hash),
+    ),
+    provenance={},
+    limit=ReadLimit(
+        bytes_per_s=1e9, buffer_bytes=64, target_bytes=10**7, draft_bytes=10**6, kv_token_bytes=9
+    ),
+    measured=(),
+    left_out=(),
+    stable=True,
+    greedy=TABLE,
+    sampled=TABLE,
+)
+WORKLOAD = """
+requests: 12
+arrivals: {kind: poisson, rate_per_s: 2}
+prompt_tokens: 16
+output_tokens: 30
+phases:
+  - {name: good, share: 0.5, acceptance: {kind: constant, alpha: 0.9}}
+  - {name: bad, share: 0.5, acceptance: {kind: constant, alpha: 0.0}}
+server: {max_batch: 2, max_k: 4}
+slo: {tpot_s: 0.008}
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    profile, workload = tmp_path / "profile.json", tmp_path / "workload.yaml"
+    write_profile(PROFILE, profile)
+    workload.write_text(WORKLOAD)
+    return ("--workload", str(workload), "--profile", str(profile))
+
+
+def simulated(capsys, *arguments):
+    assert main(["simulate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_tables_for_people(files, tmp_path, capsys):
+    picture = tmp_path / "s.svg"
+    arguments = ("--controllers", "plain", "fixed:4", "goodput", "--plot", str(picture))
+    assert main(["simulate", *files, *arguments]) == 0
+    out = capsys.readouterr().out
+    for words in ("12 requests, 360 tokens", "TTFT ms", "in SLO", "regret", "good", "best K 0"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "<svg" in picture.read_text()
+
+
+def test_json(files, capsys):
+    found = simulated(capsys, *files, "--controllers", "plain", "fixed:4")
+    plain, fixed = found["results"]
+    assert found["oracle"]["ks"] == [4, 0]
+    assert plain["phase_regrets"][0] > 0.5
+    assert plain["phase_regrets"][1] == 0.0
+    assert fixed["phase_regrets"][0] == 0.0
+    assert plain["num_tokens"] == fixed["num_tokens"] == 360
+    assert fixed["tpot_s"]["p50"] < fixed["tpot_s"]["p99"]
+    assert 0 < fixed["num_in_slo"] < 12
+    assert plain["num_in_slo"] == 0
+
+
+def test_figures_are_a_function_of_the_seed(files, capsys):
+    one, same, other = (
+        simulated(capsys, *files, "--controllers", "auto", "--no-oracle", "--seed", seed)
+        for seed in ("1", "1", "2")
+    )
+    assert one == same
+    assert one["results"] != other["results"]
+    assert one["oracle"] is None
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "fixed:2", "fixed", "auto", "heuristic", "confidence", "goodput", "bandit"]
+)
+def test_every_controller_serves_every_request(name, files, capsys):
+    (result,) = simulated(capsys, *files, "--controllers", name, "--no-oracle")["results"]
+    assert (result["controller"], result["num_requests"]) == (name, 12)
+
+
+@pytest.mark.parametrize(("overlap", "phase"), [("pearl", 0), ("early", 1)])
+def test_overlap_helps_where_drafting_takes_as_long_as_verifying(
+    overlap, phase, files, tmp_path, capsys
+):
+    """Drafting on pays where drafts are accepted, checking the first token where they are not."""
+    dear = CostTable(lines=(replace(TABLE.lines[0], draft_s=0.0025),))
+    write_profile(replace(PROFILE, greedy=dear), tmp_path / "profile.json")
+    arguments = (*files, "--controllers", "fixed:4", "--no-oracle")
+    alone = simulated(capsys, *arguments)["results"][0]["phases"][phase]
+    together = simulated(capsys, *arguments, "--overlap", overlap)["results"][0]["phases"][phase]
+    assert together["num_tokens"] == alone["num_tokens"]
+    assert together["decode_s"] < 0.9 * alone["decode_s"]
+
+
+def test_coarse(files, capsys):
+    arguments = (*files, "--controllers", "plain", "fixed:3", "--no-oracle")
+    fine = simulated(capsys, *arguments)["results"]
+    coarse = simulated(capsys, *arguments, "--coarse")["results"]
+    assert [r["num_tokens"] for r in coarse] == [r["num_tokens"] for r in fine]
+    assert coarse[0]["tpot_s"]["p50"] == pytest.approx(fine[0]["tpot_s"]["p50"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--controllers", "best"), "controller 'best' is unknown; use plain, fixed:K, auto"),
+        (("--controllers", "fixed:5"), "only fixed takes a K, from 0 to max_k, which is 4"),
+        (("--controllers", "goodput:3"), "only fixed takes a K"),
+        (("--controllers",), "name the --controllers"),
+        (("--coarse", "--controllers", "auto"), "no steps that auto could learn from"),
+        (("--plot", "p.txt"), "must end in"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(arguments, message, files, capsys):
+    assert main(["simulate", *files, *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_workload_without_an_end_is_refused(files, tmp_path, capsys):
+    path = tmp_path / "w.yaml"
+    path.write_text(WORKLOAD.replace("output_tokens: 30", "output_tokens: 100000"))
+    assert main(["simulate", *files, "--workload", str(path)]) == 2
+    assert "it would never finish" in " ".join(capsys.readouterr().err.split())
