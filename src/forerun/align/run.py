@@ -9,33 +9,30 @@ Under `accelerate launch` every process trains; the main one alone generates, ju
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forerun.align.conclusion import hand_over, judged_at, report_of
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
-from forerun.align.data.responses import Tell
 from forerun.align.data.sample import Sample
 from forerun.align.evaluation.judge import Judge
-from forerun.align.evaluation.ledger import ledger_of
-from forerun.align.evaluation.plot import plot_survival
 from forerun.align.identity import claim_folder, identity_of
 from forerun.align.keeping import Keeper
 from forerun.align.objectives.named import make_objective
+from forerun.align.phases import Phases
 from forerun.align.report import AlignReport, DataFacts
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.align.texts import Prompts, Texts, read_sides
+from forerun.align.training.accelerator import make_accelerator
 from forerun.align.training.draft import Draft, DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.metrics import MetricsLog, StepMetrics
@@ -44,16 +41,12 @@ from forerun.align.training.trainer import Trainer
 from forerun.align.workspace import Workspace
 from forerun.engine.engine import Engine
 from forerun.models.load import load_tokenizer, model_folder
-from forerun.provenance import collect, content_hash
 from forerun.theory.cost import CostTable
 
 __all__ = ["Alignment", "CostsOf", "align"]
 
 CostsOf = Callable[[Path, float], CostTable | None]
 """What a draft folder costs beside the target, at a temperature; None where that is not known."""
-
-PATIENCE = timedelta(days=7)
-"""Other processes wait while the main one generates and judges, however long that takes."""
 
 
 def align(
@@ -72,11 +65,7 @@ def align(
         CacheTooLarge: the teacher's cache does not fit; nothing was written.
         TrainingDiverged: the loss is no number; the best draft so far is kept.
     """
-    accelerator = Accelerator(
-        mixed_precision="bf16",
-        cpu=config.device == "cpu",
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
+    accelerator = make_accelerator(config.device)
     run = Alignment(config, accelerator, costs, console or Console(stderr=True))
     return run.run()
 
@@ -101,10 +90,9 @@ class Alignment:
         self.config = config
         self.accelerator = accelerator
         self.costs = costs
-        self.console = console
         self.workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
         self.objective = make_objective(config.objective, config.sampling.temperature)
-        self.seconds: dict[str, float] = {}
+        self.phases = Phases(console if self.is_main else None)
 
     def run(self) -> AlignReport | None:
         """Do what is not done yet."""
@@ -125,7 +113,7 @@ class Alignment:
         self._snapshot(draft, trainer, 0)
         keeper = self._keeper(engine, prompts) if engine is not None else None
         packing = self._train(trainer, draft, texts, keeper)
-        return None if keeper is None else self._finish(keeper, prompts, packing)
+        return None if keeper is None else self._conclude(keeper, prompts, packing)
 
     @property
     def is_main(self) -> bool:
@@ -192,7 +180,7 @@ class Alignment:
             seed=config.training.training_seed,
         )
         keeper = Keeper(self.workspace, judge, config.evaluation.max_prompts)
-        with self._phase("judge"), self.console.status("judging the draft to begin with"):
+        with self.phases.waiting("judging", "judging the draft to begin with"):
             keeper.consider(0)
         return keeper
 
@@ -217,14 +205,14 @@ class Alignment:
                 self._round(trainer, packing, until, keeper, log)
                 self._snapshot(draft, trainer, until)
                 if keeper is not None:
-                    with self._phase("judge"), self.console.status(f"judging step {until}"):
+                    with self.phases.waiting("judging", f"judging step {until}"):
                         keeper.consider(until)
                 self.accelerator.wait_for_everyone()
         assert packing is not None  # the last round is never skipped
         return packing
 
     def _steady(self, texts: Texts) -> list[Sample]:
-        with self._phase("responses"), self._bar("responses") as tell:
+        with self.phases.bar("responses", "responses") as tell:
             return texts.steady(tell)
 
     def _packing(self, texts: Texts, steady: Sequence[Sample], start: int, number: int) -> Packing:
@@ -233,7 +221,7 @@ class Alignment:
         def mixed() -> list[Sample]:
             own: list[Sample] = []
             if "draft" in texts.shares:
-                with self._phase("responses"), self._bar("the draft's own") as tell:
+                with self.phases.bar("responses", "the draft's own") as tell:
                     snapshot = self.workspace.snapshot(start)
                     own = texts.of_draft(snapshot, number, len(self.schedule) - 1, tell)
             return texts.mixed([*steady, *own], seed=number)
@@ -247,7 +235,7 @@ class Alignment:
         """The teacher of a round; the main process fills its cache, the others read it."""
         if not self.objective.needs_law:
             return None
-        with self._phase("teacher"), self._bar("the target's laws") as tell:
+        with self.phases.bar("teacher", "the target's laws") as tell:
             source = TeacherSource(
                 target=self.config.target,
                 sampling=self.config.sampling,
@@ -274,8 +262,8 @@ class Alignment:
             trainer.run(packing, until, lambda metrics: None)
             return
         with (
-            self._phase("training"),
-            TrainingProgress(self.console, self.num_steps, trainer.step) as progress,
+            self.phases.phase("training"),
+            TrainingProgress(self.phases.console, self.num_steps, trainer.step) as progress,
         ):
             if (speedup := keeper.latest.predicted_speedup) is not None:
                 progress.judged(speedup)
@@ -294,20 +282,17 @@ class Alignment:
         if self.is_main:
             draft.save(self.workspace.snapshot(step), weights)
 
-    def _finish(self, keeper: Keeper, prompts: Prompts, packing: Packing) -> AlignReport:
-        """Judge the kept draft on all held-out prompts, and write what came out."""
-        config, judge, best = self.config, keeper.judge, keeper.best
-        with self._phase("judge"), self.console.status("judging on all held-out prompts"):
-            before = judge.judge(self.workspace.snapshot(0), name="before")
-            after = judge.judge(self.workspace.draft, name="after")
-            sampled = after
-            if config.sampling.temperature != 1:
-                sampled = judge.at(1.0, self._costs_at(1.0)).judge(
-                    self.workspace.draft, name="after"
-                )
-        report = AlignReport(
-            draft=self.workspace.draft,
-            objective=self.objective.name,
+    def _conclude(self, keeper: Keeper, prompts: Prompts, packing: Packing) -> AlignReport:
+        """Judge the kept draft on all held-out prompts, and hand it over."""
+        deployed = self.config.sampling.temperature
+        others = {other: self._costs_at(other) for other in (0.0, 1.0) if other != deployed}
+        with self.phases.waiting("judging", "judging on all held-out prompts"):
+            judged = judged_at(keeper.judge, self.workspace, others)
+        report = report_of(
+            self.config,
+            self.workspace,
+            judged=judged,
+            keeper=keeper,
             data=DataFacts(
                 num_training_prompts=len(prompts.training),
                 num_held_out_prompts=len(prompts.held_out),
@@ -315,25 +300,9 @@ class Alignment:
                 num_learned_tokens=packing.num_learned,
                 num_rows=packing.rows_per_epoch,
             ),
-            before=before,
-            after=after,
-            ledger=ledger_of(after, sampled, config.evaluation.in_domain),
-            judgements=tuple(keeper.judgements.values()),
-            best_step=best.step,
-            seconds=self.seconds,
-            provenance=collect(
-                {
-                    "target": content_hash(config.target),
-                    "draft": content_hash(str(self.workspace.draft)),
-                }
-            ),
+            seconds=self.phases.seconds,
         )
-        report.write(self.workspace.report)
-        plot_survival(
-            {"before": before, "after": after},
-            f"Acceptance at T={config.sampling.temperature:g}",
-            [self.workspace.picture("acceptance")],
-        )
+        hand_over(self.config, self.workspace, report, packing)
         return report
 
     def _from_main(self, make: Callable[[], list[Sample]]) -> list[Sample]:
@@ -343,27 +312,3 @@ class Alignment:
             broadcast_object_list(made)
         assert made[0] is not None
         return made[0]
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of a phase."""
-        started_s = time.monotonic()
-        try:
-            yield
-        finally:
-            spent_s = time.monotonic() - started_s
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent_s
-
-    @contextmanager
-    def _bar(self, what: str) -> Iterator[Tell]:
-        """A bar for whatever says how many of how many are done."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self.console, disable=not self.is_main) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda num_done, num_all: bar.update(task, completed=num_done, total=num_all)

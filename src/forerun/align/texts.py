@@ -64,7 +64,7 @@ class Texts:
 
     Args:
         config: of the alignment.
-        prompts: to respond to.
+        prompts: to respond to, and those whose texts are not to be learned.
         target: the engine of the target; None in processes that only read what another wrote.
         tokenizer: of the target.
         folder: of responses.
@@ -74,13 +74,14 @@ class Texts:
         self,
         *,
         config: AlignConfig,
-        prompts: Sequence[PromptRecord],
+        prompts: Prompts,
         target: Engine | None,
         tokenizer: Tokenizer,
         folder: Path,
     ) -> None:
         self.config = config
-        self.prompts = prompts
+        self.prompts = prompts.training
+        self.held_out = frozenset(prompt.prompt_hash for prompt in prompts.held_out)
         self.target = target
         self.tokenizer = tokenizer
         self.folder = folder
@@ -151,7 +152,11 @@ class Texts:
             model=model,
             num_logprobs=20 if self.config.teacher.teacher == "top-k" else 0,
         )
-        store = ResponseStore(self.folder, self._maker(f"{data.responses_from} {model}"))
+        # What a server runs is not known; it is to be the target, so another target asks anew.
+        asked = (content_hash(self.config.target), data.responses_from, model)
+        store = ResponseStore(
+            self.folder, self._maker(" ".join(asked) + f" {server_config.num_logprobs}")
+        )
         if self.target is not None:
             write_responses_from(
                 ResponseServer.connect(server_config, self.tokenizer),
@@ -177,11 +182,12 @@ class Texts:
             return []
         target_hash = content_hash(self.config.target)
         own_hash = tokenizer_hash(model_folder(self.config.target))
-        return [
+        found = [
             sample
             for path in self.config.data.replay
             for sample in replayed(path, target_hash=target_hash, tokenizer_hash=own_hash)
         ]
+        return [sample for sample in found if sample.prompt_hash not in self.held_out]
 
 
 def without_loop(sample: Sample) -> Sample:

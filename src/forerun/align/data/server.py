@@ -220,11 +220,12 @@ def write_responses_from(
             store.add(response.result())
             num_done += 1
             tell(num_done, num_all)
-    except ServerUnavailable as error:
+    except (InvalidRequest, ServerUnavailable, KeyboardInterrupt) as error:
         add_finished(asked, store)
-        raise ServerUnavailable(
-            f"{error}; {len(store)} responses are kept in {store.path}: run again to go on"
-        ) from error
+        kept = f"{len(store)} responses are kept in {store.path}: run again to go on"
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise type(error)(f"{error}; {kept}") from error
     finally:
         server.closing.set()
         executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,208 @@
+"""The texts of an alignment, over tiny models on disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from tests import tiny
+from tests.records import HEADER, REQUEST, STEP
+
+from forerun.align.config import AlignConfig, DataConfig, TeacherConfig
+from forerun.align.data.on_policy import draft_writer
+from forerun.align.data.sample import prompt_hash
+from forerun.align.data.split import is_held_out
+from forerun.align.texts import Texts, read_sides
+from forerun.engine.engine import Engine
+from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.models.content_hash import tokenizer_hash
+from forerun.provenance import content_hash
+from forerun.sampling.config import SamplingParams
+from forerun.trace.files import open_trace
+
+PARAMS = SamplingParams(max_tokens=8, seed=2, ignore_eos=True)
+NUM_PROMPTS = 40
+
+
+def save(folder: Path, *, seed: int, extra: tuple[str, ...] = (), **changes: int) -> Path:
+    tiny.network(seed=seed, **changes).save_pretrained(folder)
+    tiny.backend(extra).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("target"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> Path:
+    """It is padded: it could say ids the target has never heard of."""
+    return save(tmp_path_factory.mktemp("draft"), seed=5, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def engine(target) -> Engine:
+    return Engine.load(target, device="cpu", config=tiny.settings(k=0))
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"x{n} = ", "tag": f"t{n % 2}"} for n in range(NUM_PROMPTS)]
+    rows = [{**row, "response": "import os"} if n % 4 == 0 else row for n, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(
+    engine: Engine, target: Path, prompts: Path, *, teacher: str = "auto", **changes: object
+) -> Texts:
+    data = DataConfig(prompts=prompts, **changes)
+    config = AlignConfig(
+        target=str(target), sampling=PARAMS, data=data, teacher=TeacherConfig(teacher=teacher)
+    )
+    return Texts(
+        config=config,
+        prompts=read_sides(data, engine.tokenizer),
+        target=engine,
+        tokenizer=engine.tokenizer,
+        folder=prompts.parent / "responses",
+    )
+
+
+def silent(num_done: int, num_all: int) -> None:
+    pass
+
+
+def test_sides_share_no_prompt(engine, prompts, tmp_path):
+    sides = read_sides(DataConfig(prompts=prompts, held_out_share=0.2), engine.tokenizer)
+    assert len(sides.training) + len(sides.held_out) == NUM_PROMPTS
+    assert all(is_held_out(prompt.prompt_hash, 0.2) for prompt in sides.held_out)
+    own = tmp_path / "own.txt"
+    own.write_text("x3 = \nsomething else\n")
+    sides = read_sides(DataConfig(prompts=prompts, held_out=own), engine.tokenizer)
+    assert (len(sides.training), len(sides.held_out)) == (NUM_PROMPTS - 1, 2)
+    with pytest.raises(InvalidRequest, match="every prompt of"):
+        read_sides(DataConfig(prompts=prompts, held_out=prompts), engine.tokenizer)
+
+
+def test_the_target_answers_what_it_is_not_judged_on(engine, target, prompts):
+    made = texts(engine, target, prompts, held_out_share=0.2)
+    told: list[tuple[int, int]] = []
+    found = made.steady(lambda *done: told.append(done))
+    assert [s.prompt_hash for s in found] == [p.prompt_hash for p in made.prompts]
+    assert not any(is_held_out(sample.prompt_hash, 0.2) for sample in found)
+    assert {sample.tag for sample in found} == {"t0", "t1"}
+    assert told[-1] == (len(found), len(found))
+    told.clear()
+    assert (
+        texts(engine, target, prompts, held_out_share=0.2).steady(lambda *done: told.append(done))
+        == found
+    )
+    assert told == [(len(found), len(found))]
+
+
+def test_responses_may_be_drawn_warmer_than_deployed(engine, target, prompts):
+    cold = texts(engine, target, prompts)
+    warm = texts(engine, target, prompts, response_temperature=2.0)
+    assert (cold.params, warm.params) == (PARAMS, replace(PARAMS, temperature=2.0))
+    assert cold.steady(silent) != warm.steady(silent)
+
+
+def test_a_mix_of_all_sources(engine, target, draft, prompts):
+    made = texts(engine, target, prompts, on_policy_share=0.5, fixed_share=0.25)
+    own = made.of_draft(draft, 0, 1, silent)
+    chosen = made.mixed([*made.steady(silent), *own], seed=0)
+    learned = {
+        source: sum(s.num_learned for s in chosen if s.source == source)
+        for source in ("target", "draft", "fixed")
+    }
+    longest = max(sample.num_learned for sample in chosen)
+    assert learned["draft"] == pytest.approx(sum(learned.values()) / 2, abs=longest)
+    assert learned["fixed"] == pytest.approx(sum(learned.values()) / 4, abs=longest)
+    assert max(token for sample in own for token in sample.token_ids) < tiny.VOCAB_SIZE
+
+
+def test_the_target_writes_nothing_where_the_draft_writes_all(engine, target, draft, prompts):
+    made = texts(engine, target, prompts, on_policy_share=1.0)
+    assert made.steady(silent) == []
+    parts = [made.of_draft(draft, part, 3, silent) for part in range(3)]
+    hashes = [sample.prompt_hash for part in parts for sample in part]
+    assert sorted(hashes) == sorted(prompt.prompt_hash for prompt in made.prompts)
+
+
+def test_a_draft_that_has_learned_writes_anew(engine, draft, tmp_path):
+    _, before = draft_writer(draft, engine, PARAMS, tmp_path)
+    _, after = draft_writer(save(tmp_path / "trained", seed=6), engine, PARAMS, tmp_path)
+    assert before.path != after.path
+
+
+def test_a_draft_with_another_tokenizer_is_refused(engine, tmp_path):
+    other = save(tmp_path / "other", seed=5, extra=("<other>",), vocab_size=320)
+    with pytest.raises(IncompatibleDraft, match="tokenizer is not the target's"):
+        draft_writer(other, engine, PARAMS, tmp_path)
+
+
+def test_what_was_rejected_comes_on_top_but_not_of_held_out_prompts(engine, target, prompts):
+    sides = read_sides(DataConfig(prompts=prompts, held_out_share=0.3), engine.tokenizer)
+    everything = (*sides.training, *sides.held_out)
+    path = prompts.parent / "t.jsonl"
+    hashes = {"target_hash": content_hash(str(target)), "tokenizer_hash": tokenizer_hash(target)}
+    with open_trace(path) as trace:
+        trace.add(replace(HEADER, **hashes))
+        for prompt in everything:
+            length = len(prompt.prompt_ids)
+            own = {"request_id": prompt.prompt_hash}
+            trace.add(replace(STEP, **own, context_tokens=length, token_ids=(5, 6, 7)))
+            request = replace(REQUEST, **own, num_prompt_tokens=length, num_output_tokens=3)
+            trace.add(replace(request, prompt_token_ids=prompt.prompt_ids))
+    made = texts(engine, target, prompts, held_out_share=0.3, replay=(path,))
+    chosen = made.mixed(made.steady(silent), seed=0)
+    replay = [sample for sample in chosen if sample.source == "replay"]
+    assert {s.prompt_hash for s in replay} == {prompt.prompt_hash for prompt in sides.training}
+    for sample in replay:
+        last = len(sample.token_ids)
+        assert sample.token_ids[-3:] == (5, 6, 7)
+        assert sample.spans == ((last - 1, last),)
+        assert prompt_hash(sample.token_ids[:-3]) == sample.prompt_hash
+    assert len(chosen) == 2 * len(replay)
+
+
+def test_a_server_answers_instead(engine, target, prompts, monkeypatch):
+    """Asked for log-probabilities where they are the teacher's; resumed where it broke off."""
+    asked: list[dict] = []
+
+    lock = threading.Lock()
+
+    def answer(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.read())
+        with lock:
+            asked.append(body)
+            if len(asked) == 10:
+                return httpx.Response(404, text="gone")
+        token = body["prompt"][0]
+        top = {f"token_id:{token}": -0.5}
+        choice = {
+            "text": engine.tokenizer.decode([token]),
+            "finish_reason": "length",
+            "token_ids": [token],
+            "logprobs": {"tokens": [f"token_id:{token}"], "top_logprobs": [top]},
+        }
+        return httpx.Response(200, json={"choices": [choice]})
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)
+    own = {"responses_from": "http://server", "responses_model": "m", "teacher": "top-k"}
+    with pytest.raises(InvalidRequest, match=r"gone; \d+ responses are kept"):
+        texts(engine, target, prompts, **own).steady(silent)
+    made = texts(engine, target, prompts, **own)
+    found = made.steady(silent)
+    assert len(found) == len(made.prompts)
+    assert all(s.top_logprobs == (((s.token_ids[-1], -0.5),),) for s in found)
+    assert {(body["model"], body["logprobs"]) for body in asked} == {("m", 20)}
+    num_lines = len(next((prompts.parent / "responses").glob("target-*")).read_text().splitlines())
+    assert num_lines == 1 + len(found)
