@@ -13,7 +13,7 @@ from forerun.align.evaluation.ledger import Ledger
 from forerun.align.keeping import Judgement
 from forerun.provenance import Provenance
 
-__all__ = ["AlignReport", "DataFacts"]
+__all__ = ["AlignReport", "DataFacts", "Judged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,32 @@ class DataFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Two drafts on the same prompts at one temperature.
+
+    Attributes:
+        before: the draft to begin with.
+        after: the draft that was kept.
+    """
+
+    before: DraftFigures
+    after: DraftFigures
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Before against after."""
+        return changes(self.before, self.after)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+            "changes": [change.to_dict() for change in self.changes],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlignReport:
     """One alignment.
 
@@ -43,8 +69,8 @@ class AlignReport:
         draft: folder of the draft that was kept.
         objective: what was minimised.
         data: what was learned and judged on.
-        before: the draft to begin with, on all held-out prompts.
-        after: the draft that was kept, on the same.
+        judged: both drafts on all held-out prompts; as deployed first, then at T=0 and T=1 if that
+            is something else.
         ledger: where the rest of the expected length went.
         judgements: on the way, by step.
         best_step: of the draft that was kept; 0 says that training did not help.
@@ -55,8 +81,7 @@ class AlignReport:
     draft: Path
     objective: str
     data: DataFacts
-    before: DraftFigures
-    after: DraftFigures
+    judged: tuple[Judged, ...]
     ledger: Ledger
     judgements: tuple[Judgement, ...]
     best_step: int
@@ -64,9 +89,10 @@ class AlignReport:
     provenance: Provenance
 
     @property
-    def changes(self) -> tuple[Change, ...]:
-        """Before against after."""
-        return changes(self.before, self.after)
+    def best_k(self) -> int:
+        """K of the best predicted speedup as deployed; 0 where none pays or none is known."""
+        speedup = self.judged[0].after.overall.speedup
+        return 0 if speedup is None else speedup.num_speculative_tokens
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
@@ -74,9 +100,7 @@ class AlignReport:
             "draft": str(self.draft),
             "objective": self.objective,
             "data": asdict(self.data),
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-            "changes": [change.to_dict() for change in self.changes],
+            "judged": [pair.to_dict() for pair in self.judged],
             "ledger": self.ledger.to_dict(),
             "judgements": [asdict(judgement) for judgement in self.judgements],
             "best_step": self.best_step,

@@ -15,9 +15,10 @@ __all__ = ["print_report"]
 def print_report(report: AlignReport) -> None:
     """What changed, where the rest is, where the draft is."""
     console = Console(highlight=False)
-    print_drafts({"before": report.before, "after": report.after})
-    print_changes(report.changes)
-    console.print()
+    for pair in report.judged:
+        print_drafts({"before": pair.before, "after": pair.after})
+        print_changes(pair.changes)
+        console.print()
     print_ledger(report.ledger)
     step, num_steps = report.best_step, report.judgements[-1].step
     if step == 0:
