@@ -45,13 +45,16 @@ def acceptance_probabilities(
         eos_token_ids: the model's own.
 
     Returns:
-        One probability per token of the response, as far as both contexts reach.
+        One probability per token of the response, as far as both contexts reach and the draft
+        knows the ids.
     """
-    reach = min(target.max_context, draft.max_context, len(prompt_ids) + len(response_ids))
-    response = response_ids[: max(0, reach - len(prompt_ids))]
+    ids = [*prompt_ids, *response_ids]
+    num_readable = next((i for i, token in enumerate(ids) if token >= draft.vocab_size), len(ids))
+    # The last token need not be read.
+    reach = min(target.max_context, draft.max_context, num_readable + 1)
+    ids, response = ids[:reach], response_ids[: max(0, reach - len(prompt_ids))]
     if not response:
         return []
-    ids = [*prompt_ids, *response]
     first = len(prompt_ids) - 1
     history = None
     if params.needs_history:
