@@ -23,7 +23,7 @@ from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore, geometry_of
 from forerun.models.stored import StoredModel
 
-__all__ = ["HuggingFaceModel", "adapt", "read_weights"]
+__all__ = ["HuggingFaceModel", "adapt", "quiet_transformers", "read_weights"]
 
 
 class HuggingFaceModel(StoredModel):
