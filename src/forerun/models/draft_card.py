@@ -64,14 +64,14 @@ class CardFigures:
     Attributes:
         temperature: of the requests.
         num_speculative_tokens: K.
-        acceptance_length: tau.
+        acceptance_length: tau; None where no step drafted.
         acceptance_probability: alpha, by the rule deployed; None where it was not measured.
         speedup: predicted from a cost table at the best K; None without one.
     """
 
     temperature: float
     num_speculative_tokens: int
-    acceptance_length: Interval
+    acceptance_length: Interval | None
     acceptance_probability: Interval | None = None
     speedup: Interval | None = None
 

@@ -1,0 +1,85 @@
+"""The card of a draft just aligned: made from what the run asked for, learned and found."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import forerun
+from forerun.align.config import AlignConfig
+from forerun.align.data.sample import Sample
+from forerun.align.evaluation.figures import DraftFigures
+from forerun.models.draft_card import CardFigures, DraftCard, identify
+from forerun.models.load import model_folder
+from forerun.provenance import content_hash, version_of
+
+__all__ = ["card_of", "data_hash"]
+
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def card_of(
+    config: AlignConfig,
+    *,
+    objective: str,
+    data: str,
+    before: Sequence[DraftFigures],
+    after: Sequence[DraftFigures],
+    settings: Mapping[str, Any],
+) -> DraftCard:
+    """A card to write beside the draft.
+
+    Args:
+        config: of the alignment.
+        objective: the one that was minimised, by name.
+        data: hash of the texts it learned from, see `data_hash`.
+        before: the draft it began as, judged at one or more temperatures.
+        after: the draft itself.
+        settings: JSON-ready, for a refresh to repeat.
+
+    Raises:
+        InvalidModel: the target cannot be read any more.
+    """
+    return DraftCard(
+        target=config.target,
+        target_hash=content_hash(config.target),
+        made_for=identify(model_folder(config.target)),
+        data_hash=data,
+        objective=objective,
+        temperature=config.sampling.temperature,
+        before=tuple(map(card_figures, before)),
+        after=tuple(map(card_figures, after)),
+        versions={
+            "forerun": forerun.__version__,
+            **{name: version_of(name) for name in PACKAGES},
+        },
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=settings,
+    )
+
+
+def card_figures(judged: DraftFigures) -> CardFigures:
+    """Of all that was found, what a reader of the card wants."""
+    overall = judged.overall
+    return CardFigures(
+        temperature=judged.temperature,
+        num_speculative_tokens=judged.num_speculative_tokens,
+        acceptance_length=overall.acceptance_length,
+        acceptance_probability=overall.acceptance_probability,
+        speedup=None if overall.speedup is None else overall.speedup.best,
+    )
+
+
+def data_hash(samples: Iterable[Sample]) -> str:
+    """Hash of texts and of what is learned of them, whatever their order.
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256.
+    """
+    each = sorted(
+        hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
+        for sample in samples
+    )
+    return hashlib.sha256(b"".join(each)).hexdigest()[:16]

@@ -1,0 +1,126 @@
+"""What is written for each engine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from tests import tiny
+from tests.unit.align.export.conftest import Pair
+
+from forerun.align.export.serving import Serving
+from forerun.align.export.write import describe_pair, export_draft
+from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.sampling.config import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
+
+
+@pytest.fixture
+def own(pair: Pair, tmp_path: Path) -> Pair:
+    """The pair with a draft that may be written to."""
+    return Pair(pair.target, Path(shutil.copytree(pair.draft, tmp_path / "a draft")))
+
+
+def serving(pair: Pair, sampling: SamplingParams = GREEDY) -> Serving:
+    return describe_pair(str(pair.target), pair.draft, 4, sampling)
+
+
+def written(pair: Pair, name: str) -> dict[str, object]:
+    content = json.loads((pair.draft / "serving" / f"{name}.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def test_vllm_is_told_to_draft_as_deployed(own: Pair) -> None:
+    expected = {"method": "draft_model", "model": str(own.draft), "num_speculative_tokens": 4}
+    for sampling, method in ((GREEDY, "greedy"), (SAMPLED, "probabilistic")):
+        export_draft(["vllm"], serving(own, sampling))
+        assert written(own, "vllm") == {
+            "model": str(own.target),
+            "speculative_config": {**expected, "draft_sample_method": method},
+        }
+
+
+def test_a_greedy_draft_for_sampled_requests_is_told_apart(own: Pair) -> None:
+    sampling = SamplingParams(temperature=1, draft_temperature=0)
+    export_draft(["vllm"], serving(own, sampling))
+    content = written(own, "vllm")["speculative_config"]
+    assert isinstance(content, dict) and content["draft_sample_method"] == "greedy"
+
+
+def test_sglang_verifies_one_token_more_than_it_drafts(own: Pair) -> None:
+    export_draft(["sglang"], serving(own))
+    assert written(own, "sglang") == {
+        "model-path": str(own.target),
+        "speculative-algorithm": "STANDALONE",
+        "speculative-draft-model-path": str(own.draft),
+        "speculative-num-steps": 4,
+        "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": 5,
+    }
+
+
+def test_transformers_reads_k_from_the_draft_and_keeps_its_other_settings(own: Pair) -> None:
+    path = own.draft / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 7}))
+    export_draft(["hf"], serving(own, SAMPLED))
+    assert json.loads(path.read_text()) == {
+        "eos_token_id": 7,
+        "num_assistant_tokens": 4,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    # transformers' own default of top_k is 50, which would be another law.
+    assert written(own, "hf")["generate"] == {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+        "min_p": None,
+    }
+
+
+def test_a_page_shows_the_commands_and_they_survive_a_shell(own: Pair) -> None:
+    files = export_draft(["hf", "vllm", "sglang", "vllm"], serving(own, SAMPLED))
+    names = [path.relative_to(own.draft).as_posix() for path in files]
+    assert names == [
+        "serving/hf.json",
+        "serving/vllm.json",
+        "serving/sglang.json",
+        "generation_config.json",
+        "serving/README.md",
+    ]
+    page = files[-1].read_text()
+    vllm = next(line for line in page.splitlines() if line.startswith("vllm serve"))
+    sglang = next(line for line in page.splitlines() if "sglang.launch_server" in line)
+    assert json.loads(shlex.split(vllm)[-1]) == written(own, "vllm")["speculative_config"]
+    assert str(own.draft) in shlex.split(sglang)
+    assert "temperature 0.7" in page and "https://docs.sglang.io" in page
+
+
+def test_a_shorter_context_of_the_draft_is_said(own: Pair) -> None:
+    path = own.draft / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "max_position_embeddings": 64}))
+    *_, page = export_draft(["vllm"], serving(own))
+    assert f"made for 64 tokens, the target for {tiny.MAX_CONTEXT}" in page.read_text()
+
+
+def test_what_other_engines_refuse_is_refused(pair: Pair, tmp_path: Path) -> None:
+    tiny.network(vocab_size=tiny.VOCAB_SIZE + 8).save_pretrained(tmp_path)
+    wide = Pair(pair.target, tmp_path)
+    with pytest.raises(IncompatibleDraft, match=f"logits are {tiny.VOCAB_SIZE + 8} wide"):
+        serving(wide)
+    with pytest.raises(InvalidRequest, match="num_speculative_tokens is 0"):
+        describe_pair(str(pair.target), pair.draft, 0, GREEDY)
+
+
+def test_a_name_stays_a_name_and_a_shipped_model_becomes_a_folder() -> None:
+    draft = Path("src/forerun/models/zoo/draft-domain")
+    shipped = describe_pair("zoo:target", draft, 4, GREEDY)
+    assert Path(shipped.target).is_dir() and shipped.draft.is_absolute()
