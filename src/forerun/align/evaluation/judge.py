@@ -6,6 +6,7 @@ parameters. Looping text flatters every drafter, so a text counts up to its firs
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,21 +94,18 @@ class Judge:
             InvalidModel: the folder cannot be read.
             IncompatibleDraft: the tokenizers differ.
         """
-        records: list[StepRecord] = []
+        steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
         engine = alone(self.engine).with_draft(draft, self.num_speculative_tokens)
-        engine.on_record = records.append
+        engine.on_record = lambda record: steps[record.request_id].append(record)
         chosen = spread(len(self.prompts), max_prompts)
         prompts = [self.prompts[index].prompt_ids for index in chosen]
         outputs = engine.generate(prompts, [self._params_of(index) for index in chosen])
-        steps: dict[str, list[StepRecord]] = {}
-        for record in records:
-            steps.setdefault(record.request_id, []).append(record)
         alphas = self._alphas(engine, chosen)
         judged = [
             judged_prompt(
                 self.prompts[index].tag,
                 output,
-                steps.get(output.request_id, []),
+                steps[output.request_id],
                 self.num_speculative_tokens,
                 its_alphas,
             )
