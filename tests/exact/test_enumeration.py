@@ -13,6 +13,7 @@ from rich.console import Console
 from forerun.sampling.noise import position_key
 from forerun.sampling.walk import walk
 from forerun.testing.exact import coupling, run
+from forerun.testing.exact.adaptive import goodput_k
 from forerun.testing.exact.chains import emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
 from forerun.testing.exact.histories import Inexact
@@ -56,6 +57,12 @@ def test_every_verifier_is_exact_and_every_planted_bug_caught(report: ExactRepor
     names = {v.name for v in report.verifiers}
     assert {f"{rule}, {shape}" for rule in ("token", "block", "walk") for shape in SHAPES} <= names
     assert {"token", "block", "walk, deterministic tree", "coupled, any draft"} <= names
+    adaptive = {f"{rule}, K and stop rule of a controller" for rule in ("token", "block")}
+    assert adaptive <= names
+
+
+def test_the_controller_between_two_steps_adapts() -> None:
+    assert [goodput_k(3, accepted) for accepted in range(4)] == [1, 2, 2, 3]
 
 
 def shaped(name: str) -> bool:

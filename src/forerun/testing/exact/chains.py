@@ -58,8 +58,8 @@ class Drafted:
 def emit_chains(laws: Laws, verifier: ChainVerifier, num_drafts: int) -> Emitted:
     """Output law of two steps and the target's continuation to the horizon.
 
-    The second step drafts one token more than the first one accepted: its length then tells of the
-    noise of the first, which is what noise used twice needs to do harm.
+    The K of the second step depends on what the first one accepted: it then tells of the noise of
+    the first, which is what noise used twice needs to do harm.
 
     Args:
         laws: target and draft, given every prefix.
@@ -70,7 +70,9 @@ def emit_chains(laws: Laws, verifier: ChainVerifier, num_drafts: int) -> Emitted
     num_histories = 0
     for accepted, first in step(laws, verifier, Histories.begin(laws.num_laws), num_drafts):
         room = laws.horizon - 1 - first.length
-        for _, second in step(laws, verifier, first, min(accepted + 1, room)):
+        for _, second in step(
+            laws, verifier, first, min(verifier.next_k(num_drafts, accepted), room)
+        ):
             found = second.mass(laws.vocab_size**second.length)
             mass[second.length] = mass.get(second.length, 0.0) + found
             num_histories += int(second.weights.count_nonzero())

@@ -12,6 +12,7 @@ import torch
 from forerun.sampling.chain import Rule
 from forerun.sampling.history import History
 from forerun.sampling.kernels import sampling_kernels
+from forerun.testing.exact.adaptive import goodput_k
 from forerun.testing.exact.chains import Emitted, emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
 from forerun.testing.exact.histories import Inexact
@@ -21,6 +22,7 @@ from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierRes
 from forerun.testing.exact.shaped import SHAPES, Shape, View, shaped_laws
 from forerun.testing.exact.verifiers import (
     ChainVerifier,
+    certain_before,
     confident_before,
     kernel_accept,
     kernel_final,
@@ -134,6 +136,9 @@ def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
     for rule in get_args(Rule):
         verifier = ChainVerifier(rule=rule, keep=confident_before)
         yield f"{rule}, stop rule before the draw", CHAINS, _chains(verifier)
+    for rule in get_args(Rule):
+        verifier = ChainVerifier(rule=rule, keep=certain_before, next_k=goodput_k)
+        yield f"{rule}, K and stop rule of a controller", CHAINS, _chains(verifier)
     yield "walk, deterministic chain", CHAINS, _walks(Walker())
     yield "walk, deterministic tree", TREES, _walks(Walker())
     yield "walk, sampled chain", CHAINS, _walks(Walker(sampled=True))

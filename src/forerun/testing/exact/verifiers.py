@@ -17,11 +17,13 @@ from forerun.sampling.chain import Rule, accept_probs, final_weights, num_accept
 from forerun.sampling.kernels import SamplingKernels, sampling_kernels
 from forerun.sampling.noise import Purpose, chain_keys, step_key
 from forerun.testing.exact.histories import Inexact
+from forerun.theory.stop_rule import StopRule
 
 __all__ = [
     "ChainRows",
     "ChainVerifier",
     "Decision",
+    "certain_before",
     "confident_before",
     "decisive_tests",
     "kernel_accept",
@@ -91,7 +93,24 @@ def keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
     """A legitimate stop rule: it looks at the law before the draw, never at what was drawn."""
-    return draft_row.amax(-1) >= 0.55
+    return going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
+
+
+def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
+    """The same by the entropy of the law."""
+    entropy = torch.special.entr(draft_row).sum(-1)
+    return going_on(StopRule(measure="entropy", threshold=0.8), entropy)
+
+
+def going_on(rule: StopRule, values: Tensor) -> Tensor:
+    """Where a rule lets a node be drafted."""
+    goes = [not rule.stops(value) for value in values.flatten().tolist()]
+    return torch.tensor(goes).reshape(values.shape)
+
+
+def one_more(num_drafts: int, num_accepted: int) -> int:
+    """K of the second step: it tells of the noise of the first."""
+    return num_accepted + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +125,7 @@ class ChainVerifier:
         verify_keys: keys of verification, from request key, committed tokens and number of nodes.
         keep: whether drafting goes on through a node, from its law and the drawn token's
             probability.
+        next_k: K of the second step, from that of the first and how many it accepted.
     """
 
     rule: Rule
@@ -114,6 +134,7 @@ class ChainVerifier:
     draft_key: Callable[[int, int, int], int] = engine_draft_key
     verify_keys: Callable[[int, int, int], list[int]] = chain_keys
     keep: Callable[[Tensor, Tensor], Tensor] = keep_all
+    next_k: Callable[[int, int], int] = one_more
 
 
 def decisive_tests(rule: Rule, num_nodes: int) -> list[tuple[Decision, ...]]:

@@ -1,0 +1,48 @@
+"""Nodes of a batch: the R best, against every way to give out R."""
+
+from __future__ import annotations
+
+from itertools import accumulate, product
+from operator import mul
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.theory.budget import depths_within, ranked_nodes
+
+SURVIVAL = st.lists(
+    st.lists(st.floats(0.0, 1.0), max_size=4).map(lambda row: list(accumulate(row, mul))),
+    min_size=1,
+    max_size=3,
+)
+
+
+def worth(survival: list[list[float]], depths: tuple[int, ...]) -> float:
+    return sum(sum(curve[:depth]) for curve, depth in zip(survival, depths, strict=True))
+
+
+@given(survival=SURVIVAL, budget=st.integers(0, 13))
+def test_no_other_way_to_spend_the_budget_is_worth_more(survival, budget):
+    depths = depths_within(survival, budget)
+    assert sum(depths) == min(budget, sum(map(len, survival)))
+    ways = product(*(range(len(curve) + 1) for curve in survival))
+    best = max(worth(survival, way) for way in ways if sum(way) <= budget)
+    assert worth(survival, tuple(depths)) == pytest.approx(best)
+
+
+@given(survival=SURVIVAL)
+def test_no_node_comes_before_its_parent(survival):
+    reached = [0] * len(survival)
+    for node in ranked_nodes(survival):
+        assert node.depth == reached[node.index]
+        reached[node.index] += 1
+
+
+def test_of_equals_the_shallowest_comes_first():
+    assert depths_within([[0.5, 0.5], [0.5]], 2) == [1, 1]
+
+
+def test_a_negative_budget_is_refused():
+    with pytest.raises(ValueError, match="num_nodes is -1"):
+        depths_within([[0.5]], -1)
