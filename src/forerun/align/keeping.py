@@ -23,7 +23,7 @@ class Judgement:
         step: optimiser steps done.
         acceptance_length: tau.
         acceptance_probability: alpha; None for drafters without a model.
-        predicted_speedup: at the best K; None without costs.
+        predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
         duration_s: of judging.
     """
 
@@ -35,10 +35,7 @@ class Judgement:
 
     @property
     def worth(self) -> tuple[float, float]:
-        """What the better draft has more of: predicted speedup, and tau where that ties.
-
-        A draft that never pays is predicted 1.0 whatever it accepts, hence the second.
-        """
+        """What the better draft has more of: predicted speedup, and tau where that ties or lacks."""
         return self.predicted_speedup or 0.0, self.acceptance_length
 
 
@@ -93,7 +90,7 @@ def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgeme
         step=step,
         acceptance_length=1.0 if tau is None else tau.estimate,
         acceptance_probability=None if alpha is None else alpha.estimate,
-        predicted_speedup=None if overall.speedup is None else overall.speedup.best.estimate,
+        predicted_speedup=None if overall.speedup is None else figures.score,
         duration_s=duration_s,
     )
 
