@@ -35,7 +35,7 @@ class Judgement:
 
     @property
     def worth(self) -> tuple[float, float]:
-        """What the better draft has more of: predicted speedup, and tau where that ties or lacks."""
+        """What the better draft has more of: predicted speedup, and tau where that says nothing."""
         return self.predicted_speedup or 0.0, self.acceptance_length
 
 
