@@ -156,8 +156,8 @@ def other_splits() -> Iterator[str]:
 def what_a_fall_costs(found: Parameters) -> Iterator[str]:
     """Time per 100 tokens before and after, at every K and at the best one."""
     yield (
-        f"\nWhat it costs if alpha falls from {BEFORE:.0%} to {AFTER:.0%}. The cost of a step stays as "
-        "it was, so time grows as tau shrinks:\n\n"
+        f"\nWhat it costs if alpha falls from {BEFORE:.0%} to {AFTER:.0%}. "
+        "A step costs what it did, so time grows as tau shrinks:\n\n"
         "| K | tau before | after | s / 100 tokens before | after | more time | after / plain |\n"
         "|---|---|---|---|---|---|---|\n"
     )
