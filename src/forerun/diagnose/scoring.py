@@ -11,8 +11,8 @@ from forerun.diagnose.evidence import Evidence
 
 __all__ = ["MIN_SUPPORT", "Scored", "score_causes"]
 
-MIN_SUPPORT = 1.4
-"""Evidence for a cause, in nats (a factor of four), below which nothing is said."""
+MIN_SUPPORT = 1.3
+"""Evidence for a cause, in nats (nearly a factor of four), below which nothing is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ ALIGNMENT: tuple[Cause, ...] = (
         signs=(
             Sign(fact="acceptance_low", yes=2.0, no=-2.5),
             Sign(fact="gap_share_rejection", ramp=(0.3, 0.7), yes=0.3, no=-1.2),
+            Sign(fact="speedup_of_best_k", ramp=(1.05, 0.9), yes=0.5),
             Sign(fact="undertrained_draft", yes=3.0, no=-0.7),
             Sign(fact="draft_self_trained", yes=1.2, no=-0.2),
             Sign(fact="replay_accepts_more", yes=-3.0, no=1.5),

@@ -84,8 +84,8 @@ COST: tuple[Cause, ...] = (
             Sign(fact="verify_linearity", ramp=(0.15, 0.5), yes=2.5, no=-2.0),
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=1.5, no=-1.5),
-            Sign(fact="batch", ramp=(4.0, 32.0), yes=-1.5, no=0.3),
-            Sign(fact="rows", ramp=(64.0, 256.0), yes=-1.5),
+            Sign(fact="batch", ramp=(2.0, 16.0), yes=-1.5, no=0.3),
+            Sign(fact="rows", ramp=(32.0, 192.0), yes=-1.5),
             Sign(fact="target_quantised", yes=0.7),
             Sign(fact="target_moe", yes=-0.7),
             Sign(fact="slower_with_k", yes=0.5),
@@ -113,8 +113,8 @@ COST: tuple[Cause, ...] = (
         "free; above it they are not.",
         signs=(
             Sign(fact="slower_with_batch", yes=2.5, no=-1.5),
-            Sign(fact="rows", ramp=(48.0, 256.0), yes=1.5, no=-1.0),
-            Sign(fact="batch", ramp=(8.0, 32.0), yes=1.5, no=-1.0),
+            Sign(fact="rows", ramp=(16.0, 128.0), yes=1.5, no=-1.0),
+            Sign(fact="batch", ramp=(2.0, 16.0), yes=1.5, no=-1.0),
             Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=1.0, no=-1.5),
             Sign(fact="acceptance_falls_with_batch", yes=-2.0, no=0.3),
             Sign(fact="graphs_off", yes=-1.0),
@@ -135,8 +135,9 @@ COST: tuple[Cause, ...] = (
         what="Each drafted row wakes experts of its own.",
         why="A mixture of experts reads few weights for one token and nearly all for many, so the "
         "pass grows with its rows until every expert is read anyway.",
+        prior=-1.5,
         signs=(
-            Sign(fact="target_moe", yes=1.3, no=-3.5),
+            Sign(fact="target_moe", yes=2.8, no=-2.0),
             Sign(fact="experts_dominate", yes=3.0, no=-0.7),
             Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=1.3, no=-1.5),
             Sign(fact="verify_linearity", ramp=(0.1, 0.3), yes=0.8, no=-1.5),

@@ -15,6 +15,7 @@ POLICY: tuple[Cause, ...] = (
         "whether accepted or not.",
         signs=(
             Sign(fact="gain_of_lower_k", ramp=(1.01, 1.15), yes=2.5, no=-2.0),
+            Sign(fact="speedup_of_best_k", ramp=(0.9, 1.05), yes=0.5, no=-1.5),
             Sign(fact="slower_with_k", yes=1.8, no=-0.7),
             Sign(fact="later_over_first", ramp=(0.6, 0.1), yes=1.2, no=-0.2),
             Sign(fact="length_over_ceiling", ramp=(0.6, 0.3), yes=0.8, no=-1.5),
@@ -106,7 +107,7 @@ HEALTH = Cause(
     why="Steps yield more tokens than they cost plain steps, and no K would do much better.",
     prior=0.5,
     signs=(
-        Sign(fact="speedup", ramp=(1.0, 1.3), yes=2.0, no=-3.5),
+        Sign(fact="speedup", ramp=(0.97, 1.1), yes=2.0, no=-3.5),
         Sign(fact="gain_of_best_k", ramp=(1.25, 1.08), yes=0.7, no=-1.2),
         Sign(fact="acceptance_fine", yes=1.8, no=-1.0),
         Sign(fact="acceptance_low", yes=-1.5, no=0.5),

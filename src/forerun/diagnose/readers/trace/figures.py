@@ -144,9 +144,11 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         if decode_s > 0.0:
             decoded = totals.num_tokens - by_kind["prefill"].num_steps
             evidence.add("tokens_per_s", max(0, decoded) / decode_s, source)
-    steps = by_kind["plain"].num_steps + by_kind["drafting"].num_steps
+    drafting = totals.hits.get("request", {})
+    steps = sum(totals.request_steps[name] for name in drafting)
     if steps:
-        evidence.add("k0_share", by_kind["plain"].num_steps / steps, source)
+        drafted = sum(hits.num_steps for hits in drafting.values())
+        evidence.add("k0_share", max(0.0, 1.0 - drafted / steps), source)
     if totals.num_pairs:
         evidence.add("k_change_share", totals.num_k_changes / totals.num_pairs, source)
     if graphs := totals.graph_hits.total():

@@ -71,6 +71,7 @@ class TraceTotals:
         cycles: by kind (plain, drafting, prefill) and number of requests in them.
         rows: of drafting cycles by requests and rows per request.
         hits: drafting steps by what came before, context, index, company and request.
+        request_steps: decode steps of each request, plain ones included.
         over_time: mean time and hits of slices of the trace.
         num_pairs: consecutive steps of a request.
         num_k_changes: those of them whose K differs.
@@ -86,6 +87,7 @@ class TraceTotals:
     cycles: dict[tuple[str, int], Seconds] = field(default_factory=dict)
     rows: dict[tuple[int, int], Seconds] = field(default_factory=dict)
     hits: dict[str, HitsBy] = field(default_factory=dict)
+    request_steps: Counter[str] = field(default_factory=Counter)
     over_time: list[tuple[float, Hits]] = field(default_factory=list)
     num_pairs: int = 0
     num_k_changes: int = 0
@@ -100,6 +102,7 @@ class TraceTotals:
         self.num_tokens += pc.sum(steps["num_emitted"]).as_py()
         self._add_cycles(steps)
         self._add_graphs(steps)
+        self._add_requests(steps)
         steps = with_previous(steps)
         self._add_changes(steps)
         drafting = steps.filter(pc.greater(steps["num_drafted"], 0))
@@ -160,6 +163,11 @@ class TraceTotals:
     def _add_graphs(self, steps: pa.Table) -> None:
         for value in pc.value_counts(steps["graph_hit"].drop_null()).to_pylist():
             self.graph_hits[value["values"]] += value["counts"]
+
+    def _add_requests(self, steps: pa.Table) -> None:
+        decoding = steps.filter(pc.equal(steps["num_prefill_rows"], 0))
+        for value in pc.value_counts(decoding["request_id"]).to_pylist():
+            self.request_steps[value["values"]] += value["counts"]
 
     def _add_changes(self, steps: pa.Table) -> None:
         changed = pc.not_equal(steps["k_budget"], steps["previous_k"]).drop_null()
