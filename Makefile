@@ -40,8 +40,9 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## bring the module list of docs/architecture.md up to date
+docs: $(STAMP)  ## bring generated lists up to date: modules, causes of a diagnosis
 	$(BIN)/python recipes/docs/modules.py
+	$(BIN)/python recipes/docs/causes.py
 
 exact: $(STAMP)  ## enumerate every verifier's output law
 	$(BIN)/forerun exact $(ARGS)

@@ -1,0 +1,96 @@
+"""Write the tables of docs/diagnose.md from the rules and the vocabulary of facts.
+
+`python recipes/docs/causes.py` rewrites them and the JSON Schema of facts files; `--check` only says
+whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from forerun.diagnose.causes.base import Cause, Sign
+from forerun.diagnose.causes.catalogue import CAUSES
+from forerun.diagnose.experiments import EXPERIMENTS
+from forerun.diagnose.facts.catalogue import GROUPS
+from forerun.diagnose.readers.facts_file import SCHEMA_PATH, described, schema
+
+PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
+BEGIN, END = "<!-- causes: python recipes/docs/causes.py -->\n", "<!-- end of causes -->\n"
+
+
+def causes() -> Iterator[str]:
+    """Every cause: what, why, evidence, changes."""
+    family = ""
+    for cause in CAUSES.values():
+        if cause.family != family:
+            family = cause.family
+            yield f"### {family.capitalize()}\n\n"
+        yield from cause_lines(cause)
+
+
+def cause_lines(cause: Cause) -> Iterator[str]:
+    """One cause."""
+    yield f"**`{cause.label}`** {cause.what} {cause.why}\n\n"
+    signs = sorted(cause.signs, key=lambda sign: -max(sign.yes, sign.no))
+    supporting = [sign_words(sign) for sign in signs if max(sign.yes, sign.no) > 0.0]
+    opposing = [sign_words(sign) for sign in signs if max(sign.yes, sign.no) <= 0.0]
+    if supporting:
+        yield f"- evidence: {', '.join(supporting)}\n"
+    if opposing:
+        yield f"- speaks against it: {', '.join(opposing)}\n"
+    for remedy in cause.remedies:
+        yield f"- change: {remedy.change}. Price: {remedy.price}.\n"
+    yield "\n"
+
+
+def sign_words(sign: Sign) -> str:
+    """A fact and its weights."""
+    weights = f"{sign.yes:+g}" if not sign.no else f"{sign.yes:+g} / {sign.no:+g}"
+    if sign.word is not None:
+        return f"`{sign.fact}` {sign.word} ({weights})"
+    if sign.ramp is not None:
+        start, end = sign.ramp
+        return f"`{sign.fact}` from {start:g} to {end:g} ({weights})"
+    return f"`{sign.fact}` ({weights})"
+
+
+def facts() -> Iterator[str]:
+    """The vocabulary."""
+    yield "### Facts\n\n"
+    for name, group in GROUPS.items():
+        yield f"| {name} | type | definition |\n|---|---|---|\n"
+        for kind in group:
+            choices = f": {', '.join(kind.choices)}" if kind.choices else ""
+            yield f"| `{kind.name}` | {kind.type} | {described(kind)}{choices} |\n"
+        yield "\n"
+
+
+def tests() -> Iterator[str]:
+    """What can be looked at next."""
+    yield "### Tests\n\n| test | minutes | what to do |\n|---|---|---|\n"
+    for item in EXPERIMENTS:
+        yield f"| {item.name} | {item.minutes:g} | {item.how} |\n"
+    yield "\n"
+
+
+def main() -> int:
+    """Rewrite or compare; 1 if a comparison failed."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    current, _, after = rest.partition(END)
+    tables = "".join([*causes(), *tests(), *facts()])
+    form = json.dumps(schema(), indent=1) + "\n"
+    if current == tables and SCHEMA_PATH.read_text() == form:
+        return 0
+    if "--check" in sys.argv[1:]:
+        print(f"{PAGE.name} or {SCHEMA_PATH.name} is stale: run `python recipes/docs/causes.py`")
+        return 1
+    PAGE.write_text(before + BEGIN + tables + END + after)
+    SCHEMA_PATH.write_text(form)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
