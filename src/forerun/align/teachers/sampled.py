@@ -5,6 +5,8 @@ linear in these has an unbiased gradient; for any other it is wrong. The draws o
 equidistant on the running sum of its law, with one random offset: the share of an id then differs
 from its probability by less than one draw, where independent draws would differ by the root of
 their number. A greedy law is one id, kept as it is.
+
+Source: drawn ids instead of the most likely ones, arXiv 2503.16870; equidistant draws, Kitagawa 1996.
 """
 
 from __future__ import annotations
@@ -146,8 +148,9 @@ def draw_ids(
         raise NumericalError("the target's logits are not finite; load it in bf16 or fp32")
     steps = torch.arange(num_ids, device=probs.device, dtype=torch.float64)
     wanted = (steps + offsets[:, None]) / num_ids * sums[:, -1:]
-    drawn = torch.searchsorted(sums, wanted, right=True)
-    return drawn.clamp_(max=probs.shape[-1] - 1)
+    # The last may round up to the sum itself, which lies behind every token.
+    below = torch.nextafter(sums[:, -1:], torch.zeros_like(sums[:, -1:]))
+    return torch.searchsorted(sums, torch.minimum(wanted, below), right=True)
 
 
 def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor]:

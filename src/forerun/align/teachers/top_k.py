@@ -1,8 +1,8 @@
 """The teacher that is a server: the log-probabilities it gave with its responses, truncated.
 
 All tokens it did not name count as one more token with the mass that is missing. So shares are true
-at temperature 1, never too large at another, and exact wherever the deployment's own truncation
-drops what is not named.
+at temperature 1, somewhat too small below it and too large above, and exact at any temperature
+where the deployment's own truncation drops what is not named.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["TopKTeacher", "known_shares"]
-
-Masses = Float64[Tensor, "rows known"]
 
 
 class TopKTeacher:
@@ -120,7 +118,9 @@ def known_shares(
     return known / (known.sum(-1, keepdim=True) + rest)
 
 
-def nucleus(known: Masses, rest: Masses, top_p: float) -> tuple[Masses, Masses]:
+def nucleus(
+    known: Float64[Tensor, "rows known"], rest: Float64[Tensor, "rows 1"], top_p: float
+) -> tuple[Float64[Tensor, "rows known"], Float64[Tensor, "rows 1"]]:
     """The most likely tokens with the mass `top_p`; where the known have less, some of the rest."""
     wanted = top_p * (known.sum(-1, keepdim=True) + rest)
     before = known.cumsum(-1) - known
