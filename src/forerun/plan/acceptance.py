@@ -13,7 +13,7 @@ from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
 from forerun.theory.speedup import acceptance_length, constant_survival, survival
 
-__all__ = ["Acceptance", "counted", "given", "improved"]
+__all__ = ["MIN_REACHED", "Acceptance", "counted", "given", "improved"]
 
 Z_95 = 1.959963984540054
 """Where the standard normal reaches 97.5%."""

@@ -12,6 +12,8 @@ from forerun.theory.record import StepRecord
 
 __all__ = ["Cycle", "Records", "SimulatedRequest", "States"]
 
+PLAIN = Plan()
+
 
 class SimulatedRequest:
     """One sequence from arrival to its last token.
@@ -65,12 +67,8 @@ class SimulatedRequest:
         self.num_unread = self.num_prompt
         self.num_emitted = 0
         self.num_read = 0
-        self.num_ahead = 0
         self.num_steps = 0
-        self.depth = 0
-        self.plan = Plan()
-        self.num_tested = 0
-        self.num_accepted = 0
+        self.rest()
         self.num_new = 0
         self.first_s = 0.0
         self.finished_s = 0.0
@@ -79,6 +77,11 @@ class SimulatedRequest:
     def num_committed(self) -> int:
         """Prompt and output tokens."""
         return self.num_prompt + self.num_emitted
+
+    def rest(self) -> None:
+        """Draft nothing in this step, and forget what waits to be verified."""
+        self.plan = PLAIN
+        self.depth = self.num_tested = self.num_accepted = self.num_ahead = 0
 
     def accepted_of(self, num_tested: int) -> int:
         """How many of the next drafted tokens are accepted, up to the first rejection."""

@@ -18,9 +18,11 @@ __all__ = ["SCHEDULES", "Early", "Pearl", "Schedule", "Sequential"]
 class Sequential:
     """Draft, then verify: what the engine does."""
 
-    def rows(self, request: SimulatedRequest) -> int:
-        """Rows of a request in the pass, the pending token's included."""
-        return request.depth + 1
+    def num_rows(
+        self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
+    ) -> int:
+        """Rows of the pass: everybody's pending token, and what was drafted."""
+        return len(decoding) + sum([request.depth for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
         """Verify what a request drafted; returns the tokens it gains: accepted ones, one more."""
@@ -66,14 +68,15 @@ class Pearl(Sequential):
     Source: PEARL (Liu et al. 2024, 2408.11850).
     """
 
-    def rows(self, request: SimulatedRequest) -> int:
-        """The pending token's, and one per token that waits."""
-        return request.num_ahead + 1 if request.depth else 1
+    def num_rows(
+        self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
+    ) -> int:
+        """Rows of the pass: everybody's pending token, and the tokens that wait."""
+        return len(decoding) + sum([request.num_ahead for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
         """The tokens a request gains: up to its first rejection, or all that were verified."""
         if not request.depth:
-            request.num_tested = request.num_accepted = request.num_ahead = 0
             return 1
         left = request.num_output - request.num_emitted
         tested = request.num_tested = min(request.num_ahead + 1, left)

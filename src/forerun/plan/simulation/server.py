@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from forerun.control.base import Capacity, Controller, Plan
+from forerun.control.base import Capacity, Controller
 from forerun.plan.simulation.confidence import stopped_depth
 from forerun.plan.simulation.config import ServerConfig
 from forerun.plan.simulation.request import Cycle, Records, SimulatedRequest, States
@@ -19,8 +19,6 @@ from forerun.plan.simulation.tally import Tally
 from forerun.plan.simulation.times import Times
 
 __all__ = ["Server"]
-
-PLAIN = Plan()
 
 
 class Server:
@@ -50,6 +48,8 @@ class Server:
         self.capacity = Capacity(max_rows=config.max_step_rows)
         self.now_s = 0.0
         self.num_cycles = 0
+        self.num_tokens = 0
+        """Committed tokens of all running requests."""
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[SimulatedRequest] = []
 
@@ -66,7 +66,9 @@ class Server:
                 self.waiting.append(requests[num_arrived])
                 num_arrived += 1
             while self.waiting and len(self.running) < max_batch:
-                self.running.append(self.waiting.popleft())
+                request = self.waiting.popleft()
+                self.num_tokens += request.num_prompt
+                self.running.append(request)
             if not self.running:
                 self.now_s = requests[num_arrived].arrival_s
                 continue
@@ -82,17 +84,20 @@ class Server:
         emitting = decoding
         if len(decoding) < len(running):
             emitting = decoding + self._read_prompts(decoding, cycle)
-        cycle.num_rows = cycle.num_prefill_rows + sum(map(self.schedule.rows, decoding))
-        num_fed = len(decoding) + cycle.num_fed_prompts
-        times = self.times.at(num_fed, sum(request.num_committed for request in running))
-        gained = [self.schedule.advance(request) for request in decoding]
         drafting = [request for request in decoding if request.depth]
+        num_fed = len(decoding) + cycle.num_fed_prompts
+        times = self.times.at(num_fed, self.num_tokens)
+        cycle.num_rows = cycle.num_prefill_rows + self.schedule.num_rows(decoding, drafting)
         if drafting:
+            gained = [self.schedule.advance(request) for request in decoding]
             self._catch_up(drafting, cycle)
             self.schedule.spend(cycle, times, drafting)
         else:
-            cycle.verify_s = times.pass_s(cycle.num_rows)
-            cycle.other_s = times.plain_s - times.pass_s(num_fed)
+            gained = [1] * len(decoding)
+            alone_s = times.pass_s(num_fed)
+            within_s = min(alone_s, times.plain_s)
+            cycle.verify_s = within_s + times.pass_s(cycle.num_rows) - alone_s
+            cycle.other_s = times.plain_s - within_s
         self._commit(decoding, gained, emitting, cycle)
         self.controller.observe(Records(cycle, emitting))
         self.num_cycles += 1
@@ -107,13 +112,17 @@ class Server:
             if plan.stop is not None:
                 depth = stopped_depth(plan.stop, request.alphas, depth)
             request.depth = depth
-            request.plan = plan if depth else PLAIN
+            if depth:
+                request.plan = plan
+            else:
+                request.rest()
 
     def _read_prompts(
         self, decoding: Sequence[SimulatedRequest], cycle: Cycle
     ) -> list[SimulatedRequest]:
         """Feed prompts with the rows that are left; returns those read to their end."""
-        budget = self.config.max_step_rows - sum(map(self.schedule.rows, decoding))
+        drafting = [request for request in decoding if request.depth]
+        budget = self.config.max_step_rows - self.schedule.num_rows(decoding, drafting)
         if self.config.max_prefill_rows is not None:
             budget = min(budget, self.config.max_prefill_rows)
         done = []
@@ -125,8 +134,7 @@ class Server:
                 cycle.num_fed_prompts += 1
                 request.num_unread -= fed
                 if not request.num_unread:
-                    request.depth = request.num_tested = request.num_accepted = 0
-                    request.plan = PLAIN
+                    request.rest()
                     done.append(request)
         return done
 
@@ -158,10 +166,12 @@ class Server:
         for request in emitting[len(decoding) :]:
             request.num_new = request.num_emitted = 1
             request.first_s = now_s
+        self.num_tokens += sum(gained) + len(emitting) - len(decoding)
         for request in emitting:
             request.num_steps += 1
             if request.num_emitted >= request.num_output:
                 request.finished_s = now_s
                 tally.finish(request)
+                self.num_tokens -= request.num_committed
                 self.running.remove(request)
         tally.cycle(cycle, len(decoding))

@@ -12,6 +12,8 @@ from typing import Any
 from forerun.errors import InvalidRequest
 from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds import config as kinds
+from forerun.plan.simulation.recorded import workload_of
+from forerun.trace.files import read_trace
 
 __all__ = ["KINDS", "load_workload", "workload_from"]
 
@@ -50,15 +52,18 @@ OF_KIND = MappingProxyType(
 """Fields that are a choice between kinds."""
 PARTS: Mapping[str, type] = MappingProxyType({"server": ServerConfig, "slo": Slo})
 """Fields that are one kind of object."""
+WITH_TRACE = frozenset({"server", "slo", "temperature"})
+"""What may be said beside a trace."""
 LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.Part})
 """Fields that are lists of objects."""
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload.
+    """Read a workload; one with a `trace` repeats that, whose path is relative to the file.
 
     Raises:
         InvalidRequest: the file cannot be read, is no YAML, or describes no workload.
+        InvalidTrace: the trace it names cannot be read, or no request of it ended.
     """
     import yaml
 
@@ -69,7 +74,33 @@ def load_workload(path: Path) -> Workload:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
         raise InvalidRequest(f"the workload {path} is no YAML: {where}") from error
+    if isinstance(content, Mapping) and "trace" in content:
+        return traced(content, path)
     return workload_from(content, str(path))
+
+
+def traced(content: Mapping[str, Any], path: Path) -> Workload:
+    """The workload of a trace.
+
+    Raises:
+        InvalidRequest: something is asked for that the trace decides, or is malformed.
+        InvalidTrace: the trace cannot be read, or no request of it ended.
+    """
+    options = {name: value for name, value in content.items() if name != "trace"}
+    if decided := options.keys() - WITH_TRACE:
+        raise InvalidRequest(
+            f"{path} takes {', '.join(sorted(decided))} from its trace; beside one there may be "
+            f"{', '.join(sorted(WITH_TRACE))}"
+        )
+    trace = content["trace"]
+    if not isinstance(trace, str):
+        raise InvalidRequest(f"{path}, trace is {trace!r}; it must be a path")
+    server = value_of("server", options.get("server", {}), str(path))
+    slo = value_of("slo", options.get("slo", {}), str(path))
+    assert isinstance(server, ServerConfig) and isinstance(slo, Slo)
+    file = path.parent / trace
+    temperature = options.get("temperature", 0.0)
+    return workload_of(read_trace(file), str(file), server, slo, temperature)
 
 
 def workload_from(content: object, where: str) -> Workload:
