@@ -55,8 +55,8 @@ class JudgedPrompt:
     def num_emitted_at(self, num_speculative_tokens: int) -> int:
         """Tokens the same steps emit if no more than so many are drafted.
 
-        Exact where nodes are judged one by one; block verification of a shorter chain may end
-        elsewhere than the longer one cut short.
+        A little low: longer steps accept more, so the next one begins at a harder place, and block
+        verification of a chain cut short may accept more of it.
         """
         return sum(
             (1 + min(accepted, num_speculative_tokens)) * steps
