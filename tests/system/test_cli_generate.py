@@ -126,8 +126,9 @@ def test_trace_names_every_sample_alike_in_steps_and_requests(run, tmp_path):
 def test_trace_with_tokens_holds_the_output(run, tmp_path):
     path = tmp_path / "trace.jsonl"
     _, out, _ = run("def f", *GREEDY, "--json", "--trace", str(path), "--trace-tokens")
-    steps = [json.loads(line) for line in path.read_text().splitlines()][1:-1]
+    _, *steps, request = [json.loads(line) for line in path.read_text().splitlines()]
     assert [t for step in steps for t in step["token_ids"]] == json.loads(out)["token_ids"]
+    assert len(request["prompt_token_ids"]) == request["num_prompt_tokens"]
 
 
 @pytest.mark.parametrize(

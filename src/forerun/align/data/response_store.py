@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample, Source, TopLogprobs
-from forerun.errors import InvalidRequest
+from forerun.errors import CacheTooLarge, InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json
 
@@ -124,11 +124,17 @@ class ResponseStore:
         """Keep a response; one that is there already stays.
 
         Raises:
-            OSError: it cannot be written, such as on a full disk; those before are safe.
+            CacheTooLarge: it cannot be written, as on a full disk; those before are safe.
         """
         if response.key in self._responses:
             return
-        self._append(json.dumps(asdict(response), separators=(",", ":")))
+        try:
+            self._append(json.dumps(asdict(response), separators=(",", ":")))
+        except OSError as error:
+            raise CacheTooLarge(
+                f"{self.path} cannot be written: {error.strerror or error}; {len(self)} responses "
+                "are kept: make room and run again to go on"
+            ) from error
         self._responses[response.key] = response
 
     def samples(self, prompts: Iterable[PromptRecord], samples_per_prompt: int) -> list[Sample]:

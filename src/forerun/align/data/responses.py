@@ -43,7 +43,7 @@ def write_responses(
     Raises:
         InvalidRequest: a prompt does not fit into the context; its line is named.
         NumericalError: as `Engine.step`.
-        OSError: the disk is full; what was written is kept.
+        CacheTooLarge: the disk is full; what was written is kept.
     """
     missing = store.missing(prompts, samples_per_prompt)
     num_all = len(prompts) * samples_per_prompt

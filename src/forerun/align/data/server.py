@@ -205,7 +205,7 @@ def write_responses_from(
     Raises:
         InvalidRequest: the parameters, a prompt or the server's tokenizer do not do.
         ServerUnavailable: the server is broken; what came before is kept, and goes on another time.
-        OSError: the disk is full; what was written is kept.
+        CacheTooLarge: the disk is full; what was written is kept.
     """
     params = store.maker.params
     check_params(params)

@@ -142,6 +142,7 @@ WRITER = """
 import os, resource, signal, sys
 from pathlib import Path
 from forerun.align.data.response_store import Maker, Response, ResponseStore
+from forerun.errors import CacheTooLarge
 from forerun.sampling.config import SamplingParams
 
 mode = sys.argv[2]
@@ -160,7 +161,8 @@ for index in range(1000):
         store.add(Response(
             prompt_hash="0" * 16, index=index, token_ids=(index, 5), finish_reason="stop"
         ))
-    except OSError:
+    except CacheTooLarge as error:
+        assert f"{len(store)} responses are kept" in str(error)
         print(index)
         break
 """
