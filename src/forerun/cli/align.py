@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from tyro.conf import Suppress, UseAppendAction
+from tyro.conf import Suppress, UseAppendAction, arg
 
 from forerun.align.config import (
     AlignConfig,
@@ -45,6 +45,14 @@ class DataFlags(DataConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFlags(EvaluationConfig):
+    """How drafts are judged, by the engine's own verifier."""
+
+    num_speculative_tokens: Annotated[int, arg(name="k")] = 5
+    """Tokens drafted per step while judging; shorter drafts are predicted from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlignOptions:
     """Options of `forerun align`."""
 
@@ -65,7 +73,7 @@ class AlignOptions:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: EvaluationFlags = field(default_factory=EvaluationFlags)
     dtype: str = "auto"
     """Of the target: auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"
@@ -82,18 +90,16 @@ class AlignOptions:
     def of(cls, config: AlignConfig, refresh: Path) -> AlignOptions:
         """The options of an earlier alignment, starting from the draft it kept."""
         workspace = Workspace(root=refresh)
-        data = {item.name: getattr(config.data, item.name) for item in fields(DataConfig)}
-        sampling = {i.name: getattr(config.sampling, i.name) for i in fields(SamplingParams)}
         return cls(
             target=config.target,
             draft=str(workspace.draft),
             refresh=refresh,
-            data=DataFlags(**data),
-            sampling=SamplingFlags(**sampling),
+            data=DataFlags(**values_of(config.data, DataConfig)),
+            sampling=SamplingFlags(**values_of(config.sampling, SamplingParams)),
             teacher=config.teacher,
             objective=config.objective,
             training=config.training,
-            evaluation=config.evaluation,
+            evaluation=EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
             dtype=config.dtype,
             device=config.device,
         )
@@ -146,6 +152,11 @@ def run(options: AlignOptions) -> int:
     else:
         print_report(report)
     return 0
+
+
+def values_of(config: Any, kind: type[Any]) -> dict[str, Any]:
+    """Fields by name, for the flags that extend them."""
+    return {item.name: getattr(config, item.name) for item in fields(kind)}
 
 
 def defaults(arguments: Sequence[str]) -> AlignOptions | None:

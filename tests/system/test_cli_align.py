@@ -1,0 +1,143 @@
+"""`forerun align` from prompts to a carded draft, interrupted, resumed, refreshed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from forerun.align.data.prompts import read_prompts
+from forerun.cli.main import main
+from forerun.models.load import load_tokenizer
+
+SMALL = (
+    *("--max-tokens", "12", "--threads", "1", "--no-prediction"),
+    *("--num-steps", "4", "--num-evaluations", "2", "--max-prompts", "4", "--window", "48"),
+    *("--tokens-per-step", "192", "--k", "2", "--held-out-share", "0.3"),
+    *("--warmup-share", "0.25", "--json"),
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"prompt": f"def f{i}(x):\n", "tag": "odd" if i % 2 else "even"} for i in range(24)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def align(tiny_pair, prompts, capsys):
+    def run(*arguments):
+        pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.small))
+        code = main(["align", *pair, "--prompts", str(prompts), *SMALL, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, " ".join(captured.err.split())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def aligned(tiny_pair, prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("aligned") / "run"
+    pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.small))
+    assert main(["align", *pair, "--prompts", str(prompts), *SMALL, "--out", str(out)]) == 0
+    return out
+
+
+def test_the_report_says_what_was_learned_judged_and_kept(aligned, prompts, tiny_pair):
+    report = json.loads((aligned / "report.json").read_text())
+    assert [pair["after"]["temperature"] for pair in report["judged"]] == [1.0, 0.0]
+    assert [judgement["step"] for judgement in report["judgements"]] == [0, 2, 4]
+    data = report["data"]
+    total = len(read_prompts(prompts, load_tokenizer(tiny_pair.target), 512))
+    assert data["num_training_prompts"] + data["num_held_out_prompts"] == total
+    assert {"even", "odd"} == report["judged"][0]["after"]["by_tag"].keys()
+    best = max(report["judgements"], key=lambda j: (j["acceptance_length"], -j["step"]))
+    assert report["best_step"] == best["step"]
+    ledger = report["ledger"]
+    gains = sum(item["gain"]["estimate"] for item in ledger["items"])
+    parts = ledger["measured"]["estimate"] + gains + ledger["capacity"]["estimate"]
+    assert parts == pytest.approx(ledger["limit"])
+
+
+def test_the_draft_can_be_served(aligned, tiny_pair, capsys):
+    for file in ("forerun.json", "model.safetensors", "serving/README.md"):
+        assert (aligned / "draft" / file).exists()
+    pair = ("--target", str(tiny_pair.target), "--draft", str(aligned / "draft"))
+    assert main(["generate", "def f(", *pair, "--max-tokens", "8", "--threads", "1"]) == 0
+
+
+def test_a_finished_run_is_not_done_again(align, aligned):
+    before = {p: p.read_bytes() for p in aligned.rglob("*.jsonl")}
+    weights = (aligned / "draft" / "model.safetensors").read_bytes()
+    code, out, _ = align("--out", str(aligned))
+    assert code == 0
+    assert (
+        json.loads(out)["best_step"]
+        == json.loads((aligned / "report.json").read_text())["best_step"]
+    )
+    assert {p: p.read_bytes() for p in aligned.rglob("*.jsonl")} == before
+    assert (aligned / "draft" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_run_that_lost_its_end_goes_on(align, aligned, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(aligned, again)
+    finished = json.loads((aligned / "report.json").read_text())
+    for lost in ("report.json", "draft", "snapshots/4", "judgements.jsonl"):
+        shutil.rmtree(again / lost) if (again / lost).is_dir() else (again / lost).unlink()
+    code, out, err = align("--out", str(again))
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["best_step"] in (0, 4)  # what was judged in the middle is gone with its line
+    last = [run["judgements"][-1]["acceptance_length"] for run in (report, finished)]
+    assert last[0] == last[1]
+
+
+def test_other_settings_need_another_folder(align, aligned):
+    code, _, err = align("--out", str(aligned), "--objective", "tv")
+    assert code == 2
+    assert "objective.objective was auto, is tv" in err
+
+
+def test_on_policy_texts_are_the_drafts_own(align, tmp_path):
+    out = tmp_path / "own"
+    code, _, err = align("--out", str(out), "--on-policy-share", "0.5")
+    assert code == 0, err
+    assert len(list((out / "responses").glob("draft-*.jsonl"))) == 2  # one per round: weights moved
+    assert len(list((out / "responses").glob("target-*.jsonl"))) == 1
+
+
+def test_a_refresh_starts_where_the_last_run_ended(aligned, tmp_path, capsys):
+    out = tmp_path / "fresh"
+    assert (
+        main(["align", "--refresh", str(aligned), "--out", str(out), "--no-prediction", "--json"])
+        == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    earlier = json.loads((aligned / "report.json").read_text())
+    before = report["judged"][0]["before"]["overall"]["acceptance_length"]
+    assert before == earlier["judged"][0]["after"]["overall"]["acceptance_length"]
+    settings = json.loads((out / "align.json").read_text())
+    assert settings["draft"] == str(aligned / "draft")
+    assert settings["training"]["num_steps"] == 4
+
+
+def test_a_refresh_keeps_the_run_it_starts_from(aligned, capsys):
+    assert main(["align", "--refresh", str(aligned), "--out", str(aligned)]) == 2
+    assert "which --refresh starts from" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompts", "p.jsonl"), "give either --draft, to start from one, or --init"),
+        (("--draft", "zoo:draft-domain"), "no prompts: give --prompts FILE or DIR"),
+        (("--refresh", "nowhere"), "nowhere is no alignment"),
+    ],
+)
+def test_what_is_missing_is_named(arguments, message, capsys):
+    assert main(["align", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
