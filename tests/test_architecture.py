@@ -22,6 +22,7 @@ TORCH_FREE = (
     "forerun.control.base",
     "forerun.engine.config",
     "forerun.plan.advice",
+    "forerun.plan.simulation.comparison",
     "forerun.probe.profile_file",
     "forerun.sampling.config",
     "forerun.trace.files",

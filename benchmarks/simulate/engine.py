@@ -13,8 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from forerun.control.fixed import FixedController
@@ -33,26 +32,52 @@ from forerun.plan.simulation.traffic import gaps, traffic_of
 from forerun.probe.profile_file import load_profile
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
+from forerun.theory.record import StepRecord
 from forerun.trace.files import open_trace, read_trace
 
 TARGET, DRAFT = "zoo:target", "zoo:draft-domain"
 MAX_BATCH = 8
-WORKLOADS = (  # K, requests per second, requests, temperature
-    (0, 4.0, 32, 0.0),
-    (3, 4.0, 32, 0.0),
-    (3, 1000.0, 32, 1.0),
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is served.
+
+    Attributes:
+        k: most drafted tokens per step.
+        rate_per_s: requests per second.
+        count: how many.
+        temperature: of all of them.
+    """
+
+    k: int
+    rate_per_s: float
+    count: int
+    temperature: float
+
+
+CASES = (
+    Case(k=0, rate_per_s=4.0, count=32, temperature=0.0),
+    Case(k=3, rate_per_s=4.0, count=32, temperature=0.0),
+    Case(k=3, rate_per_s=1000.0, count=32, temperature=1.0),
 )
 
 
-def served(k: int, rate_per_s: float, count: int, temperature: float, path: Path) -> float:
+def served(case: Case, num_threads: int, path: Path) -> float:
     """Serve requests as they come, write the trace; seconds from the first arrival to the end."""
-    engine = Engine.load(
-        TARGET, DRAFT, config=EngineConfig(num_speculative_tokens=k, max_batch=MAX_BATCH)
+    config = EngineConfig(
+        num_speculative_tokens=case.k,
+        max_batch=MAX_BATCH,
+        max_context=1024,
+        sharing="none",  # the simulator reads every prompt
+        num_threads=num_threads,
     )
+    engine = Engine.load(TARGET, DRAFT, config=config)
     prompts = [prompt.text for prompt in held_out_prompts()]
-    params = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
+    params = SamplingParams(temperature=case.temperature, max_tokens=128, ignore_eos=True)
     engine.generate(prompts[:MAX_BATCH], replace(params, max_tokens=32))  # warm
-    arrivals = gaps(key_of(1, Purpose.ARRIVALS), count, rate_per_s).cumsum().tolist()
+    gaps_s = gaps(key_of(1, Purpose.ARRIVALS), case.count, case.rate_per_s)
+    arrivals: list[float] = gaps_s.cumsum().tolist()
     with open_trace(path) as writer:
         writer.add(trace_header(TARGET, DRAFT, str(engine.target.device)))
         engine.on_record = writer.add
@@ -68,37 +93,29 @@ def served(k: int, rate_per_s: float, count: int, temperature: float, path: Path
             else:
                 time.sleep(max(0.0, waiting[0][1] - now_s))
         total_s = time.monotonic() - started_s - arrivals[0]
-        for index in range(count):
+        for index in range(case.count):
             for record in request_records(engine.take_output(str(index)), params):
                 writer.add(record)
     return total_s
 
 
-def simulated(k: int, temperature: float, costs: Costs, path: Path) -> Result:
+def simulated(case: Case, costs: Costs, path: Path) -> Result:
     """Repeat a trace."""
-    server = ServerConfig(max_batch=MAX_BATCH, max_k=max(k, 1))
-    workload = workload_of(read_trace(path), str(path), server, Slo(), temperature)
-    times = Times(costs.at(temperature))
-    return simulate(workload, traffic_of(workload, 1), times, FixedController(k), f"fixed:{k}")
+    server = ServerConfig(max_batch=MAX_BATCH, max_context=1024, max_k=max(case.k, 1))
+    workload = workload_of(read_trace(path), str(path), server, Slo(), case.temperature)
+    traffic, times = traffic_of(workload, 1), Times(costs.at(case.temperature))
+    return simulate(workload, traffic, times, FixedController(case.k), f"fixed:{case.k}")
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Of sorted values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def compared(folder: Path, costs: Costs) -> list[dict[str, float]]:
-    """Every workload, as served and as simulated."""
+def compared(folder: Path, costs: Costs, num_threads: int) -> list[dict[str, float]]:
+    """Every case, as served and as simulated."""
     rows = []
-    for number, (k, rate_per_s, count, temperature) in enumerate(WORKLOADS):
+    for number, case in enumerate(CASES):
         path = folder / f"{number}.jsonl"
-        total_s = served(k, rate_per_s, count, temperature, path)
-        found = simulated(k, temperature, costs, path)
+        total_s = served(case, num_threads, path)
+        found = simulated(case, costs, path)
         row = {
-            "k": k,
-            "rate_per_s": rate_per_s,
-            "requests": count,
-            "temperature": temperature,
+            **asdict(case),
             "served_s": total_s,
             "simulated_s": found.total_s,
             "ratio": found.total_s / total_s,
@@ -114,7 +131,7 @@ def latencies(path: Path, found: Result) -> dict[str, float]:
     cycles: dict[str, float] = {}
     tokens: dict[str, int] = {}
     for item in read_trace(path):
-        if hasattr(item, "cycle_id") and item.step > 0:
+        if isinstance(item, StepRecord) and item.step > 1:
             seconds = item.draft_s + item.verify_s + item.other_s
             cycles[item.request_id] = cycles.get(item.request_id, 0.0) + seconds
             tokens[item.request_id] = tokens.get(item.request_id, 0) + item.num_emitted
@@ -133,7 +150,7 @@ def main() -> None:
     profile = load_profile(arguments.profile)
     costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
     with tempfile.TemporaryDirectory() as folder:
-        rows = compared(Path(folder), costs)
+        rows = compared(Path(folder), costs, arguments.threads)
     content = {"rows": rows, "profile": str(arguments.profile), "provenance": collect({}).to_dict()}
     arguments.out.write_text(json.dumps(content, indent=1) + "\n")
 

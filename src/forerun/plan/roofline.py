@@ -3,6 +3,8 @@
 A pass takes as long as its arithmetic or its reading, whichever is longer, and what launching it
 costs. That is a bound no machine beats and real ones miss by a factor, which in kappa mostly
 cancels; where a plan matters, profile the machine.
+
+Source: Williams, Waterman and Patterson 2009.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_the_controller_is_told_what_the_engine_would_tell():
     first, *others = [record for record in told if record.request_id == "request-0"]
     assert (first.num_drafted, first.num_prefill_rows, first.num_emitted) == (0, 24, 1)
     committed = 8
-    for step, record in enumerate([first, *others]):
+    for step, record in enumerate([first, *others], start=1):
         assert record.step == step
         assert record.context_tokens == committed
         assert record.num_emitted == record.num_accepted + 1

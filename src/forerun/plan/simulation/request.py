@@ -189,7 +189,7 @@ def record_of(cycle: Cycle, request: SimulatedRequest) -> StepRecord:
         cycle_id=cycle.number,
         t_s=cycle.started_s,
         request_id=request.name,
-        step=request.num_steps - 1,
+        step=request.num_steps,
         method=request.plan.method if depth else "plain",
         k_budget=request.plan.num_speculative_tokens,
         num_drafted=depth,

@@ -111,10 +111,10 @@ class Server:
             depth = min(plan.num_speculative_tokens, left, max_k)
             if plan.stop is not None:
                 depth = stopped_depth(plan.stop, request.alphas, depth)
-            request.depth = depth
-            if depth:
+            if depth > 0:
+                request.depth = depth
                 request.plan = plan
-            else:
+            elif request.depth:
                 request.rest()
 
     def _read_prompts(
