@@ -31,6 +31,7 @@ class SimulatedRequest:
         alphas: P(accepted | all before it accepted) by drafted position.
         tags: of its kind.
         temperature: of its parameters.
+        tpot_target_s: seconds per token it is promised; None: no promise.
         phase: number of the phase it is of.
         text: one number per output token; see `Traffic.text`.
         num_unread: prompt tokens the target has not read.
@@ -50,7 +51,7 @@ class SimulatedRequest:
     __slots__ = (
         "alphas", "arrival_s", "depth", "finished_s", "first_s", "index", "name", "num_accepted",
         "num_ahead", "num_emitted", "num_new", "num_output", "num_prompt", "num_read", "num_steps",
-        "num_tested", "num_unread", "phase", "plan", "tags", "temperature", "text",
+        "num_tested", "num_unread", "phase", "plan", "tags", "temperature", "text", "tpot_target_s",
     )  # fmt: skip
 
     def __init__(self, traffic: Traffic, index: int) -> None:
@@ -62,6 +63,7 @@ class SimulatedRequest:
         self.alphas = traffic.alphas[index]
         self.tags = traffic.tags[index]
         self.temperature = traffic.temperature
+        self.tpot_target_s = traffic.tpot_target_s
         self.phase = traffic.phases[index]
         self.text = traffic.text(index)
         self.num_unread = self.num_prompt
@@ -99,6 +101,7 @@ class SimulatedRequest:
             max_new=self.num_output - self.num_emitted,
             temperature=self.temperature,
             tags=self.tags,
+            tpot_target_s=self.tpot_target_s,
         )
 
 

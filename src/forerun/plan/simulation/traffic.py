@@ -44,6 +44,7 @@ class Traffic:
         tags: of their kind.
         phases: number of the phase they come in.
         temperature: of all of them.
+        tpot_target_s: seconds per token they are promised; None: no promise.
         max_k: most drafted tokens per step.
         seed: of everything random.
     """
@@ -55,6 +56,7 @@ class Traffic:
     tags: Sequence[tuple[str, ...]]
     phases: Sequence[int]
     temperature: float
+    tpot_target_s: float | None
     max_k: int
     seed: int
 
@@ -90,6 +92,7 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
         tags=tags,
         phases=phases,
         temperature=workload.temperature,
+        tpot_target_s=workload.slo.tpot_s,
         max_k=workload.server.max_k,
         seed=seed,
     )
