@@ -6,7 +6,7 @@ equidistant on the running sum of its law, with one random offset: the share of 
 from its probability by less than one draw, where independent draws would differ by the root of
 their number. A greedy law is one id, kept as it is.
 
-Source: drawn ids instead of the most likely ones, arXiv 2503.16870; equidistant draws, Kitagawa 1996.
+Source: arXiv 2503.16870 on drawn ids; Kitagawa 1996 on equidistant draws.
 """
 
 from __future__ import annotations
