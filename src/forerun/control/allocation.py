@@ -8,8 +8,8 @@ is searched as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from forerun.control.beliefs import Curve
 from forerun.control.step_times import StepTimes
@@ -64,13 +64,15 @@ class Pricing:
     Attributes:
         times: by method.
         plain_factor: by which expected times of plain steps are multiplied.
-        factor: the same of speculative steps.
+        factor: the same of speculative steps, drafting apart.
+        draft_factors: the same of drafting, by method; 1 where there is none.
         catch_up: drafted levels that a request costs on top which did not draft in its last step.
     """
 
     times: dict[str, StepTimes]
     plain_factor: float = 1.0
     factor: float = 1.0
+    draft_factors: Mapping[str, float] = field(default_factory=dict)
     catch_up: float = 0.0
 
 
@@ -82,13 +84,22 @@ class Tally:
         pricing: what it takes.
     """
 
-    __slots__ = ("active", "candidates", "depths", "nodes_s", "pricing", "rows", "tokens")
+    __slots__ = (
+        "active",
+        "candidates",
+        "depths",
+        "draft_s",
+        "overhead_s",
+        "pricing",
+        "rows",
+        "tokens",
+    )
 
     def __init__(self, candidates: Sequence[Candidate], pricing: Pricing) -> None:
         self.candidates = candidates
         self.pricing = pricing
         self.tokens = float(len(candidates))
-        self.rows = self.nodes_s = 0.0
+        self.rows = self.draft_s = self.overhead_s = 0.0
         self.depths = [0] * len(candidates)
         self.active: dict[tuple[str, int], int] = {}
 
@@ -103,12 +114,13 @@ class Tally:
         if active:
             node_s -= times.draft_s[active - 1]
         elif depth == 0:  # methods beside each other take their overheads one after another
-            self.nodes_s += times.overhead_s
+            self.overhead_s += times.overhead_s
         if depth == 0 and candidate.was == 0:
             node_s *= 1.0 + self.pricing.catch_up
         self.active[level] = active + 1
         self.depths[index] = depth + 1
-        self.nodes_s += drafted[depth] * node_s
+        node_s *= self.pricing.draft_factors.get(candidate.method, 1.0)
+        self.draft_s += drafted[depth] * node_s
         self.tokens += survival[depth]
         self.rows += drafted[depth]
 
@@ -119,7 +131,8 @@ class Tally:
         times = pricing.times[self.candidates[0].method]
         if not self.active:
             return times.plain_s * pricing.plain_factor
-        return (self.nodes_s + times.verify_nodes_s(self.rows)) * pricing.factor
+        rest_s = self.overhead_s + times.verify_nodes_s(self.rows)
+        return self.draft_s + rest_s * pricing.factor
 
     def lateness(self, step_s: float) -> float:
         """How far the request that suffers most is beyond its wish."""
@@ -156,15 +169,18 @@ def best_allocation(
     deepest = max((node.depth + 1 for node in nodes), default=0)
     if len(candidates) == 1:  # all its prefixes are priced on the way
         return best_prefix(nodes[:max_nodes], candidates, pricing, plain, plain.lateness)
-    best = plain
-    start = max(1, min(deepest, max(candidate.was for candidate in candidates)))
-    for levels in (range(start, deepest + 1), range(start - 1, 0, -1)):
-        for depth in levels:
-            within = [node for node in nodes if node.depth < depth][:max_nodes]
-            found = best_prefix(within, candidates, pricing, best, plain.lateness)
-            if found is best and depth != start:
-                break
-            best = found
+    best, was = plain, max(candidate.was for candidate in candidates)
+    coarse = {1 << n for n in range(deepest.bit_length())} | {min(was, deepest)}
+
+    def tried(depth: int) -> Allocation:
+        within = [node for node in nodes if node.depth < depth][:max_nodes]
+        return best_prefix(within, candidates, pricing, best, plain.lateness)
+
+    for depth in sorted(coarse):
+        best = tried(depth)
+    reached = max(best.depths)
+    for depth in sorted({reached - 1, reached + 1} - coarse):
+        best = tried(depth)
     return best
 
 

@@ -35,7 +35,7 @@ class BeliefConfig:
 
     request: Memory = field(default_factory=Memory)
     pool: Memory = field(default_factory=lambda: Memory(slow=0.99, fast=0.9))
-    prior: float = 0.7
+    prior: float = 0.6
     strength: float = 4.0
     most_requests: int = 4096
 

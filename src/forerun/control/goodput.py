@@ -17,7 +17,7 @@ from forerun.control.calibration import Calibration
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import Exploration
 from forerun.control.punctuality import Punctuality, wish_s
-from forerun.control.step_times import Correction, Costs, Place, StepTimes, Tables
+from forerun.control.step_times import Correction, Costs, Factor, Place, StepTimes, Tables
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
@@ -120,8 +120,9 @@ class GoodputController:
         correction = scene.correction
         return Pricing(
             times=scene.times,
-            plain_factor=correction.factor(False),
-            factor=correction.factor(True),
+            plain_factor=correction.plain_factor,
+            factor=correction.speculative_factor,
+            draft_factors={method: correction.draft_factor(method) for method in correction.drafts},
             catch_up=self.config.catch_up / self.config.horizon,
         )
 
@@ -173,9 +174,11 @@ class GoodputController:
             return None
         method = next(iter(scene.times))
         times, batch = scene.times[method], scene.place.batch
-        node_s = (times.cycle_s(deepest, batch) - times.cycle_s(0, batch)) / (deepest * batch)
-        needed = allocation.tokens_per_s * node_s * scene.correction.factor(True)
-        return self.calibration.rule(needed)
+        correction = scene.correction
+        draft_s = times.draft_s[batch - 1] * correction.draft_factor(method)
+        rows_s = times.verify_nodes_s(deepest * batch) - times.verify_s[0]
+        node_s = (draft_s + rows_s / deepest * correction.speculative_factor) / batch
+        return self.calibration.rule(allocation.tokens_per_s * node_s)
 
     def _measuring(self, plan: Plan) -> Plan:
         """Probes draft whatever they are allowed to, and measure."""
@@ -187,18 +190,35 @@ class GoodputController:
         scene, first = self._scene, records[0]
         if scene is None or len(records) != scene.place.batch:
             return
-        depths = {
-            method: [r.depth_drafted for r in records if r.method == method and r.num_drafted]
-            for method in self.methods
-        }
-        speculative = any(depths.values())
-        expected_s = expected_step_s(depths, scene)
-        measured_s = first.draft_s + first.verify_s + first.other_s
-        if measured_s <= 0.0:
+        rest_s = first.verify_s + first.other_s
+        if rest_s <= 0.0:
             return
-        factor = scene.correction.factor(speculative)
-        self.punctuality.observe(measured_s, expected_s * factor)
-        scene.correction.observe(speculative, measured_s, expected_s)
+        depths = {
+            method: drafted
+            for method in self.methods
+            if (
+                drafted := [
+                    r.depth_drafted for r in records if r.method == method and r.num_drafted
+                ]
+            )
+        }
+        correction = scene.correction
+        draft_s, expected_s = expected_times(depths, scene)
+        if not depths:
+            self.punctuality.observe(rest_s, expected_s * correction.plain_factor)
+            correction.plain.observe(rest_s, expected_s)
+            return
+        believed_s = expected_s * correction.speculative_factor + sum(
+            seconds * correction.draft_factor(method) for method, seconds in draft_s.items()
+        )
+        self.punctuality.observe(first.draft_s + rest_s, believed_s)
+        correction.speculative.observe(rest_s, expected_s)
+        if len(depths) == 1 and first.draft_s > 0.0:  # else nobody knows whose time it was
+            (method,) = depths
+            if draft_s[method] > 0.0:
+                correction.drafts.setdefault(method, Factor()).observe(
+                    first.draft_s, draft_s[method]
+                )
 
 
 def solo_rate(curve: Curve, times: StepTimes, batch: int) -> float:
@@ -211,16 +231,27 @@ def solo_rate(curve: Curve, times: StepTimes, batch: int) -> float:
     return best
 
 
-def expected_step_s(depths: Mapping[str, Sequence[int]], scene: Scene) -> float:
-    """What the table says of a step in which so many levels were drafted by so many requests."""
-    used = [method for method in depths if depths[method]]
-    if not used:
-        return next(iter(scene.times.values())).plain_s
-    draft_s = sum(
-        scene.times[method].draft_s[sum(depth > level for depth in depths[method]) - 1]
-        for method in used
-        for level in range(max(depths[method]))
-    )
+def expected_times(
+    depths: Mapping[str, Sequence[int]], scene: Scene
+) -> tuple[dict[str, float], float]:
+    """What the table says of a step.
+
+    Args:
+        depths: levels drafted by every request that did, by method.
+        scene: of the step.
+
+    Returns:
+        Seconds of drafting by method, and of everything else.
+    """
+    if not depths:
+        return {}, next(iter(scene.times.values())).plain_s
+    draft_s = {
+        method: sum(
+            scene.times[method].draft_s[sum(depth > level for depth in drafted) - 1]
+            for level in range(max(drafted))
+        )
+        for method, drafted in depths.items()
+    }
     num_nodes = sum(map(sum, depths.values()))
     verify_s = next(iter(scene.times.values())).verify_nodes_s(num_nodes)
-    return draft_s + verify_s + sum(scene.times[method].overhead_s for method in used)
+    return draft_s, verify_s + sum(scene.times[method].overhead_s for method in depths)

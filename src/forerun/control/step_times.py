@@ -10,11 +10,15 @@ from typing import Protocol, runtime_checkable
 
 from forerun.theory.cost import CostTable
 
-__all__ = ["Correction", "Costs", "Place", "StepTimes", "Tables"]
+__all__ = ["Correction", "Costs", "Factor", "Place", "StepTimes", "Tables"]
 
 CONTEXT_BUCKET = 256
 MOST_SURPRISE = 0.7
-"""Largest log of measured over expected that is believed: a step may be held up by anything."""
+"""Largest log of measured over believed that counts: a step may be held up by anything."""
+MEMORY = 0.97
+"""Weight that a step keeps after one more."""
+STRENGTH = 5.0
+"""Steps that a belief is worth."""
 
 
 @runtime_checkable
@@ -115,37 +119,64 @@ class Tables:
         return times
 
 
+class Factor:
+    """By what something takes longer than the table says, learnt from one step after the other."""
+
+    __slots__ = ("count", "log")
+
+    def __init__(self) -> None:
+        self.log = self.count = 0.0
+
+    def observe(self, measured_s: float, expected_s: float) -> None:
+        """One step; one that was held up by something else is believed only a little."""
+        believed = self.log / (self.count + STRENGTH)
+        surprise = math.log(measured_s / expected_s) - believed
+        surprise = believed + max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
+        self.log = self.log * MEMORY + surprise
+        self.count = self.count * MEMORY + 1.0
+
+    def value(self, prior: float = 0.0) -> float:
+        """The factor, where it is believed to be exp(prior) before any step was seen."""
+        return math.exp((self.log + STRENGTH * prior) / (self.count + STRENGTH))
+
+
 class Correction:
-    """How much longer steps take than the table says, learnt while they are made.
+    """How much longer steps take than the table says.
 
-    Plain and speculative steps are corrected apart, but what is known of one kind is believed of
-    the other until it has been seen: a machine that is slow today is slow at both.
+    Drafting is corrected by itself, for every method. The rest of a step is corrected apart for
+    plain and for speculative steps, but what is known of one kind is believed of the other until it
+    has been seen: a machine that is slow today is slow at both.
 
-    Args:
-        memory: weight that an observation keeps after one more.
-        strength: observations that the belief is worth.
+    Attributes:
+        drafts: of drafting, by method.
+        plain: of plain steps.
+        speculative: of speculative steps without their drafting.
     """
 
-    __slots__ = ("counts", "logs", "memory", "strength")
+    def __init__(self) -> None:
+        self.drafts: dict[str, Factor] = {}
+        self.plain = Factor()
+        self.speculative = Factor()
 
-    def __init__(self, memory: float = 0.97, strength: float = 5.0) -> None:
-        self.memory = memory
-        self.strength = strength
-        self.logs = [0.0, 0.0]
-        self.counts = [0.0, 0.0]
+    def draft_factor(self, method: str) -> float:
+        """Of drafting."""
+        factor = self.drafts.get(method)
+        return 1.0 if factor is None else factor.value()
 
-    def observe(self, speculative: bool, measured_s: float, expected_s: float) -> None:
-        """One step took `measured_s` where the table said `expected_s`."""
-        surprise = math.log(measured_s / expected_s)
-        surprise = max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
-        self.logs[speculative] = self.logs[speculative] * self.memory + surprise
-        self.counts[speculative] = self.counts[speculative] * self.memory + 1.0
+    @property
+    def plain_factor(self) -> float:
+        """Of plain steps."""
+        return self.plain.value(self._either)
 
-    def factor(self, speculative: bool) -> float:
-        """By which expected times are to be multiplied."""
-        either = sum(self.logs) / (sum(self.counts) + self.strength)
-        own = self.logs[speculative] + self.strength * either
-        return math.exp(own / (self.counts[speculative] + self.strength))
+    @property
+    def speculative_factor(self) -> float:
+        """Of the rest of speculative steps."""
+        return self.speculative.value(self._either)
+
+    @property
+    def _either(self) -> float:
+        plain, other = self.plain, self.speculative
+        return (plain.log + other.log) / (plain.count + other.count + STRENGTH)
 
 
 def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.record import StepRecord
+from forerun.theory.speedup import constant_acceptance_length
 
 CAPACITY = Capacity(max_rows=1024)
 
@@ -51,6 +52,13 @@ def table(
             for batch in batches
             for context in (0, 4096)
         )
+    )
+
+
+def best_rate(alpha: float, costs: CostTable, max_k: int = 8) -> float:
+    """Tokens per second of one request under the best fixed K, by arithmetic."""
+    return max(
+        constant_acceptance_length(alpha, k) / costs.cycle_s(k, 100) for k in range(max_k + 1)
     )
 
 
@@ -102,7 +110,9 @@ class World:
         if not used:
             return 0.0, any_table.plain_step_s(100, batch) * factor, 0.0
         draft_s = sum(
-            self.truth[method].draft_token_s(100, sum(m == method and k > level for m, k in drafted))
+            self.truth[method].draft_token_s(
+                100, sum(m == method and k > level for m, k in drafted)
+            )
             for method in used
             for level in range(max(k for m, k in drafted if m == method))
         )

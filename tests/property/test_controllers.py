@@ -1,0 +1,167 @@
+"""What every controller owes, whatever happens: rows, contexts, everybody served, no look ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.records import STEP
+from tests.simulated import Tables, table
+
+from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
+from forerun.control.goodput import GoodputController
+from forerun.control.named import Means, build_controller
+from forerun.control.safety import SafeController
+from forerun.theory.record import StepRecord
+
+MAX_K = 6
+BATCHES = (1, 3)
+COSTS = {"d": Tables(table(batches=BATCHES)), "e": Tables(table(batches=BATCHES, draft=0.01))}
+
+
+def named(name: str) -> Callable[[], Controller]:
+    means = Means(methods=tuple(COSTS), num_speculative_tokens=MAX_K, costs=COSTS)
+    return lambda: build_controller(name, means)
+
+
+MAKERS: dict[str, Callable[[], Controller]] = {
+    **{name: named(name) for name in CONTROLLER_NAMES},
+    "safe heuristic": lambda: SafeController(named("heuristic")()),
+    "stopping": lambda: GoodputController(COSTS, MAX_K, GoodputConfig(stop="top_probability")),
+}
+
+Fates = list[list[tuple[float, float, list[float]]]]
+"""Per step and request: share of the plan drafted, share of that accepted, stop values."""
+
+UNIT = st.floats(0.0, 1.0)
+FATES = st.lists(
+    st.lists(
+        st.tuples(UNIT, UNIT, st.lists(UNIT, min_size=MAX_K, max_size=MAX_K)),
+        min_size=3,
+        max_size=3,
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def states_of(rooms: Sequence[int], wishes: Sequence[float | None] = (None, None, None)):
+    return [
+        RequestState(
+            request_id=f"r{at}",
+            num_committed=100 + at,
+            max_new=room,
+            temperature=float(at % 2),
+            tags=("t",) * at,
+            tpot_target_s=wish,
+        )
+        for at, (room, wish) in enumerate(zip(rooms, wishes, strict=False))
+    ]
+
+
+def happened(plan: Plan, state: RequestState, fate, cycle: int) -> StepRecord:
+    drafted_share, accepted_share, values = fate
+    k = max(0, min(plan.num_speculative_tokens, state.max_new - 1))
+    drafted = round(drafted_share * k) if plan.stop else k
+    accepted = round(accepted_share * drafted)
+    return replace(
+        STEP,
+        cycle_id=cycle,
+        request_id=state.request_id,
+        method=plan.method,
+        k_budget=k,
+        num_drafted=drafted,
+        depth_drafted=drafted,
+        num_accepted=accepted,
+        num_emitted=accepted + 1,
+        draft_s=0.001 * k,
+        num_prefill_rows=0,
+        stop_values=tuple(values[:drafted]) if plan.stop else None,
+    )
+
+
+def played(
+    controller: Controller,
+    states: Sequence[RequestState],
+    capacity: Capacity,
+    fates: Fates,
+    behind: float | None = None,
+) -> list[list[Plan]]:
+    """The plans of a story; `behind` replaces stop values behind the first rejection."""
+    told = []
+    for cycle, fate in enumerate(fates):
+        plans = controller.decide(states, capacity)
+        told.append(plans)
+        records = [
+            happened(plan, state, each, cycle)
+            for plan, state, each in zip(plans, states, fate, strict=False)
+        ]
+        if behind is not None:
+            records = [
+                replace(
+                    r,
+                    stop_values=(
+                        *r.stop_values[: r.num_accepted + 1],
+                        *(behind for _ in r.stop_values[r.num_accepted + 1 :]),
+                    ),
+                )
+                if r.stop_values
+                else r
+                for r in records
+            ]
+        controller.observe(records)
+    return told
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(deadline=None, max_examples=15)
+@given(
+    rooms=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    max_rows=st.integers(3, 40),
+    wishes=st.lists(st.none() | st.floats(1e-4, 1.0), min_size=3, max_size=3),
+    fates=FATES,
+)
+def test_plans_fit_rows_and_limits_and_nobody_is_forgotten(name, rooms, max_rows, wishes, fates):
+    states = states_of(rooms, wishes)
+    capacity = Capacity(max_rows=max_rows)
+    for plans in played(MAKERS[name](), states, capacity, fates):
+        assert len(plans) == len(states)
+        rows = sum(1 + plan.num_speculative_tokens for plan in plans)
+        assert rows <= max_rows
+        for plan in plans:
+            assert 0 <= plan.num_speculative_tokens <= MAX_K
+            assert (plan.num_speculative_tokens == 0) == (plan.method == "plain")
+            assert plan.method in (*COSTS, "plain")
+
+
+@pytest.mark.parametrize("name", ["goodput", "auto", "stopping"])
+@settings(deadline=None, max_examples=15)
+@given(rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3), fates=FATES)
+def test_goodput_never_drafts_past_the_end_of_a_request(name, rooms, fates):
+    states = states_of(rooms)
+    for plans in played(MAKERS[name](), states, Capacity(max_rows=64), fates):
+        for plan, room in zip(plans, rooms, strict=True):
+            assert plan.num_speculative_tokens < room
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(deadline=None, max_examples=10)
+@given(fates=FATES)
+def test_decisions_are_a_function_of_what_was_told(name, fates):
+    states, capacity = states_of([30, 30, 30]), Capacity(max_rows=64)
+    assert played(MAKERS[name](), states, capacity, fates) == played(
+        MAKERS[name](), states, capacity, fates
+    )
+
+
+@pytest.mark.parametrize("name", ["confidence", "stopping"])
+@settings(deadline=None, max_examples=15)
+@given(fates=FATES, behind=UNIT)
+def test_what_is_measured_behind_a_rejection_decides_nothing(name, fates, behind):
+    states, capacity = states_of([30, 30, 30]), Capacity(max_rows=64)
+    plain = played(MAKERS[name](), states, capacity, fates)
+    assert played(MAKERS[name](), states, capacity, fates, behind=behind) == plain

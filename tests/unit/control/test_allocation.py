@@ -1,0 +1,106 @@
+"""Who drafts how deep: against all allocations, within rows, and nobody late because of it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulated import table
+
+from forerun.control.allocation import Candidate, Pricing, best_allocation, priced
+from forerun.control.beliefs import Curve
+from forerun.control.step_times import Place, StepTimes
+
+DEEPEST = 3
+
+
+def candidate(alpha: float, *, limit_s: float | None = None, was: int = DEEPEST) -> Candidate:
+    survival = [alpha ** (depth + 1) for depth in range(DEEPEST)]
+    return Candidate(method="d", curve=Curve(survival, [1.0] * DEEPEST), limit_s=limit_s, was=was)
+
+
+def pricing(batch: int, **changes: float) -> Pricing:
+    costs = table(batches=(1, batch) if batch > 1 else (1,), **changes)
+    return Pricing(times={"d": StepTimes.read(costs, Place(batch, 0), DEEPEST)})
+
+
+@settings(deadline=None)
+@given(
+    alphas=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3),
+    draft=st.sampled_from([0.01, 0.1, 0.4]),
+    row=st.sampled_from([0.0, 0.02, 0.2]),
+)
+def test_hardly_any_other_allocation_is_faster(alphas, draft, row):
+    candidates = [candidate(alpha) for alpha in alphas]
+    costs = pricing(len(alphas), draft=draft, row=row)
+    found = best_allocation(candidates, costs, 100)
+    ways = product(range(DEEPEST + 1), repeat=len(alphas))
+    best = max(priced(candidates, costs, way).tokens_per_s for way in ways)
+    assert found.tokens_per_s >= 0.98 * best
+
+
+def test_one_request_gets_the_k_of_highest_speedup():
+    found = best_allocation([candidate(0.8)], pricing(1), 100)
+    rates = [priced([candidate(0.8)], pricing(1), [k]).tokens_per_s for k in range(DEEPEST + 1)]
+    assert found.tokens_per_s == max(rates)
+
+
+@given(rows=st.integers(0, 12))
+def test_no_more_nodes_than_rows(rows):
+    found = best_allocation([candidate(0.9), candidate(0.8), candidate(0.7)], pricing(3), rows)
+    assert sum(found.depths) <= rows
+
+
+def test_who_is_accepted_more_drafts_deeper():
+    first, second = best_allocation([candidate(0.9), candidate(0.3)], pricing(2), 4).depths
+    assert first > second
+
+
+def test_what_does_not_pay_is_not_drafted():
+    assert best_allocation([candidate(0.1)], pricing(1), 100).depths == (0,)
+
+
+def test_where_rows_cost_what_steps_cost_decoding_is_plain():
+    """A compute-bound pass: twice the rows take twice the time."""
+    crowd = [candidate(0.8) for _ in range(16)]
+    assert best_allocation(crowd, pricing(16, row=1.0), 1000).depths == (0,) * 16
+    assert sum(best_allocation(crowd, pricing(16, row=0.001), 1000).depths) > 16
+
+
+def test_starting_again_costs_a_pass_on_top():
+    idle, busy = candidate(0.2, was=0), candidate(0.2)
+    dear = Pricing(times=pricing(1).times, catch_up=1.0)
+    assert best_allocation([busy], dear, 9).depths == (1,)
+    assert best_allocation([idle], dear, 9).depths == (0,)
+
+
+def test_nobody_is_made_late_by_the_drafts_of_others():
+    tight = candidate(0.05, limit_s=0.0108)
+    eager = candidate(0.95)
+    alone = best_allocation([candidate(0.05), eager], pricing(2), 100)
+    assert alone.depths[1] > 0
+    assert alone.step_s > 0.0108 * 1.05
+    careful = best_allocation([tight, eager], pricing(2), 100)
+    assert careful.lateness <= 1.0
+
+
+def test_where_plain_is_too_slow_what_helps_is_allowed():
+    wish = candidate(0.9, limit_s=0.005)
+    found = best_allocation([wish], pricing(1), 100)
+    plain = priced([wish], pricing(1), [0])
+    assert plain.lateness > 1.0
+    assert found.depths[0] > 0
+    assert found.lateness < plain.lateness
+
+
+def test_two_drafters_pay_both_their_overheads():
+    costs = pricing(2)
+    both = Pricing(times={"d": costs.times["d"], "e": costs.times["d"]})
+    other = Candidate(method="e", curve=candidate(0.8).curve, was=1)
+    together = priced([candidate(0.8), candidate(0.8)], both, [1, 1])
+    apart = priced([candidate(0.8), other], both, [1, 1])
+    times = costs.times["d"]
+    extra = apart.step_s - together.step_s
+    assert extra == pytest.approx(times.overhead_s + 2 * times.draft_s[0] - times.draft_s[1])

@@ -1,0 +1,124 @@
+"""Never slower than plain, whatever is planned and whatever the table says."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from tests.simulated import CAPACITY, Tables, World, best_rate, table
+
+from forerun.control.base import Controller, Plan
+from forerun.control.config import SafetyConfig
+from forerun.control.fixed import FixedController
+from forerun.control.goodput import GoodputController
+from forerun.control.safety import SafeController
+
+
+def world(alpha: float, **changes) -> World:
+    return World(lambda *_: alpha, {"d": table(**changes)}, noise=0.05)
+
+
+def test_it_is_a_controller():
+    assert isinstance(SafeController(FixedController(4)), Controller)
+
+
+def test_what_is_slower_than_plain_goes_off():
+    ours = world(0.0)
+    safe = SafeController(FixedController(5, "d"))
+    ours.run(safe, 400)
+    assert sum(record.k_budget == 0 for record in ours.records) > 0.8 * 400
+    first = safe.switches[0]
+    assert not first.on
+    assert "slower than plain" in first.reason
+    assert first.step < 40
+
+
+def test_what_pays_stays_on_but_for_its_probes():
+    ours = world(0.8)
+    safe = SafeController(FixedController(5, "d"))
+    ours.run(safe, 2000)
+    assert safe.num_switches["off"] == 0
+    assert 0.005 < safe.num_probes / 2000 < 0.02
+    assert sum(record.k_budget == 0 for record in ours.records) == safe.num_probes
+
+
+def test_it_is_tried_again_and_stays_once_it_pays():
+    ours = World(lambda _, __, step: 0.0 if step < 300 else 0.85, {"d": table()}, noise=0.05)
+    safe = SafeController(FixedController(5, "d"))
+    ours.run(safe, 1500)
+    assert [switch.on for switch in safe.switches[:2]] == [False, True]
+    assert sum(record.k_budget == 5 for record in ours.records[-300:]) > 250
+    assert safe.num_switches["on"] == safe.num_switches["off"]
+
+
+def test_a_wrong_table_costs_little():
+    """Drafts cost ten times what the table says."""
+    ours = world(0.5, draft=0.5, row=0.1)
+    safe = SafeController(GoodputController({"d": Tables(table(draft=0.05))}, 8))
+    assert ours.run(safe, 1500) > 0.93 * best_rate(0.0, table())
+
+
+def test_a_draft_that_goes_and_comes_back_is_followed_within_200_steps():
+    ours = World(
+        lambda _, __, step: 0.8 if step < 300 or step >= 700 else 0.0, {"d": table()}, noise=0.05
+    )
+    ours.run(SafeController(GoodputController({"d": Tables(table())}, 8)), 1000)
+    ks = [record.k_budget for record in ours.records]
+    assert sum(ks[200:300]) > 3 * 100
+    assert sum(ks[500:700]) < 0.06 * 200
+    assert sum(ks[900:]) > 3 * 100
+
+
+def test_buckets_are_judged_apart():
+    names = [f"r{index}" for index in range(8)]
+    safe = SafeController(FixedController(5, "d"))
+    crowd = World(lambda *_: 0.3, {"d": table(row=0.5, batches=(1, 8))}, names=names, noise=0.05)
+    crowd.run(safe, 200)
+    assert not safe.switches[0].on
+    alone = World(lambda *_: 0.9, {"d": table()}, noise=0.05)
+    alone.run(safe, 200)
+    assert {switch.bucket[0] for switch in safe.switches} == {3}
+    assert sum(record.k_budget == 5 for record in alone.records) > 150
+
+
+def test_probes_of_the_inner_controller_pass():
+    class Curious(FixedController):
+        def decide(self, states, capacity):
+            self.asked = getattr(self, "asked", 0) + 1
+            probe = self.asked % 10 == 0
+            return [Plan(method="d", num_speculative_tokens=1 if probe else 5, probe=probe)]
+
+    ours = world(0.0)
+    ours.run(SafeController(Curious(5, "d")), 300)
+    late = ours.records[200:]
+    assert sum(record.k_budget == 1 for record in late) == 10
+
+
+def test_every_switch_is_logged_with_its_reason(caplog):
+    with caplog.at_level(logging.INFO, logger="forerun.control"):
+        safe = SafeController(FixedController(5, "d"))
+        world(0.0).run(safe, 150)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == sum(safe.num_switches.values()) >= 2
+    assert lines[0].startswith(
+        "speculation off at batch 1 to 1, context 64 to 127: speedup at most"
+    )
+    assert any("speculation on" in line and "tried again" in line for line in lines)
+
+
+def test_steps_beside_a_prefill_are_not_judged():
+    ours = world(0.0)
+    safe = SafeController(FixedController(5, "d"), SafetyConfig(num_clear=2, num_plain=1))
+    for _ in range(50):
+        (plan,) = safe.decide(ours.states(), CAPACITY)
+        record = ours.record("r", plan, 1.0, 1.0, 1.0)
+        safe.observe([replace(record, num_prefill_rows=4)])
+    assert not safe.switches
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_goodput_watched_is_not_slower_than_plain(alpha):
+    plain = best_rate(0.0, table())
+    safe = SafeController(GoodputController({"d": Tables(table())}, 8))
+    assert world(alpha).run(safe, 2000) >= 0.97 * plain
