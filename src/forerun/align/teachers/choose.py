@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
-from forerun.align.objectives.base import Objective
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.cache import CacheIdentity, RowCache
 from forerun.align.teachers.filling import Filler, Report
@@ -28,12 +28,25 @@ from forerun.models.content_hash import template_hash, tokenizer_hash, weights_h
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["TeacherSource", "check_objective", "make_teacher"]
+__all__ = ["Learned", "TeacherSource", "check_objective", "make_teacher"]
 
 logger = logging.getLogger("forerun.preparation")
 
 SHARDED = "sharded"
 """As a device: the target is spread over all GPUs there are, for it is larger than one."""
+
+
+@runtime_checkable
+class Learned(Protocol):
+    """What of an objective decides which teachers it may have; see `Objective`."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is linear in the target's law."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +74,7 @@ class TeacherSource:
 
 
 def make_teacher(
-    config: TeacherConfig, objective: Objective, source: TeacherSource, num_rows: int
+    config: TeacherConfig, objective: Learned, source: TeacherSource, num_rows: int
 ) -> Teacher:
     """The teacher asked for; for "auto" the cheapest whose rows are exact and that fits.
 
@@ -92,7 +105,7 @@ def make_teacher(
     return sampled_teacher(config, source)
 
 
-def check_objective(kind: TeacherKind, objective: Objective, sampling: SamplingParams) -> None:
+def check_objective(kind: TeacherKind, objective: Learned, sampling: SamplingParams) -> None:
     """Refuse a teacher whose rows would bias the objective.
 
     Raises:
