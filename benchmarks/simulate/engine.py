@@ -15,6 +15,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from forerun.control.fixed import FixedController
 from forerun.engine.config import EngineConfig
@@ -57,8 +58,8 @@ class Case:
 
 
 CASES = (
-    Case(k=0, rate_per_s=4.0, count=32, temperature=0.0),
-    Case(k=3, rate_per_s=4.0, count=32, temperature=0.0),
+    Case(k=0, rate_per_s=10.0, count=32, temperature=0.0),
+    Case(k=3, rate_per_s=10.0, count=32, temperature=0.0),
     Case(k=3, rate_per_s=1000.0, count=32, temperature=1.0),
 )
 
@@ -107,23 +108,25 @@ def simulated(case: Case, costs: Costs, path: Path) -> Result:
     return simulate(workload, traffic, times, FixedController(case.k), f"fixed:{case.k}")
 
 
-def compared(folder: Path, costs: Costs, num_threads: int) -> list[dict[str, float]]:
-    """Every case, as served and as simulated."""
-    rows = []
-    for number, case in enumerate(CASES):
-        path = folder / f"{number}.jsonl"
-        total_s = served(case, num_threads, path)
-        found = simulated(case, costs, path)
-        row = {
+def compared(folder: Path, costs: Costs, num_threads: int, repeats: int) -> list[dict[str, object]]:
+    """Every case, as served and as simulated, in turns; then their medians."""
+    rows: list[list[dict[str, float]]] = [[] for _ in CASES]
+    for repeat in range(repeats):
+        for number, case in enumerate(CASES):
+            path = folder / f"{number}-{repeat}.jsonl"
+            total_s = served(case, num_threads, path)
+            found = simulated(case, costs, path)
+            times = {"served_s": total_s, "simulated_s": found.total_s, **latencies(path, found)}
+            rows[number].append(times)
+    return [
+        {
             **asdict(case),
-            "served_s": total_s,
-            "simulated_s": found.total_s,
-            "ratio": found.total_s / total_s,
-            **latencies(path, found),
+            "total_ratio": median(row["simulated_s"] / row["served_s"] for row in found),
+            "tpot_ratio": median(row["simulated_tpot_s"] / row["served_tpot_s"] for row in found),
+            "repeats": found,
         }
-        print(row)
-        rows.append(row)
-    return rows
+        for case, found in zip(CASES, rows, strict=True)
+    ]
 
 
 def latencies(path: Path, found: Result) -> dict[str, float]:
@@ -135,9 +138,9 @@ def latencies(path: Path, found: Result) -> dict[str, float]:
             seconds = item.draft_s + item.verify_s + item.other_s
             cycles[item.request_id] = cycles.get(item.request_id, 0.0) + seconds
             tokens[item.request_id] = tokens.get(item.request_id, 0) + item.num_emitted
-    served = sum(cycles.values()) / sum(tokens.values())
+    recorded = sum(cycles.values()) / sum(tokens.values())
     repeated = found.decode_s / sum(phase.num_tokens for phase in found.phases)
-    return {"served_tpot_s": served, "simulated_tpot_s": repeated, "tpot_ratio": repeated / served}
+    return {"served_tpot_s": recorded, "simulated_tpot_s": repeated}
 
 
 def main() -> None:
@@ -146,11 +149,14 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     profile = load_profile(arguments.profile)
     costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
     with tempfile.TemporaryDirectory() as folder:
-        rows = compared(Path(folder), costs, arguments.threads)
+        rows = compared(Path(folder), costs, arguments.threads, arguments.repeats)
+    for row in rows:
+        print({name: value for name, value in row.items() if name != "repeats"})
     content = {"rows": rows, "profile": str(arguments.profile), "provenance": collect({}).to_dict()}
     arguments.out.write_text(json.dumps(content, indent=1) + "\n")
 
