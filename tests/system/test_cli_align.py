@@ -141,3 +141,10 @@ def test_a_refresh_keeps_the_run_it_starts_from(aligned, capsys):
 def test_what_is_missing_is_named(arguments, message, capsys):
     assert main(["align", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_domain_nothing_is_judged_in_is_refused_before_anything_is_trained(align, tmp_path):
+    code, _, err = align("--out", str(tmp_path / "x"), "--in-domain", "evven")
+    assert code == 2
+    assert "no held-out prompt has the tag 'evven'; there are ['even', 'odd']" in err
+    assert not (tmp_path / "x").exists()

@@ -31,6 +31,7 @@ from forerun.align.phases import Phases
 from forerun.align.report import AlignReport, DataFacts
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import TeacherSource, make_teacher
+from forerun.align.teachers.share import Share
 from forerun.align.texts import Prompts, Texts, read_sides
 from forerun.align.training.accelerator import make_accelerator
 from forerun.align.training.draft import Draft, DraftConfig, load_draft
@@ -40,6 +41,7 @@ from forerun.align.training.progress import TrainingProgress
 from forerun.align.training.trainer import Trainer
 from forerun.align.workspace import Workspace
 from forerun.engine.engine import Engine
+from forerun.errors import InvalidRequest
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.theory.cost import CostTable
 
@@ -98,6 +100,7 @@ class Alignment:
         """Do what is not done yet."""
         tokenizer = load_tokenizer(self.config.target)
         prompts = read_sides(self.config.data, tokenizer)
+        check_domain(self.config.evaluation.in_domain, prompts)
         draft = load_draft(self._draft_config())
         engine = self._engine() if self.is_main else None
         texts = Texts(
@@ -232,7 +235,7 @@ class Alignment:
         )
 
     def _teacher(self, packing: Packing) -> Teacher | None:
-        """The teacher of a round; the main process fills its cache, the others read it."""
+        """The teacher of a round; all processes fill its cache together."""
         if not self.objective.needs_law:
             return None
         with self.phases.bar("teacher", "the target's laws") as tell:
@@ -240,13 +243,17 @@ class Alignment:
                 target=self.config.target,
                 sampling=self.config.sampling,
                 cache_dir=self.workspace.cache,
-                device=self.config.device,
+                device=self.config.teacher.teacher_device or self.config.device,
                 dtype=self.config.dtype,
                 report=tell,
+                share=Share(
+                    index=self.accelerator.process_index,
+                    number=self.accelerator.num_processes,
+                    wait=self.accelerator.wait_for_everyone,
+                ),
             )
             teacher = make_teacher(self.config.teacher, self.objective, source, packing.num_learned)
-            with self.accelerator.main_process_first():
-                teacher.prepare(packing.samples)
+            teacher.prepare(packing.samples)
         return teacher
 
     def _round(
@@ -312,3 +319,14 @@ class Alignment:
             broadcast_object_list(made)
         assert made[0] is not None
         return made[0]
+
+
+def check_domain(in_domain: str | None, prompts: Prompts) -> None:
+    """Refuse a domain that nothing will be judged in.
+
+    Raises:
+        InvalidRequest: no held-out prompt has the tag.
+    """
+    tags = sorted({prompt.tag for prompt in prompts.held_out})
+    if in_domain is not None and in_domain not in tags:
+        raise InvalidRequest(f"no held-out prompt has the tag {in_domain!r}; there are {tags}")

@@ -1,0 +1,68 @@
+"""Change the target: a short fine-tune on prose, as an update of a model in service would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from accelerate import Accelerator
+from rich.console import Console
+
+from forerun.align.config import TrainingConfig
+from forerun.align.data.packing import Packing
+from forerun.align.data.sample import Sample, prompt_hash
+from forerun.align.objectives.named import CrossEntropy
+from forerun.align.training.draft import DraftConfig, load_draft
+from forerun.align.training.loss_module import DraftLoss
+from forerun.align.training.metrics import StepMetrics
+from forerun.align.training.progress import TrainingProgress
+from forerun.align.training.trainer import Trainer
+from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.tokenizers import Tokenizer
+from forerun.provenance import content_hash
+
+PROSE = Path(__file__).parent / "prose"
+
+
+def windows(tokenizer: Tokenizer, folder: Path, width: int) -> Iterator[Sample]:
+    """The books in pieces of one width; every token but a piece's first is learned."""
+    for path in sorted(folder.glob("*.txt")):
+        ids = tokenizer.encode(path.read_text("utf-8"))
+        for start in range(0, len(ids) - 1, width):
+            piece = tuple(ids[start : start + width])
+            if len(piece) > 1:
+                yield Sample(
+                    prompt_hash=prompt_hash(piece),
+                    token_ids=piece,
+                    spans=((1, len(piece)),),
+                    source="fixed",
+                )
+
+
+def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -> None:
+    """Train all weights of the target on prose and save it; resumable like any training."""
+    if out.exists():
+        return
+    folder = model_folder(target)
+    model = load_draft(DraftConfig(target=folder, draft=folder))
+    packing = Packing(
+        list(windows(load_tokenizer(target), PROSE, config.window)),
+        window=config.window,
+        seed=config.training_seed,
+    )
+    trainer = Trainer(
+        config=config,
+        module=DraftLoss(model.model, CrossEntropy(), temperature=1.0),
+        teacher=None,
+        accelerator=Accelerator(mixed_precision="bf16"),
+        folder=out.with_name(out.name + "-training"),
+        identity={"target": content_hash(target), "texts": "prose"},
+    )
+    trainer.resume()
+    with TrainingProgress(console, config.num_steps, trainer.step) as progress:
+
+        def on_step(metrics: StepMetrics) -> None:
+            progress.show(metrics)
+
+        trainer.run(packing, config.num_steps, on_step)
+    model.save(out, trainer.weights())

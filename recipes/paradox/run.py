@@ -1,0 +1,145 @@
+"""The paradox of the useless draft, and its way out: `make paradox`.
+
+A draft from the shelf makes the shipped target slower than plain decoding. Distilled on the text of
+the target it makes it faster. The target is updated by a short fine-tune, the draft goes stale, and
+a refresh repairs it. Every step is a command that can be run alone; each is left out if its result
+is there, so an interrupted recipe goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from finetune import finetune
+from openings import write
+from rich.console import Console
+from story import draw, table, tell
+
+from forerun.align.config import TrainingConfig
+from forerun.models.zoo import held_out_prompts
+
+HERE = Path(__file__).parent
+OFF_THE_SHELF = "zoo:draft-off-the-shelf"
+TARGET = "zoo:target"
+KS = "1,2,3,4,5"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How long to train, and where."""
+
+    out: Path = Path("build/paradox")
+    """Everything is made here."""
+    num_prompts: int = 3260
+    """Openings of library functions to learn on, beside the 100 prompts written for the recipe."""
+    num_steps: int = 600
+    """Optimiser steps of the distillation; a refresh takes half."""
+    update_steps: int = 40
+    """Steps of the fine-tune that updates the target."""
+    human_eval: Path | None = None
+    """HumanEval.jsonl, to be judged on as well."""
+    blocks: int = 40
+    """Prompts every comparison measures at each temperature."""
+    threads: int = 2
+    """Of every command."""
+
+
+class Story:
+    """The steps of the recipe."""
+
+    def __init__(self, recipe: Recipe, console: Console) -> None:
+        self.recipe = recipe
+        self.console = console
+        self.out = recipe.out
+
+    def run(self) -> None:
+        """Do what is not done."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.prompts()
+        distilled, refreshed = self.out / "distilled", self.out / "refreshed"
+        updated = self.out / "updated-target"
+        self.align(distilled, "--target", TARGET, "--draft", OFF_THE_SHELF, *self.data())
+        self.console.rule("update the target")
+        steps = TrainingConfig(
+            num_steps=self.recipe.update_steps, learning_rate=3e-4, tokens_per_step=4096
+        )
+        finetune(TARGET, updated, steps, self.console)
+        half = str(self.recipe.num_steps // 2)
+        target = ("--target", str(updated), "--num-steps", half)
+        self.align(refreshed, "--refresh", str(distilled), *target)
+        arms = {
+            "off-the-shelf": (TARGET, OFF_THE_SHELF),
+            "distilled": (TARGET, str(distilled / "draft")),
+            "stale": (str(updated), str(distilled / "draft")),
+            "refreshed": (str(updated), str(refreshed / "draft")),
+        }
+        for name, (target_name, draft) in arms.items():
+            self.bench(name, target_name, draft)
+        rows = tell(self.out)
+        (self.out / "story.json").write_text(json.dumps([row.to_dict() for row in rows], indent=1))
+        (self.out / "story.md").write_text(table(rows), "utf-8")
+        draw(rows, self.out / "story.svg")
+        self.console.print(table(rows))
+
+    def prompts(self) -> None:
+        """Prompts to learn on and prompts to judge on."""
+        learned, judged = self.out / "prompts", self.out / "held-out.jsonl"
+        if judged.exists():
+            return
+        write(learned / "library.jsonl", self.recipe.num_prompts)
+        (learned / "written.jsonl").write_bytes((HERE / "prompts.jsonl").read_bytes())
+        records = [{"tag": "held-out modules", "prompt": p.text} for p in held_out_prompts()]
+        if self.recipe.human_eval is not None:
+            lines = self.recipe.human_eval.read_text("utf-8").splitlines()
+            records += [{"tag": "HumanEval", "prompt": json.loads(x)["prompt"]} for x in lines if x]
+        judged.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+
+    def data(self) -> list[str]:
+        """What the draft learns and is judged on, and how."""
+        return [
+            *(
+                "--prompts",
+                str(self.out / "prompts"),
+                "--held-out",
+                str(self.out / "held-out.jsonl"),
+            ),
+            *("--max-tokens", "320", "--max-prompt-tokens", "160", "--temperature", "1"),
+            *("--num-steps", str(self.recipe.num_steps), "--learning-rate", "3e-3"),
+            *("--num-evaluations", "6", "--max-prompts", "24"),
+            *("--cache-dir", str(self.out / "cache")),
+        ]
+
+    def align(self, out: Path, *arguments: str) -> None:
+        """One alignment."""
+        if not (out / "report.json").exists():
+            self.forerun("align", *arguments, "--out", str(out), *self.threads)
+
+    def bench(self, name: str, target: str, draft: str) -> None:
+        """Plain decoding against one draft at several K, interleaved."""
+        path = self.out / f"bench-{name}.json"
+        if path.exists():
+            return
+        self.forerun(
+            *("bench", "--target", target, "--arms", f"{name}={draft}@{KS}"),
+            *("--temperatures", "0", "1", "--blocks", str(self.recipe.blocks)),
+            *("--json", str(path), *self.threads),
+        )
+
+    @property
+    def threads(self) -> tuple[str, ...]:
+        return "--threads", str(self.recipe.threads)
+
+    def forerun(self, *arguments: str) -> None:
+        """Run one command of forerun, and show which."""
+        self.console.rule(f"forerun {shlex.join(arguments)}")
+        subprocess.run([sys.executable, "-m", "forerun", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    Story(tyro.cli(Recipe, description=__doc__), Console()).run()
