@@ -11,21 +11,22 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests import training
 
-from forerun.align.training.accelerator import make_accelerator
+from forerun.align.training.accelerator import settle_shards
 from forerun.align.training.metrics import MetricsLog, StepMetrics
 
 METRICS = "metrics.jsonl"
 
 
-def accelerator_of(sharded: bool) -> Accelerator:
+def accelerator_of(sharded: bool, precision: Literal["no", "bf16"]) -> Accelerator:
     """Processes over gloo, as `accelerate launch --cpu` starts them."""
-    accelerator = make_accelerator("cpu", "no")
+    accelerator = training.fresh_accelerator(precision)
     if sharded:
         # Accelerate shards on GPUs only, and leaves `--use_fsdp` aside on CPUs. What it does there
         # works here as well once it is told to, which is how the tests get at it without a GPU.
@@ -34,8 +35,8 @@ def accelerator_of(sharded: bool) -> Accelerator:
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             reshard_after_forward=True,
-            cpu_ram_efficient_loading=False,
         )
+        settle_shards(accelerator.state.fsdp_plugin, precision)
     return accelerator
 
 
@@ -45,10 +46,11 @@ def train(
     *,
     sharded: bool = False,
     lora_rank: int = 0,
+    precision: Literal["no", "bf16"] = "no",
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
 ) -> None:
     """Train up to a step, from wherever a checkpoint says; `on_step` is told after the log."""
-    accelerator = accelerator_of(sharded)
+    accelerator = accelerator_of(sharded, precision)
     draft = training.tiny_draft(folder, lora_rank=lora_rank)
     settings = training.config(checkpoint_every_s=0.0, lora_rank=lora_rank, rows_per_pass=2)
     trainer = training.trainer_of(draft, folder, settings, accelerator=accelerator)
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--precision", default="no")
     parser.add_argument("--hang-at", type=int)
     options = parser.parse_args()
 
@@ -84,6 +87,7 @@ def main() -> None:
         options.steps,
         sharded=options.sharded,
         lora_rank=options.lora_rank,
+        precision=options.precision,
         on_step=hang,
     )
     if torch.distributed.is_initialized():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tests import tiny
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
 from forerun.align.law import DenseLaw, TargetLaw
 from forerun.align.objectives.named import make_objective
+from forerun.align.training.accelerator import make_accelerator
 from forerun.align.training.draft import Draft, DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.trainer import Trainer
@@ -115,6 +118,17 @@ def packing(number: int = 40) -> Packing:
     return Packing(samples(number), window=WINDOW, seed=0)
 
 
+def forget_accelerators() -> None:
+    """Accelerate allows one set of settings per process, and tests want several."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def fresh_accelerator(precision: Literal["no", "bf16"] = "no") -> Accelerator:
+    """On the CPU, whatever this process trained with before."""
+    forget_accelerators()
+    return make_accelerator("cpu", precision)
+
+
 def trainer_of(
     draft: Draft,
     folder: Path,
@@ -130,7 +144,7 @@ def trainer_of(
         config=settings or config(),
         module=DraftLoss(draft.model, chosen, 1.0),
         teacher=teacher or TableTeacher(),
-        accelerator=accelerator or Accelerator(cpu=True, mixed_precision="no"),
+        accelerator=accelerator or fresh_accelerator(),
         folder=folder,
         identity={"data": "samples", "objective": objective},
     )

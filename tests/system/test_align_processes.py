@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -24,6 +26,8 @@ from forerun.align.training.trainer import CHECKPOINT
 NUM_STEPS = 8
 HALF_WAY = 4
 LIMIT_S = 180
+BF16_STEP = 2**-8
+"""Between neighbouring numbers, relative: what gradients are rounded to."""
 # On machines without GPUs `--multi_gpu` is what makes Accelerate start several processes at all;
 # the worker asks for the CPU, and they talk over gloo.
 LAUNCH = (
@@ -65,7 +69,7 @@ def metrics_of(folder: Path) -> list[StepMetrics]:
     return read_metrics(folder / METRICS)
 
 
-def alone(folder: Path, steps: int, **changes: int) -> list[StepMetrics]:
+def alone(folder: Path, steps: int, **changes: Any) -> list[StepMetrics]:
     """In this process, up to a step."""
     train(folder, steps, **changes)
     return metrics_of(folder)
@@ -103,6 +107,13 @@ def sharded(folder: Path, steps: int, *options: str) -> list[StepMetrics]:
     return metrics_of(folder)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_settings_left() -> Iterator[None]:
+    """Whatever else this process tests may train otherwise."""
+    yield
+    training.forget_accelerators()
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process that ran through, and its checkpoint half way."""
@@ -116,11 +127,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same_curve(found: list[StepMetrics], expected: list[StepMetrics]) -> None:
+def assert_same_curve(
+    found: list[StepMetrics], expected: list[StepMetrics], sums: float = 2e-5, norms: float = 2e-5
+) -> None:
+    """Within relative errors: of loss and alpha, and of the norm of the gradient."""
     assert [step.step for step in found] == [step.step for step in expected]
-    for name in ("loss", "acceptance_probability", "grad_norm", "learning_rate"):
+    assert [s.learning_rate for s in found] == [s.learning_rate for s in expected]
+    for name, within in (("loss", sums), ("acceptance_probability", sums), ("grad_norm", norms)):
         ours = [getattr(step, name) for step in found]
-        assert ours == pytest.approx([getattr(step, name) for step in expected], rel=2e-5), name
+        assert ours == pytest.approx([getattr(step, name) for step in expected], rel=within), name
 
 
 def assert_same_state(found: Path, expected: Path) -> None:
@@ -145,9 +160,11 @@ def test_shards_go_on_where_one_process_was(reference: Path, tmp_path: Path) -> 
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
 
 
-def test_shards_of_adapters(tmp_path: Path) -> None:
-    expected = alone(tmp_path / "alone", 4, lora_rank=2)
-    assert_same_curve(sharded(tmp_path / "sharded", 4, "--lora-rank", "2"), expected)
+def test_shards_of_adapters_in_bf16(tmp_path: Path) -> None:
+    """Passes round to bf16, differently where weights were rounded first; sums do not."""
+    expected = alone(tmp_path / "alone", 4, lora_rank=2, precision="bf16")
+    options = ("--lora-rank", "2", "--precision", "bf16")
+    assert_same_curve(sharded(tmp_path / "sharded", 4, *options), expected, 1e-3, BF16_STEP)
 
 
 def test_killed_it_goes_on_with_the_same_curve(reference: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from forerun.engine.config import EngineConfig
+from forerun.sampling.checks import Range
 from forerun.sampling.config import SamplingParams
 
 __all__ = [
@@ -24,6 +25,20 @@ __all__ = [
 ObjectiveName = Literal["ce", "fkl", "rkl", "jsd", "tv", "nla", "lk"]
 TeacherKind = Literal["auto", "model", "hidden", "sampled", "top-k"]
 Export = Literal["hf", "vllm", "sglang"]
+
+TRAINING_RANGES = (
+    Range("num_steps", 1, integer=True),
+    Range("tokens_per_step", 1, integer=True),
+    Range("window", 2, integer=True),
+    Range("rows_per_pass", 1, integer=True),
+    Range("learning_rate", 0, above_low=True),
+    Range("warmup_share", 0, 1),
+    Range("weight_decay", 0),
+    Range("max_grad_norm", 0, above_low=True),
+    Range("lora_rank", 0, integer=True),
+    Range("checkpoint_every_s", 0),
+    Range("training_seed", 0, integer=True),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +77,9 @@ class TeacherConfig:
     teacher: TeacherKind = "auto"
     """model: rerun the target at every step; hidden: cache its last hidden states; sampled: cache
     ids drawn from it; top-k: a server's log-probabilities (truncated); auto: hidden if it fits."""
+    teacher_device: str | None = None
+    """Where the target is scored; by default where it generates. sharded: spread over all GPUs, of
+    all processes, for a target larger than one."""
     num_sampled_ids: int = 64
     """Ids drawn per position for the sampled cache."""
     cache_dir: Path | None = None
@@ -111,6 +129,11 @@ class TrainingConfig:
     """Seconds between checkpoints."""
     training_seed: int = 0
     """Of the order of rows and of fresh weights."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for limits in TRAINING_RANGES:
+            limits.check(getattr(self, limits.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,10 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["make_accelerator"]
+__all__ = ["make_accelerator", "settle_shards"]
 
 PATIENCE = timedelta(days=7)
 """Other processes wait while the main one generates and judges, however long that takes."""
@@ -33,8 +34,20 @@ def make_accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     if accelerator.is_fsdp2:
-        # Every process reads the draft: the other way leaves transformers with empty models in all
-        # processes but one, and the draft is checked, and the target read, in each.
-        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        settle_shards(accelerator.state.fsdp_plugin, mixed_precision)
     return accelerator
+
+
+def settle_shards(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> None:
+    """What this training needs of FSDP2, whatever `accelerate config` says of it.
+
+    Every process reads the draft: the other way leaves all but one with empty models, and each of
+    them checks the draft and reads the target. Gradients are added up in fp32, and the loss stays
+    in it: by itself Accelerate rounds both to bf16.
+    """
+    plugin.cpu_ram_efficient_loading = False
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # transformers looks here
+    if mixed_precision == "bf16":
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import read_architecture
@@ -120,22 +121,22 @@ def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
     if config.init is None:
         raise InvalidModel("neither a draft to begin with nor a config.json to make one from")
     settings = read_object(config.init)
-    if "model_type" not in settings:
-        raise InvalidModel(f"{config.init} names no model_type; is it a model's config.json?")
+    kind = str(settings.get("model_type", ""))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InvalidModel(
+            f"{config.init} names the model_type {kind!r}, which is no decoder of transformers; is "
+            "it a model's config.json?"
+        )
     settings |= {name: target[name] for name in TOKEN_SETTINGS if name in target}
-    try:
-        shape = AutoConfig.for_model(**settings)
-    except ValueError as error:
-        known = str(error).partition(". Should")[0]  # the rest lists all that transformers knows
-        raise InvalidModel(f"{config.init}: {known}") from error
+    shape = AutoConfig.for_model(**settings)
+    # Refuses what the engine could not serve.
+    read_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], shape.to_dict())
     shape._attn_implementation = config.attention
     with torch.random.fork_rng(devices=[]):
         # transformers fills weights from the global generator.
         torch.manual_seed(config.seed)  # noqa: TID251
         untyped: Any = AutoModelForCausalLM
-        model = untyped.from_config(shape, dtype=torch.float32)
-    read_architecture(type(model).__name__, model.config.to_dict())  # as for one that is loaded
-    return model
+        return untyped.from_config(shape, dtype=torch.float32)
 
 
 def with_adapters(model: Any, config: DraftConfig) -> Any:

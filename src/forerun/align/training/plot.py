@@ -47,10 +47,14 @@ def plot_training(
 
 def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[int, float]) -> None:
     """Alpha of the texts that are learned, step by step, and of those that are not."""
-    known = [step for step in steps if step.acceptance_probability is not None]
+    known = {
+        step.step: step.acceptance_probability
+        for step in steps
+        if step.acceptance_probability is not None
+    }
     axes.plot(
-        [step.step for step in known],
-        [step.acceptance_probability for step in known],
+        list(known),
+        list(known.values()),
         color=TRAINED,
         linewidth=1,
         label="training texts",

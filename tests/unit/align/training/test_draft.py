@@ -144,10 +144,10 @@ def test_nothing_to_begin_with(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match="is missing"):
         load_draft(DraftConfig(target=target, init=shape))
     shape.write_text("{}")
-    with pytest.raises(InvalidModel, match="names no model_type"):
+    with pytest.raises(InvalidModel, match="model_type ''"):
         load_draft(DraftConfig(target=target, init=shape))
     shape.write_text('{"model_type": "no-such"}')
-    with pytest.raises(InvalidModel, match=r"no-such$"):
+    with pytest.raises(InvalidModel, match="model_type 'no-such'"):
         load_draft(DraftConfig(target=target, init=shape))
     shape.write_text('{"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}')
     with pytest.raises(InvalidModel, match="Mamba"):
