@@ -26,6 +26,7 @@ from transformers import (
     TokenizersBackend,
 )
 
+from forerun.control.base import Controller
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
@@ -179,7 +180,7 @@ def adapted(model: PreTrainedModel, num_slots: int = 4) -> HuggingFaceModel:
     return adapt(copy.deepcopy(model), num_slots=num_slots, max_context=max_context)
 
 
-def settings(k: int = 3, **changes: int) -> EngineConfig:
+def settings(k: int = 3, **changes: Any) -> EngineConfig:
     defaults = {"max_batch": 4, "max_context": MAX_CONTEXT, "num_speculative_tokens": k}
     return EngineConfig(**(defaults | changes))
 
@@ -189,13 +190,19 @@ def drafting(model: Any, vocab_size: int = VOCAB_SIZE) -> DraftModel:
 
 
 def engine_over(
-    target: Any, drafter: Drafter | None = None, *, k: int = 3, **changes: int
+    target: Any,
+    drafter: Drafter | None = None,
+    *,
+    k: int = 3,
+    controller: Controller | None = None,
+    **changes: Any,
 ) -> Engine:
     """An engine over models that are already there."""
     return Engine(
         target=target,
         tokenizer=tokenizer(),
         drafter=drafter,
+        controller=controller,
         config=settings(k, **changes),
         eos_token_ids=frozenset({EOS}),
     )

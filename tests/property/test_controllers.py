@@ -18,6 +18,8 @@ from forerun.control.named import Means, build_controller
 from forerun.control.safety import SafeController
 from forerun.theory.record import StepRecord
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 MAX_K = 6
 BATCHES = (1, 3)
 COSTS = {"d": Tables(table(batches=BATCHES)), "e": Tables(table(batches=BATCHES, draft=0.01))}

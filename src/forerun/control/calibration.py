@@ -23,7 +23,7 @@ class Calibration:
     Args:
         measure: what stop rules look at.
         memory: weight that an observation keeps after one more in its bin.
-        strength: observations that the prior is worth: that a draft is as right as it is sure.
+        strength: observations that the bin above is worth to a bin.
     """
 
     def __init__(self, measure: Measure, memory: float = 0.995, strength: float = 4.0) -> None:
@@ -42,17 +42,25 @@ class Calibration:
             self.trials[at] = self.trials[at] * self.memory + 1.0
             self.wins[at] = self.wins[at] * self.memory + (index < record.num_accepted)
 
-    def acceptance(self, at: int) -> float:
-        """P(accepted) of confidences in a bin."""
-        prior = (at + 0.5) / NUM_BINS
-        return (self.wins[at] + prior * self.strength) / (self.trials[at] + self.strength)
+    def acceptances(self) -> list[float]:
+        """P(accepted) of every bin; one that was hardly seen is believed to be like the one above.
+
+        So nothing stops that has not been seen to fail.
+        """
+        found = [0.0] * NUM_BINS
+        above = 1.0
+        for at in range(NUM_BINS - 1, -1, -1):
+            above = (self.wins[at] + above * self.strength) / (self.trials[at] + self.strength)
+            found[at] = above
+        return found
 
     def rule(self, needed: float) -> StopRule:
         """Stops where a node is accepted with less than `needed`, all before it being accepted."""
+        acceptances = self.acceptances()
         lowest = NUM_BINS
-        while lowest > 0 and self.acceptance(lowest - 1) >= needed:
+        while lowest > 0 and acceptances[lowest - 1] >= needed:
             lowest -= 1
-        # Above all bins nothing would ever be drafted, so nothing learnt: the best one stays.
+        # Above all bins nothing would ever be drafted, so nothing learnt: the surest stay.
         return self.at(min(lowest, NUM_BINS - 1) / NUM_BINS)
 
     def at(self, confidence: float) -> StopRule:

@@ -13,6 +13,8 @@ from forerun.control.allocation import Candidate, Pricing, best_allocation, pric
 from forerun.control.beliefs import Curve
 from forerun.control.step_times import Place, StepTimes
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 DEEPEST = 3
 
 

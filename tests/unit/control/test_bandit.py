@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.simulated import CAPACITY, World, best_rate, table
 
 from forerun.control.bandit import BanditController
 from forerun.control.base import Capacity, Controller
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def test_it_is_a_controller():

@@ -47,11 +47,21 @@ def test_unsure_drafts_go_on_where_they_are_right_all_the_same():
 
 
 def test_the_dearer_a_node_the_surer_it_must_be():
-    calibration = Calibration("top_probability")
-    thresholds = [calibration.rule(needed).threshold for needed in (0.0, 0.2, 0.5, 0.9, 2.0)]
-    assert thresholds == sorted(thresholds)
+    steps = [
+        ((0.95, bin_ / 10), 2 if (bin_ + n) % 10 < bin_ else 1)
+        for bin_ in (1, 3, 5, 7)
+        for n in range(10)
+    ]
+    calibration = fed("top_probability", *steps, times=20)
+    thresholds = [calibration.rule(needed).threshold for needed in (0.0, 0.2, 0.4, 0.6, 1.01)]
+    assert thresholds == sorted(set(thresholds))
     assert thresholds[0] == 0.0
     assert thresholds[-1] < 1.0
+
+
+def test_what_was_never_seen_does_not_stop():
+    assert Calibration("top_probability").rule(0.9).threshold == 0.0
+    assert not fed("top_probability", ((0.95,), 1)).rule(0.9).stops(0.1)
 
 
 def test_what_lies_behind_the_first_rejection_is_not_counted():

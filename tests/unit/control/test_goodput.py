@@ -13,6 +13,8 @@ from forerun.control.config import GoodputConfig
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 STATE = RequestState(request_id="r", num_committed=100, max_new=500, temperature=1.0)
 
 

@@ -1,0 +1,97 @@
+"""Several drafters in one engine: each drafts where a plan names it, and is told its outcomes."""
+
+from __future__ import annotations
+
+import pytest
+from tests import tiny
+
+from forerun.control.base import Capacity, Plan, RequestState
+from forerun.drafters.base import Drafter, Pause
+from forerun.drafters.several import SeveralDrafters, named_by_method
+from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+from forerun.theory.record import StepRecord
+
+
+class Turns:
+    """Asks the drafters one after the other."""
+
+    def __init__(self, methods: tuple[str, ...]) -> None:
+        self.methods = methods
+        self.step = 0
+
+    def decide(self, states: list[RequestState], capacity: Capacity) -> list[Plan]:
+        self.step += 1
+        return [
+            Plan(
+                method=self.methods[(self.step + at) % len(self.methods)],
+                num_speculative_tokens=3,
+            )
+            for at in range(len(states))
+        ]
+
+    def observe(self, records: list[StepRecord]) -> None:
+        pass
+
+
+def test_it_is_a_drafter_called_like_its_first():
+    several = SeveralDrafters({"suffix": SuffixDrafter()})
+    assert isinstance(several, Drafter)
+    assert several.method == "suffix"
+
+
+def test_drafters_of_one_method_are_numbered():
+    model = tiny.tabular(0)
+    names = named_by_method([tiny.drafting(model, 8), SuffixDrafter(), tiny.drafting(model, 8)])
+    assert list(names) == ["draft_model", "suffix", "draft_model-2"]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}], ids=str)
+def test_texts_are_those_of_plain_decoding_whoever_drafts(params):
+    target = tiny.adapted(tiny.network())
+    drafters = {
+        "draft_model": tiny.drafting(tiny.adapted(tiny.network(jitter=0.02))),
+        "suffix": SuffixDrafter(),
+        "other": tiny.drafting(tiny.adapted(tiny.network(seed=50, num_layers=1))),
+    }
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **params)
+    plain = tiny.engine_over(target).generate(list(tiny.PROMPTS), params)
+    engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
+    records: list[StepRecord] = []
+    engine.on_record = records.append
+    outputs = engine.generate(list(tiny.PROMPTS), params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    drafting = {r.method for r in records if r.num_drafted}
+    assert drafting >= {"draft_model", "other"}
+    accepted = [r for r in records if r.method == "draft_model" and r.num_accepted == 3]
+    assert accepted
+
+
+def test_a_pause_of_one_is_no_pause_of_all():
+    class Resting(SuffixDrafter):
+        def propose(self, requests, plans):
+            return [Pause(num_tokens=50) for _ in requests]
+
+    target = tiny.tabular(0, vocab_size=300)
+    drafters = {"suffix": Resting(), "draft_model": tiny.drafting(tiny.tabular(0, vocab_size=300))}
+    engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
+    records: list[StepRecord] = []
+    engine.on_record = records.append
+    engine.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    assert sum(record.num_accepted for record in records) > 6
+
+
+def test_a_plan_for_nobody_leaves_plain_decoding():
+    target = tiny.tabular(0, vocab_size=300)
+    several = SeveralDrafters({"suffix": SuffixDrafter()})
+    engine = tiny.engine_over(target, several, controller=Turns(("missing",)))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,) = engine.generate([[1, 2]], params)
+    assert output.token_ids == tiny.engine_over(target).generate([[1, 2]], params)[0].token_ids
+
+
+def test_no_drafts_are_refused():
+    engine = tiny.engine_over(tiny.tabular(0, vocab_size=300))
+    with pytest.raises(InvalidRequest, match="list of drafts is empty"):
+        engine.with_draft([])
