@@ -183,8 +183,10 @@ class Alignment:
             seed=config.training.training_seed,
         )
         keeper = Keeper(self.workspace, judge, config.evaluation.max_prompts)
-        with self.phases.waiting("judging", "judging the draft to begin with"):
-            keeper.consider(0)
+        for step in self.schedule:  # more than the first where judgements were lost
+            if self.workspace.snapshot(step).exists():
+                with self.phases.waiting("judging", f"judging step {step}"):
+                    keeper.consider(step)
         return keeper
 
     def _costs_at(self, temperature: float) -> CostTable | None:

@@ -42,7 +42,8 @@ class Teacher(Protocol):
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Make ready for batches over these samples, whose indices `Batch.samples` are.
 
-        A cache computes and stores what it has not yet; what is there already is kept.
+        A cache computes and stores what it has not yet; what is there already is kept. Where
+        several processes share that work, all of them must call.
 
         Raises:
             CacheTooLarge: it would not fit, said before anything is written.

@@ -69,11 +69,12 @@ class Filler:
         """
         by_key = {key_of(sample): sample for sample in samples}
         lacking = [by_key[key] for key in self.cache.lacking([*by_key])]
-        self.share.wait()  # nobody writes before all have seen the same lacking
+        if lacking:
+            num_rows = sum(sample.num_learned for sample in lacking)
+            check_room(self.cache.folder, num_rows, self.sizes, self.max_bytes)
+        self.share.wait()  # nobody writes before all have seen the same lacking, and room for it
         if not lacking:
             return None
-        num_rows = sum(sample.num_learned for sample in lacking)
-        check_room(self.cache.folder, num_rows, self.sizes, self.max_bytes)
         target = self.load()
         check_samples(lacking, target)
         try:

@@ -260,6 +260,20 @@ def test_an_interruption_keeps_what_was_worked_out(kind, make, monkeypatch):
     assert len(told) == 3 + len(packing.samples) - 3
 
 
+def test_what_a_killed_process_was_writing_is_not_read(make, on_disk):
+    """A shard has its name only once it is whole."""
+    packing, batch = all_rows(texts())
+    first = make()
+    first.prepare(packing.samples[:4])
+    (shard,) = shards(on_disk.source)
+    (shard.parent / "tmpk1lled").write_bytes(shard.read_bytes()[:100])
+    again = make()
+    again.prepare(packing.samples)
+    expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
+    torch.testing.assert_close(laws(again, batch), expected, atol=2e-5, rtol=2e-4)
+    assert len(shards(on_disk.source)) == 2
+
+
 def test_bytes_are_said_before_anything_is_written(make, on_disk, caplog):
     caplog.set_level(logging.INFO, "forerun.preparation")
     packing, _ = all_rows(texts())
