@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity suffix memory soak zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity suffix memory soak paradox objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -91,6 +91,13 @@ memory: $(STAMP) $(PAIRS)  ## peak memory against computed, start to first token
 
 soak: $(STAMP)  ## 10,000 random requests against plain decoding (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)
+
+paradox: $(STAMP)  ## useless, distilled, stale, refreshed: the story of one draft (half an hour; resumable)
+	$(BIN)/python recipes/paradox/run.py $(ARGS)
+
+objectives: $(STAMP)  ## every objective at T=0 and T=1 from one draft (half an hour; after make paradox)
+	$(BIN)/python benchmarks/align/objectives.py --alignment build/paradox/distilled \
+	  --out build/objectives.json $(ARGS)
 
 zoo: $(STAMP)  ## retrain the shipped pair (hours; resumable): make zoo ARGS="--corpora DIR --out DIR"
 	$(BIN)/python recipes/zoo/build.py $(ARGS)
