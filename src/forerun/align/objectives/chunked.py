@@ -175,7 +175,9 @@ class _ChunkedLoss(torch.autograd.Function):
 def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients) -> Tensor:
     """Loss and acceptance of some rows, summed; their gradients go where they belong."""
     rows = asked.rows
-    law = None if rows.teacher is None else rows.teacher.law(chunk)
+    law = None
+    if rows.teacher is not None and (asked.objective.needs_law or asked.with_acceptance):
+        law = rows.teacher.law(chunk)
     logits = layer.logits(chunk, asked.temperature).requires_grad_(gradients.any_wanted)
     with torch.set_grad_enabled(gradients.any_wanted):
         losses = asked.objective.losses(logits, law, rows.labels[chunk])

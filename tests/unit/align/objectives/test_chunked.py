@@ -138,3 +138,19 @@ def test_a_missing_teacher_is_named() -> None:
         chunked_loss(rows, head, make_objective(ObjectiveConfig(), 1.0), temperature=1.0)
     with pytest.raises(ValueError, match="acceptance needs a teacher"):
         chunked_acceptance(rows, Head(weight=weight), temperature=1.0)
+
+
+def test_a_teacher_is_asked_only_for_what_is_needed() -> None:
+    """Its rows cost a pass through the target's head."""
+
+    class Unwilling(GivenRows):
+        def law(self, rows: slice) -> TargetLaw:
+            raise AssertionError("asked without need")
+
+    hidden, weight, _ = tensors()
+    labels = torch.zeros(ROWS, dtype=torch.int64)
+    rows = LearnedRows(hidden=hidden, labels=labels, teacher=Unwilling(dense_law(ROWS, VOCAB)))
+    objective = make_objective(ObjectiveConfig(objective="ce"), 1.0)
+    chunked_loss(rows, Head(weight=weight), objective, temperature=1.0)
+    with pytest.raises(AssertionError, match="without need"):
+        chunked_loss(rows, Head(weight=weight), objective, temperature=1.0, with_acceptance=True)
