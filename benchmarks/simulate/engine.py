@@ -58,9 +58,10 @@ class Case:
 
 
 CASES = (
-    Case(k=0, rate_per_s=10.0, count=32, temperature=0.0),
-    Case(k=3, rate_per_s=10.0, count=32, temperature=0.0),
-    Case(k=3, rate_per_s=1000.0, count=32, temperature=1.0),
+    Case(k=0, rate_per_s=20.0, count=32, temperature=0.0),
+    Case(k=3, rate_per_s=20.0, count=32, temperature=0.0),
+    Case(k=3, rate_per_s=1000.0, count=24, temperature=1.0),
+    Case(k=0, rate_per_s=6.0, count=24, temperature=0.0),  # idle in between
 )
 
 
