@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forerun.errors import IncompatibleDraft, InvalidModel
+from forerun.align.training.suitability import check_tokenizers, check_trainable
+from forerun.errors import InvalidModel
 from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
-from forerun.models.load import load_tokenizer, model_folder, read_config
-from forerun.models.tokenizers import compare_vocabularies
+from forerun.models.load import model_folder, read_config
 
 __all__ = ["Draft", "DraftConfig", "load_draft"]
 
@@ -31,7 +31,6 @@ TOKENIZER_FILES = (
 )
 TOKEN_SETTINGS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 LORA_ALPHA_PER_RANK = 2
-PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,54 +177,6 @@ def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
             module.merge()
             model.set_submodule(name, module.get_base_layer())
     return model
-
-
-def check_trainable(model: Any) -> None:
-    """Refuse a model whose logits are more than head times decoder, or which mixes packed texts.
-
-    Training reads hidden rows and the head's weights, and lays several texts in one row; whether
-    that is the same as the model itself is tried out on a few tokens.
-
-    Raises:
-        InvalidModel: it is not.
-    """
-    name = type(model).__name__
-    ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size
-    positions = torch.arange(PROBE_TOKENS)[None]
-    head = model.get_output_embeddings()
-    if head is None:
-        raise InvalidModel(f"{name} has no head of its own and cannot be trained as a draft")
-    with torch.no_grad():
-        expected = model.eval()(input_ids=ids, use_cache=False).logits[0]
-        packed = model.get_decoder()(
-            input_ids=torch.cat([ids.flip(1), ids], 1),
-            position_ids=torch.cat([positions, positions], 1),
-            use_cache=False,
-        ).last_hidden_state[0, PROBE_TOKENS:]
-        found = torch.nn.functional.linear(packed, head.weight, head.bias)
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
-        raise InvalidModel(
-            f"{name} cannot be trained as a draft: its logits are scaled or capped after the head, "
-            "or it does not keep packed texts apart"
-        )
-
-
-def check_tokenizers(target: Path, draft: Path) -> None:
-    """Refuse a draft that means other text by its tokens.
-
-    Raises:
-        IncompatibleDraft: naming the first tokens that differ.
-    """
-    comparison = compare_vocabularies(load_tokenizer(target), load_tokenizer(draft))
-    if comparison.identical:
-        return
-    shown = "; ".join(
-        f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
-    )
-    raise IncompatibleDraft(
-        f"the tokenizer of the draft {draft} is not the target's ({comparison.num_draft} and "
-        f"{comparison.num_target} tokens; {shown}); train a draft made from nothing (init) instead"
-    )
 
 
 def copy_tokenizer(target: Path, folder: Path) -> None:

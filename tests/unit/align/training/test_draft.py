@@ -152,3 +152,24 @@ def test_nothing_to_begin_with(tmp_path: Path) -> None:
     shape.write_text('{"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}')
     with pytest.raises(InvalidModel, match="Mamba"):
         load_draft(DraftConfig(target=target, init=shape))
+
+
+def test_a_full_disk_leaves_the_draft_there_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = training.tiny_draft(tmp_path)
+    weights = weights_of(draft)
+    out = tmp_path / "trained"
+    draft.save(out, weights)
+    kept = (out / "model.safetensors").read_bytes()
+
+    def full(target: Path, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("forerun.align.training.draft.copy_tokenizer", full)
+    with pytest.raises(OSError, match="No space left"):
+        draft.save(out, {name: tensor + 1 for name, tensor in weights.items()})
+    assert (out / "model.safetensors").read_bytes() == kept
+    monkeypatch.undo()
+    draft.save(out, {name: tensor + 1 for name, tensor in weights.items()})
+    assert (out / "model.safetensors").read_bytes() != kept
