@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import BinaryIO
+from typing import Protocol, runtime_checkable
 
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.benchmark import BenchmarkOutput
@@ -24,7 +24,7 @@ from forerun.diagnose.readers.spec_decoding_log import SpecDecodingLog
 from forerun.diagnose.readers.tensorrt_llm_log import TensorRtLlmLog
 from forerun.errors import InvalidRequest
 
-__all__ = ["MAX_BYTES", "read_text"]
+__all__ = ["MAX_BYTES", "Readable", "read_text"]
 
 MAX_BYTES = 1 << 28
 """A longer log sharpens no figure; its beginning is read, and a note says so."""
@@ -34,7 +34,15 @@ YAML_START = re.compile(rb"^(?:\s*#[^\n]*\n|\s*\n|---[^\n]*\n)*" + KEY.encode() 
 ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
 
-def read_text(file: BinaryIO, name: str) -> Evidence:
+@runtime_checkable
+class Readable(Protocol):
+    """Bytes, some at a time."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most so many; none at the end."""
+
+
+def read_text(file: Readable, name: str) -> Evidence:
     """Evidence of a log, an exposition, a benchmark's output, a JSON document or a facts file.
 
     Raises:
@@ -87,7 +95,7 @@ def yaml_of(data: bytes, name: str) -> object:
         raise InvalidRequest(f"{name} is no YAML: {str(error).splitlines()[0]}") from error
 
 
-def lines_of(head: bytes, file: BinaryIO) -> Iterator[tuple[str, bool]]:
+def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
     """Lines, cut where they are too long, and whether the end of the input was reached."""
     rest, num_bytes = head, len(head)
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -147,7 +148,7 @@ class TraceTotals:
         for row in cycles.group_by(keys).aggregate([([], "count_all"), *sums]).to_pylist():
             self._add_seconds(row)
 
-    def _add_seconds(self, row: Mapping[str, float]) -> None:
+    def _add_seconds(self, row: Mapping[str, Any]) -> None:
         kind, num_rows = str(row["kind"]), int(row["rows"])
         size, num_cycles = int(row["size"]), int(row["count_all"])
         places = [self.cycles.setdefault((kind, size), Seconds())]

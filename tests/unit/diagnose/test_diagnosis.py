@@ -1,0 +1,129 @@
+"""From facts to an answer: verdicts, predictions, words and the page."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from forerun.diagnose.diagnosis import Diagnosis, diagnose
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.report.page import page_of
+from forerun.diagnose.words import headline, sections
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+
+SLOW = {
+    **{"k": 4, "acceptance_rate_per_position": [0.3, 0.1, 0.03, 0.01], "changed": ["target"]},
+    **{"tokens_per_s": 80, "tokens_per_s_plain": 100, "tokens_per_s_before": 160},
+    "reference_acceptance_length": 2.8,
+}
+
+
+def found_from(costs: CostTable | None = None, **facts: object) -> Diagnosis:
+    evidence = Evidence()
+    for name, value in facts.items():
+        evidence.add(name, value, "test")
+    return diagnose(evidence, costs)
+
+
+def test_a_change_of_target_with_low_acceptance():
+    found = found_from(**SLOW)
+    assert found.verdict == "problem"
+    first = found.suspects[0]
+    assert first.scored.cause.label == "stale_draft" and first.next_test is not None
+    assert len(first.changes) >= 2
+    kappa = 1.44 * 100 / 80
+    restored = {c.remedy.effect: c.prediction for c in first.changes}["reference_acceptance"]
+    assert restored is not None and restored.speedup == pytest.approx(2.8 / kappa)
+    assert restored.gain == pytest.approx(2.8 / 1.44)
+
+
+def test_json_has_the_agreed_form():
+    document = json.loads(json.dumps(found_from(**SLOW).to_dict()))
+    assert {"causes", "verdict", "attribution", "evidence", "next_test"} <= set(document)
+    for cause in document["causes"]:
+        assert {
+            *("label", "score", "evidence_for", "evidence_against", "next_test", "remedies"),
+        } <= set(cause)
+        assert len(cause["remedies"]) >= 2
+    assert sum(cause["score"] for cause in document["causes"]) <= 1.0
+
+
+def test_words_name_roles_interplay_and_changes():
+    found = found_from(**SLOW)
+    text = "\n".join([headline(found), *(line for s in sections(found) for line in s.lines)])
+    for phrase in (
+        *("The draft proposes 4 tokens", "one pass over 5 rows", "tau = 1.44", "kappa = 1.80"),
+        *("verified in parallel, but accepted in order", "Price:", "predicted"),
+    ):
+        assert phrase in text
+
+
+def test_insufficient_evidence_says_so_and_asks():
+    found = found_from(batch=1, temperature=0.7)
+    assert found.verdict == "insufficient evidence" and found.next_test is not None
+    text = [section.heading for section in sections(found)]
+    assert headline(found).startswith("Insufficient evidence")
+    assert any(heading.startswith("Next test") for heading in text)
+
+
+def test_health_without_a_plain_rate_is_said_with_care():
+    found = found_from(k=4, acceptance_rate_per_position=[0.85, 0.7, 0.6, 0.5])
+    assert found.verdict == "healthy" and "as far as is known" in headline(found)
+
+
+def test_a_cost_table_predicts_other_k():
+    line = CostLine(rows=(1, 9), verify_s=(0.010, 0.012), plain_s=0.010, draft_s=0.0005)
+    facts = {"acceptance_rate_per_position": [0.9], "k": 1}
+    found = found_from(CostTable(lines=(line,)), **facts)
+    k = found.evidence.number("best_k")
+    assert k is not None and k > 4
+    assert found.suspects[0].scored.cause.label == "k_too_small"
+    prediction = found.suspects[0].changes[0].prediction
+    assert prediction is not None and prediction.basis == "cost table" and prediction.gain > 1.2
+
+
+def test_what_is_assumed_is_no_evidence():
+    found = found_from(k=4, acceptance_rate_per_position=[0.5, 0.3, 0.2, 0.1])
+    assert "best_k" not in found.evidence
+
+
+class Tags(HTMLParser):
+    """The elements of a page as a browser would see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+HOSTILE = '<script>alert(1)</script>"><img src=x onerror=alert(2)>{{ 7*7 }}'
+
+
+def test_the_page_escapes_everything_and_loads_nothing():
+    evidence = Evidence()
+    for name, value in SLOW.items():
+        evidence.add(name, value, HOSTILE)
+    evidence.add("target_name", HOSTILE, HOSTILE)
+    evidence.series["tag"] = ((HOSTILE, 0.5, 100.0), ("b", 0.2, 50.0))
+    evidence.series["time"] = ((0.0, 0.5, 10.0), (5.0, 0.4, 10.0))
+    evidence.series["K"] = ((4.0, 10.0, 10.0),)
+    page = page_of(diagnose(evidence))
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.names & {"script", "img", "link", "iframe", "object", "a", "form"}
+    assert not tags.attributes & {"src", "href", "onerror", "onload", "action"}
+    assert "&lt;script&gt;alert(1)" in page and "url(" not in page and "@import" not in page
+    for picture in ("Time per token", "Survival by position", "Acceptance over time", "K = 4"):
+        assert picture in page
+    assert "{{ 7*7 }}" in page
+
+
+def test_a_page_of_nothing_is_a_page():
+    assert "Insufficient evidence" in page_of(found_from())

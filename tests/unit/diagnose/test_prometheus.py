@@ -1,0 +1,99 @@
+"""Expositions of every engine, and what happened between two of them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.prometheus import PrometheusText, metrics_of
+from forerun.diagnose.readers.text import read_text
+
+COUNTERS = """\
+# HELP {p}num_drafts_total Number of drafts.
+# TYPE {p}num_drafts_total counter
+{p}num_drafts_total{{engine="0",model_name="a"}} 60.0
+{p}num_drafts_total{{engine="1",model_name="a"}} 40.0
+{p}num_drafts_created{{engine="0"}} 1.7951905109411573e+09
+{p}num_draft_tokens_total{{engine="0"}} 300
+{p}num_accepted_tokens_total{{engine="0"}} 120
+{p}num_accepted_tokens_per_pos_total{{engine="0",position="0"}} 80
+{p}num_accepted_tokens_per_pos_total{{engine="0",position="1"}} 40
+python_info{{implementation="CPython"}} 1.0
+"""
+
+
+def read(text: str) -> Evidence:
+    evidence = read_text(io.BytesIO(text.encode()), "metrics")
+    derive(evidence)
+    return evidence
+
+
+@pytest.mark.parametrize("engine", ["vllm", "lmdeploy", "llamacpp"])
+def test_counters_are_summed_over_labels(engine: str):
+    found = read(COUNTERS.format(p=f"{engine}:spec_decode_"))
+    assert found.number("num_drafts") == 100 and found.number("num_drafted") == 300
+    assert found.numbers("acceptance_rate_per_position") == (0.8, 0.4)
+    assert found.number("acceptance_length") == pytest.approx(2.2)
+    assert found.readings[0].num_unknown == 0
+
+
+def test_tensorrt_llm_has_denominators_per_position():
+    found = read(
+        "trtllm_spec_decode_num_draft_tokens_total 250\n"
+        "trtllm_spec_decode_num_accepted_tokens_total 120\n"
+        'trtllm_spec_decode_drafted_tokens_total{token_position="0"} 100\n'
+        'trtllm_spec_decode_drafted_tokens_total{token_position="1"} 50\n'
+        'trtllm_spec_decode_accepted_tokens_total{token_position="0"} 80\n'
+        'trtllm_spec_decode_accepted_tokens_total{token_position="1"} 40\n'
+    )
+    assert found.numbers("acceptance_rate_per_position") == (0.8, 0.8)
+
+
+def test_sglang_window_length_is_tokens_over_verify_calls():
+    found = read(
+        "sglang:spec_accept_length 1.9\n"
+        "sglang:spec_verify_calls_total 100\n"
+        "sglang:generation_tokens_total 250\n"
+        "sglang:spec_num_draft_tokens 4\n"
+    )
+    assert found.number("acceptance_length") == 2.5 and found.number("k") == 3
+
+
+def test_ratios_of_vllm():
+    found = read(
+        'vllm:time_to_first_token_seconds_sum{engine="0"} 5\n'
+        'vllm:time_to_first_token_seconds_count{engine="0"} 10\n'
+        "vllm:prefix_cache_hits_total 30\nvllm:prefix_cache_queries_total 120\n"
+        "vllm:num_preemptions_total 2\n"
+    )
+    assert found.number("ttft_s") == 0.5 and found.number("prefix_hit_rate") == 0.25
+    assert found.flag("memory_pressure") is True
+
+
+def sampled(text: str) -> PrometheusText:
+    page = PrometheusText()
+    for line in text.splitlines():
+        assert page.read(line)
+    return page
+
+
+def test_between_two_samples_counters_grow_and_gauges_stand():
+    first = sampled("vllm:spec_decode_num_drafts_total 100\nsglang:spec_num_steps 3\n")
+    second = sampled("vllm:spec_decode_num_drafts_total 150\nsglang:spec_num_steps 5\n")
+    tally = metrics_of(second.metrics.since(first.metrics))
+    assert tally.counts["num_drafts"] == 50 and tally.facts["k"] == 5
+
+
+def test_a_counter_that_was_reset_counts_from_zero():
+    first = sampled("vllm:spec_decode_num_drafts_total 100\n")
+    second = sampled("vllm:spec_decode_num_drafts_total 30\n")
+    assert metrics_of(second.metrics.since(first.metrics)).counts["num_drafts"] == 30
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e999", "abc", ""])
+def test_values_that_are_none_count_nothing(value: str):
+    found = read(f"vllm:spec_decode_num_drafts_total {value}\nvllm:num_preemptions_total 0\n")
+    assert "num_drafts" not in found

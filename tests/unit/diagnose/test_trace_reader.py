@@ -1,0 +1,220 @@
+"""Traces as evidence: figures by hand, contrasts that were planted, and damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from tests.records import HEADER, REQUEST, STEP, plain
+
+from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.trace import reader
+from forerun.diagnose.readers.trace.reader import blocks, read_trace_evidence
+from forerun.theory.record import StepRecord
+from forerun.theory.splitmix import INCREMENT, finalise
+from forerun.trace.columns import read_columns
+from forerun.trace.files import open_trace
+from forerun.trace.schema import Damage, Record
+
+
+def drafted(index: int, accepted: int, **changes: object) -> StepRecord:
+    """K = 4; drafting 4 ms, the pass 12 ms, the rest 4 ms."""
+    values = {"cycle_id": index, "step": index, "t_s": index / 50, "context_tokens": index}
+    values |= {"num_accepted": accepted, "num_emitted": accepted + 1, "expected_accepted": 2.0}
+    values |= {"draft_s": 0.004, "verify_s": 0.012, "other_s": 0.004}
+    return replace(STEP, **(values | changes))  # type: ignore[arg-type]
+
+
+def undrafted(index: int, **changes: object) -> StepRecord:
+    values = {"cycle_id": index, "step": index, "t_s": index / 50, "context_tokens": index}
+    return plain(**(values | {"verify_s": 0.009, "other_s": 0.001} | changes))
+
+
+def written(path: Path, records: Sequence[Record]) -> Path:
+    with open_trace(path) as writer:
+        for record in records:
+            writer.add(record)
+    return path
+
+
+def read(path: Path, records: Sequence[Record]) -> Evidence:
+    evidence = read_trace_evidence(written(path, records))
+    derive(evidence)
+    return evidence
+
+
+RUN = [
+    HEADER,
+    undrafted(0, num_prefill_rows=12, verify_s=0.039),
+    *(drafted(index, (index % 5)) for index in range(1, 101)),
+    *(undrafted(index) for index in range(101, 121)),
+    replace(REQUEST, parameters={"temperature": 0.5}, tags=("code",)),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_figures_by_hand(tmp_path: Path, suffix: str):
+    found = read(tmp_path / f"trace{suffix}", RUN)
+    assert found.number("num_drafts") == 100 and found.number("num_accepted") == 200
+    assert found.number("acceptance_length") == 3.0 and found.number("k") == 4
+    assert found.numbers("acceptance_rate_per_position") == (0.8, 0.6, 0.4, 0.2)
+    assert found.number("calibration") == 1.0
+    assert found.number("full_accept_share") == found.number("zero_accept_share") == 0.2
+    assert found.number("plain_step_s") == pytest.approx(0.01)
+    assert found.number("cycle_cost") == pytest.approx(2.0)
+    assert found.number("draft_cost") == pytest.approx(0.1)
+    assert found.number("verify_cost") == pytest.approx(1.2)
+    assert found.number("overhead") == pytest.approx(0.4)
+    assert found.number("speedup") == pytest.approx(1.5)
+    # 0.04 s of reading the prompt, 100 x 0.02 s, 20 x 0.01 s
+    assert found.number("prefill_share") == pytest.approx(0.04 / 2.24)
+    assert found.number("tokens_per_s") == pytest.approx((300 + 20) / 2.2)
+    assert found.number("k0_share") == pytest.approx(1 / 6)
+    assert found.number("temperature") == 0.5 and found.number("batch") == 1.0
+    assert found.series["K"] == ((4.0, 100.0, 100.0),)
+    assert [(tag, n) for tag, _, n in found.series["tag"]] == [("code", 100.0)]
+
+
+def test_requests_of_one_cycle_share_its_time(tmp_path: Path):
+    records = [
+        drafted(index, 2, request_id=name) for index in range(60) for name in ("a", "b", "c")
+    ]
+    found = read(tmp_path / "trace.jsonl", [HEADER, *records])
+    assert found.number("batch") == 3.0 and found.number("cycle_s") == pytest.approx(0.02)
+    assert found.number("num_drafts") == 180
+
+
+def test_blocks_end_where_cycles_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "BLOCK_ROWS", 4)
+    ids = [1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5, 5]
+    table = pa.table({"cycle_id": ids, "t_s": [float(i) for i in ids]})
+    pieces = [table.slice(start, 2) for start in range(0, len(ids), 2)]
+    found = [block["cycle_id"].to_pylist() for block in blocks(pieces)]
+    assert list(chain.from_iterable(found)) == ids
+    assert all(not set(one) & set(other) for one, other in pairwise(found))
+
+
+def accepted_when(low: Callable[[StepRecord, StepRecord | None], bool]) -> list[Record]:
+    """Steps that accept nothing where `low` says so, and otherwise 1, 4, 2, 0 in turns."""
+    records: list[Record] = [HEADER]
+    before: StepRecord | None = None
+    for index in range(2000):
+        step = drafted(index, (1, 4, 2, 0)[index % 4], context_tokens=8 * index)
+        if low(step, before) and index % 8:
+            step = replace(step, num_accepted=0, num_emitted=1)
+        before = step
+        records.append(step)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("name", "low"),
+    [
+        (
+            "acceptance_falls_after_partial",
+            lambda step, before: before is not None and 0 < before.num_accepted < 4,
+        ),
+        (
+            "acceptance_falls_after_full",
+            lambda step, before: before is not None and before.num_accepted == 4,
+        ),
+        ("acceptance_falls_with_context", lambda step, before: step.context_tokens > 8000),
+        ("acceptance_falls_with_generation", lambda step, before: step.step > 1000),
+        ("acceptance_dropped", lambda step, before: step.t_s > 20),
+    ],
+)
+def test_planted_contrasts_are_found(
+    tmp_path: Path, name: str, low: Callable[[StepRecord, StepRecord | None], bool]
+):
+    assert read(tmp_path / "trace.jsonl", accepted_when(low)).flag(name) is True
+
+
+def test_a_uniform_trace_has_no_contrast(tmp_path: Path):
+    values = [finalise(index * INCREMENT) % 5 for index in range(2000)]
+    records = [HEADER, *(drafted(index, value) for index, value in enumerate(values))]
+    found = read(tmp_path / "trace.jsonl", records)
+    for name in ("after_partial", "after_full", "with_context", "with_generation"):
+        assert found.flag(f"acceptance_falls_{name}") is not True, name
+    assert found.flag("acceptance_dropped") is None
+
+
+def test_tags_and_temperatures_are_compared(tmp_path: Path):
+    records: list[Record] = [HEADER]
+    for number, (tag, temperature, accepted) in enumerate([("en", 0, 3), ("zh", 1.0, 0)]):
+        name = f"r{number}"
+        records += [
+            drafted(1000 * number + index, accepted if index % 10 else 2, request_id=name)
+            for index in range(100)
+        ]
+        parameters = {"temperature": temperature}
+        records.append(replace(REQUEST, request_id=name, tags=(tag,), parameters=parameters))
+    found = read(tmp_path / "trace.jsonl", records)
+    assert found.flag("acceptance_differs_by_domain") is True
+    assert found.flag("acceptance_falls_with_temperature") is True
+    assert "temperature" not in found
+
+
+def test_damage_is_named_and_costs_its_own_lines(tmp_path: Path):
+    path = written(tmp_path / "trace.jsonl", RUN)
+    lines = path.read_bytes().split(b"\n")
+    lines[10] = lines[10][:40]
+    lines[20] = b"\x00\xff garbage"
+    lines[30] = lines[30].replace(b'"num_accepted":', b'"num_accepted":9')
+    path.write_bytes(b"\n".join(lines))
+    found = read_trace_evidence(path)
+    assert found.number("num_drafts") == 97 and found.readings[0].num_unknown == 3
+    assert any("line 11" in note for note in found.readings[0].notes)
+
+
+def test_columns_are_the_rows_of_the_same_file(tmp_path: Path):
+    records = [record for record in RUN if isinstance(record, StepRecord)]
+    for suffix in (".jsonl", ".parquet"):
+        pieces = list(read_columns(written(tmp_path / f"t{suffix}", RUN)))
+        rows = [row for piece in pieces if isinstance(piece, pa.Table) for row in piece.to_pylist()]
+        assert not [piece for piece in pieces if isinstance(piece, Damage)]
+        assert len(rows) == len(records)
+        for row, record in zip(rows, records, strict=True):
+            for name, value in row.items():
+                expected = getattr(record, name)
+                assert value == (pytest.approx(expected) if isinstance(value, float) else expected)
+
+
+def test_steps_by_other_writers_are_read_one_by_one(tmp_path: Path):
+    path = written(tmp_path / "trace.jsonl", RUN)
+    text = path.read_text().replace('{"record":"step",', '{"graph_hit":null,"record":"step",')
+    path.write_text(text.replace('"graph_hit":null,"record"', '"record"').replace(":", ": "))
+    found = read_trace_evidence(path)
+    assert found.number("num_drafts") == 100
+
+
+def test_a_long_trace_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(reader, "MAX_STEPS", 50)
+    monkeypatch.setattr("forerun.trace.columns.CHUNK_BYTES", 4096)
+    found = read_trace_evidence(written(tmp_path / "trace.jsonl", RUN))
+    assert 50 <= (found.number("num_steps") or 0) < 100
+    assert any("only the beginning" in note for note in found.readings[0].notes)
+
+
+def test_a_trace_of_rejections_is_a_problem_and_one_of_acceptance_is_healthy(tmp_path: Path):
+    def steps(values: Sequence[int]) -> list[Record]:
+        found: list[Record] = [HEADER]
+        found += [drafted(i, values[i % len(values)], expected_accepted=0.5) for i in range(400)]
+        return [*found, *(undrafted(i) for i in range(400, 440))]
+
+    bad = diagnose(read_trace_evidence(written(tmp_path / "b.jsonl", steps([0, 1, 0, 0]))))
+    assert bad.verdict == "problem"
+    assert len(bad.suspects[0].changes) >= 2
+    assert all(c.prediction for c in bad.suspects[0].changes)
+    records = [
+        replace(r, expected_accepted=3.0) if isinstance(r, StepRecord) else r
+        for r in steps([4, 3, 4, 2, 2])
+    ]
+    good = diagnose(read_trace_evidence(written(tmp_path / "g.jsonl", records)))
+    assert good.verdict == "healthy"
