@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import UseAppendAction
 
 from forerun.cli.paths import check_writable
+from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
@@ -75,6 +76,12 @@ class PairFlags(ModelFlags):
 
     k: int = EngineConfig().num_speculative_tokens
     """Most tokens drafted per step; 0 decodes plainly."""
+    controller: ControllerName = "auto"
+    """Who chooses how many: fixed (always K), heuristic and confidence (as transformers does),
+    goodput (most expected tokens per second; needs --profile), bandit (by trial); auto takes
+    goodput, kept from being slower than plain decoding, with --profile and fixed without."""
+    profile: Path | None = None
+    """What drafting and verifying cost here, from `forerun profile`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,9 +30,14 @@ def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
         runner=pair.runner,
         num_threads=use_threads(pair.threads),
     )
-    return Engine.load(
+    engine = Engine.load(
         pair.target, pair.draft_name, dtype=pair.dtype, device=pair.device, config=config
     )
+    if pair.profile is None and pair.controller in ("auto", "fixed"):
+        return engine
+    from forerun.cli.controlled import controlled  # reading profiles takes modules of its own
+
+    return controlled(engine, pair)
 
 
 class Session:
