@@ -62,7 +62,12 @@ def test_help_of_a_command_has_examples(name, capsys):
     assert f"  forerun {name}" in text.split("examples:")[1]
 
 
-NEEDED = {"generate": ["x"], "info": ["x"], "trace": ["summarize", "x"]}
+NEEDED = {
+    "generate": ["x"],
+    "info": ["x"],
+    "simulate": ["--workload", "x", "--profile", "x"],
+    "trace": ["summarize", "x"],
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
