@@ -20,6 +20,9 @@ MEANINGLESS_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "
 TORCH_FREE = (
     "forerun",
     "forerun.control.base",
+    "forerun.diagnose.diagnosis",
+    "forerun.diagnose.readers.trace.reader",
+    "forerun.diagnose.report.page",
     "forerun.engine.config",
     "forerun.plan.advice",
     "forerun.plan.simulation.comparison",
