@@ -46,17 +46,16 @@ def print_simulation(results: Sequence[Result], oracle: Oracle | None, workload:
 def controllers(results: Sequence[Result], oracle: Oracle | None) -> Table:
     """Throughput, latency, promises, regret."""
     table = table_of(
-        Column("controller", overflow="fold"), "tokens/s", "busy", "batch", "TTFT ms\np50 / p99",
-        "TPOT ms\np50 / p99", "in SLO", "regret",
+        Column("controller", no_wrap=True), "tokens/s", "batch", "TTFT\np50 / p99",
+        "TPOT\np50 / p99", "in SLO", "regret",
     )  # fmt: skip
     for result in results:
         table.add_row(
             escape(result.controller),
             f"{result.tokens_per_s:.4g}",
-            f"{result.busy_share:.0%}",
             f"{result.mean_batch:.1f}",
-            milliseconds(result.ttft_s),
-            milliseconds(result.tpot_s),
+            both(result.ttft_s),
+            both(result.tpot_s),
             f"{result.num_in_slo / result.num_requests:.1%}",
             "" if oracle is None else f"{oracle.regret(result):+.1%}",
         )
@@ -69,7 +68,7 @@ def phases(results: Sequence[Result], oracle: Oracle | None, workload: Workload)
     for number, phase in enumerate(workload.phases):
         best = "" if oracle is None else f"\nbest K {oracle.ks[number]}"
         headings.append(escape(phase.name or f"phase {number + 1}") + best)
-    table = table_of(Column("ms per token, mean K", overflow="fold"), *headings)
+    table = table_of(Column("ms per token, mean K", no_wrap=True), *headings)
     for result in results:
         table.add_row(escape(result.controller), *map(phase_cell, result.phases))
     return table
@@ -84,14 +83,16 @@ def phase_cell(found: PhaseResult) -> str:
 
 def remarks(results: Sequence[Result]) -> list[str]:
     """Where figures depend on how long the workload is."""
+    full = [result.controller for result in results if result.busy_share > SATURATED]
+    if not full:
+        return []
     return [
-        f"{result.controller} serves no faster than requests come: its waiting time depends on how "
-        "many there are"
-        for result in results
-        if result.busy_share > SATURATED
+        f"no idle time with {', '.join(full)}: requests come at least as fast as they are served, "
+        "so how long they wait depends on how many there are"
     ]
 
 
-def milliseconds(found: Quantiles) -> str:
-    """Two quantiles for people."""
-    return f"{1e3 * found.p50:.3g} / {1e3 * found.p99:.3g}"
+def both(found: Quantiles) -> str:
+    """Median and 99th percentile for people, in the unit the larger one asks for."""
+    unit, factor = ("s", 1.0) if found.p99 >= 1.0 else ("ms", 1e3)
+    return f"{factor * found.p50:.3g} / {factor * found.p99:.3g} {unit}"

@@ -1,0 +1,55 @@
+"""`forerun generate` under every controller, and profiles that are not of this pair."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.cli.main import main
+from forerun.control.config import CONTROLLER_NAMES
+
+FEW = ["--rows", "1,2,5", "--batches", "1,2", "--contexts", "8", "--budget-s", "0.001"]
+ASKED = ["generate", "def add", "--max-tokens", "12", "--temperature", "0", "--json", "--quiet"]
+
+
+@pytest.fixture
+def models(tiny_pair):
+    return ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft)]
+
+
+@pytest.fixture
+def profile(models, tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    assert main(["profile", *models, *FEW, "--out", str(path)]) == 0
+    capsys.readouterr()
+    return str(path)
+
+
+def ids(capsys) -> list[int]:
+    return json.loads(capsys.readouterr().out)["token_ids"]
+
+
+def test_every_controller_generates_the_same_text(models, profile, capsys):
+    assert main([*ASKED, *models]) == 0
+    expected = ids(capsys)
+    for name in CONTROLLER_NAMES:
+        assert main([*ASKED, *models, "--controller", name, "--profile", profile]) == 0
+        assert ids(capsys) == expected
+
+
+def test_goodput_without_a_profile_says_what_it_needs(models, capsys):
+    assert main([*ASKED, *models, "--controller", "goodput"]) != 0
+    assert "forerun profile" in capsys.readouterr().err
+
+
+def test_a_profile_of_another_pair_is_refused(models, tiny_pair, profile, capsys):
+    other = ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.target)]
+    assert main([*ASKED, *other, "--profile", profile]) != 0
+    assert "draft_hash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_a_profile_without_a_draft_model_is_refused(tiny_pair, profile, draft, capsys):
+    assert main([*ASKED, "--target", str(tiny_pair.target), "--draft", draft, "--profile", profile])
+    assert "--profile" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""What an engine tells its controller, and what it does with plans that go too far."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests import tiny
+from tests.simulated import Tables, table
+
+from forerun.control.base import Plan
+from forerun.control.fixed import FixedController
+from forerun.control.safety import SafeController
+from forerun.engine.config import EngineConfig, RequestTerms
+from forerun.engine.controlling import default_controller
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class Listening:
+    """Notes what it is told; plans more than there is room for."""
+
+    def __init__(self) -> None:
+        self.states = []
+        self.records = []
+
+    def decide(self, states, capacity):
+        self.states += states
+        return [Plan(method="draft_model", num_speculative_tokens=50)] * len(states)
+
+    def observe(self, records):
+        self.records += records
+
+
+@pytest.fixture
+def listening(target, draft):
+    controller = Listening()
+    engine = tiny.engine_over(
+        tiny.tabular(0, vocab_size=300),
+        tiny.drafting(tiny.tabular(0, vocab_size=300)),
+        controller=controller,
+    )
+    return engine, controller
+
+
+def test_requests_are_described(listening):
+    engine, controller = listening
+    terms = RequestTerms(tags=("code", "de"), tpot_target_s=0.5, deadline_s=1000.0)
+    engine.generate([[1, 2]], replace(PARAMS, temperature=0.7, seed=1), terms)
+    first = controller.states[0]
+    assert first.tags == ("code", "de")
+    assert first.tpot_target_s == 0.5
+    assert 0 < first.time_left_s <= 1000.0
+    assert first.temperature == 0.7
+    lengths = [state.num_committed for state in controller.states]
+    assert lengths == sorted(lengths)
+
+
+def test_requests_without_wishes_have_none(listening):
+    engine, controller = listening
+    engine.generate([[1, 2]], PARAMS)
+    first = controller.states[0]
+    assert (first.tags, first.tpot_target_s, first.time_left_s) == ((), None, None)
+
+
+def test_no_plan_goes_beyond_the_engines_k(listening):
+    engine, controller = listening
+    engine.generate([[1, 2]], PARAMS)
+    assert max(record.k_budget for record in controller.records) == 3
+    assert max(record.num_drafted for record in controller.records) == 3
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_targets_that_mean_nothing_are_refused(value):
+    with pytest.raises(InvalidRequest, match="tpot_target_s"):
+        RequestTerms(tpot_target_s=value)
+
+
+def test_controllers_nobody_knows_are_refused():
+    with pytest.raises(InvalidRequest, match="controller 'best' is unknown; use auto"):
+        EngineConfig(controller="best")
+
+
+def test_the_default_is_k_at_every_step(draft):
+    drafter = tiny.drafting(draft, 8)
+    ours = default_controller(EngineConfig(num_speculative_tokens=6), drafter, {})
+    assert isinstance(ours, FixedController)
+    assert (ours.method, ours.num_speculative_tokens) == ("draft_model", 6)
+
+
+def test_costs_make_it_goodput_made_safe(draft):
+    costs = {"draft_model": Tables(table())}
+    ours = default_controller(EngineConfig(), tiny.drafting(draft, 8), costs)
+    assert isinstance(ours, SafeController)
+
+
+def test_without_a_draft_there_is_nothing_to_control():
+    ours = default_controller(EngineConfig(controller="goodput"), None, {})
+    assert isinstance(ours, FixedController)
