@@ -80,10 +80,18 @@ def test_tables_for_people(files, tmp_path, capsys):
     arguments = ("--controllers", "plain", "fixed:4", "goodput", "--plot", str(picture))
     assert main(["simulate", *files, *arguments]) == 0
     out = capsys.readouterr().out
-    for words in ("12 requests, 360 tokens", "TTFT ms", "in SLO", "regret", "good", "best K 0"):
+    for words in ("12 requests, 360 tokens", "TTFT", "in SLO", "regret", "good", "best K 0"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 100
     assert "<svg" in picture.read_text()
+
+
+def test_a_server_that_is_never_idle_is_named(files, tmp_path, capsys):
+    path = tmp_path / "w.yaml"
+    path.write_text(WORKLOAD.replace("rate_per_s: 2", "rate_per_s: 500"))
+    arguments = ("--controllers", "plain", "fixed:1", "--no-oracle")
+    assert main(["simulate", *files, "--workload", str(path), *arguments]) == 0
+    assert "no idle time with plain, fixed:1: requests" in capsys.readouterr().out
 
 
 def test_json(files, capsys):
