@@ -53,3 +53,16 @@ def test_a_profile_of_another_pair_is_refused(models, tiny_pair, profile, capsys
 def test_a_profile_without_a_draft_model_is_refused(tiny_pair, profile, draft, capsys):
     assert main([*ASKED, "--target", str(tiny_pair.target), "--draft", draft, "--profile", profile])
     assert "--profile" in capsys.readouterr().err
+
+
+def test_bench_has_an_arm_per_draft_and_controller(tiny_pair, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"def f{n}(x):"}) for n in range(4)))
+    pair = ["--target", str(tiny_pair.target), "--arms", f"d={tiny_pair.draft}@1,3"]
+    small = ["--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
+    chosen = ["--controller", "auto", "heuristic", "--temperatures", "1"]
+    assert main(["bench", *pair, "--prompts", str(prompts), *small, *chosen, "--json", "-"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    rows = {row["name"]: row for row in cell["rows"]}
+    assert list(rows) == ["plain", "d K=1", "d K=3", "d auto", "d heuristic"]
+    assert rows["d auto"]["predicted"] is None

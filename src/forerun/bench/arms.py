@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from forerun.bench.compare import Arm
 from forerun.bench.config import DraftArms
+from forerun.control.config import ControllerName
+from forerun.engine.controlling import default_controller
 from forerun.engine.engine import Engine
+from forerun.plan.costs import Costs
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["draft_arms", "plain_arm", "warm_up"]
+__all__ = ["adaptive_arms", "draft_arms", "plain_arm", "warm_up"]
 
 WARM_UP_TOKENS = 8
 
@@ -33,6 +37,43 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
         )
         for k in wanted.ks
     )
+
+
+def adaptive_arms(
+    target: Engine,
+    arms: Sequence[Arm],
+    controllers: Sequence[ControllerName],
+    costs: Mapping[str, Costs],
+) -> tuple[Arm, ...]:
+    """One arm per draft and controller, which chooses up to the largest K of the draft's arms.
+
+    It goes on learning from prompt to prompt and from cell to cell, as it would in service.
+
+    Raises:
+        InvalidRequest: a controller needs costs that are not known.
+    """
+    largest = {arm.draft: arm for arm in arms if arm.draft is not None}  # arms ascend in K
+    return tuple(
+        replace(
+            arm,
+            name=f"{arm.name.rpartition(' K=')[0]} {name}",
+            engine=under(target, arm, name, costs),
+            adaptive=True,
+        )
+        for arm in largest.values()
+        for name in controllers
+    )
+
+
+def under(target: Engine, arm: Arm, name: ControllerName, costs: Mapping[str, Costs]) -> Engine:
+    """The engine of an arm under a controller."""
+    assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
+    assert arm.draft is not None
+    config = replace(arm.engine.config, controller=name)
+    drafter = arm.engine.drafter.drafter
+    known = {arm.method: costs[arm.draft]} if arm.draft in costs else {}
+    controller = default_controller(config, drafter, known)
+    return target.with_draft(drafter, arm.num_speculative_tokens, controller=controller)
 
 
 def warm_up(arms: Sequence[Arm], text: str, clock: Callable[[], float]) -> float:

@@ -49,6 +49,7 @@ class Arm:
         num_speculative_tokens: K, 0 for plain decoding.
         engine: what generates.
         draft: name of the draft model, None where there is none.
+        adaptive: whether a controller chooses K at every step, up to `num_speculative_tokens`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Arm:
     num_speculative_tokens: int
     engine: Generator
     draft: str | None = None
+    adaptive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 
-from forerun.bench.arms import draft_arms, plain_arm, warm_up
+from forerun.bench.arms import adaptive_arms, draft_arms, plain_arm, warm_up
 from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks
 from forerun.bench.config import BenchConfig
 from forerun.bench.report import BenchReport, CellReport
@@ -94,9 +94,14 @@ class Comparison:
     @property
     def device(self) -> torch.device:
         """Where the target is; needs `load`."""
+        return self.plain.target.device
+
+    @property
+    def plain(self) -> Engine:
+        """The engine of the baseline; needs `load`."""
         engine = self.arms[0].engine
         assert isinstance(engine, Engine)
-        return engine.target.device
+        return engine
 
     def target(self, num_threads: int) -> Engine:
         """The target without a draft."""
@@ -111,6 +116,10 @@ class Comparison:
             costs: cost tables by draft, for predictions; drafts without one get none.
         """
         self.costs.update(costs)
+        adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers, costs)
+        if adaptive:
+            warm_up(adaptive, self.prompts[0], self.clock)
+            self.arms = (*self.arms, *adaptive)
         waiting = {cell: self.measured(cell) for cell in self.blocks}
         while waiting:
             for cell, blocks in list(waiting.items()):

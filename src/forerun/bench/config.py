@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from forerun.control.config import ControllerName
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
@@ -73,6 +74,7 @@ class BenchConfig:
     Attributes:
         target: folder, hub name or zoo: name of the target.
         arms: drafts and their K; plain decoding comes first without being named.
+        controllers: one more arm each per draft, in which it chooses K up to the largest.
         temperatures: one cell of the result each; 0 is greedy.
         batches: prompts continued together; one cell each, for every temperature.
         num_blocks: most blocks per cell; fewer where prompts run out.
@@ -89,6 +91,7 @@ class BenchConfig:
 
     target: str = PREFIX + "target"
     arms: tuple[DraftArms, ...]
+    controllers: tuple[ControllerName, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
     batches: tuple[int, ...] = (1,)
     num_blocks: int = 12

@@ -84,6 +84,7 @@ class CellReport:
                 row.arm.name: prediction
                 for row in rows
                 if row.arm.draft is not None
+                and not row.arm.adaptive  # whose cycles are not all of one cost
                 and row.arm.draft in costs
                 and (prediction := predict(row, costs[row.arm.draft].at(temperature), batch))
             },

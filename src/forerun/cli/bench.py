@@ -14,6 +14,7 @@ from forerun.bench.config import BenchConfig, parse_arms
 from forerun.cli.command import Command
 from forerun.cli.flags import TraceFlags
 from forerun.cli.paths import check_picture, check_writable
+from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
@@ -62,6 +63,9 @@ class BenchOptions:
     """What carries the passes; see `forerun generate --help`."""
     threads: int | None = None
     """Threads that carry the passes; by default whichever number plain decoding is fastest with."""
+    controller: tuple[ControllerName, ...] = ()
+    """One more arm per draft and controller, which chooses K up to the draft's largest: fixed,
+    heuristic, confidence, goodput, bandit, or auto (goodput, kept from being slower than plain)."""
     profile: tuple[Path, ...] = ()
     """Predict from these profiles of `forerun profile` instead of measuring costs first."""
     no_prediction: bool = False
@@ -87,6 +91,7 @@ class BenchOptions:
         return BenchConfig(
             target=self.target,
             arms=parse_arms(arms),
+            controllers=self.controller,
             temperatures=self.temperatures,
             batches=self.batch,
             num_blocks=self.blocks,
@@ -215,6 +220,7 @@ COMMAND = Command(
         "forerun bench --arms zoo:draft-domain@2,4 other=zoo:draft-off-the-shelf@2 --batch 1 8",
         "forerun bench --arms zoo:draft-domain@3 suffix@8 self:2@3",
         "forerun bench --target DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
+        "forerun bench --arms zoo:draft-domain@2,4,8 --controller auto",
         "forerun bench --temperatures 0 --blocks 30 --json bench.json --plot bench.svg",
         "forerun bench --trace bench.parquet && forerun trace summarize bench.parquet",
     ),
