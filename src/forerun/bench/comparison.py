@@ -116,8 +116,8 @@ class Comparison:
             costs: cost tables by draft, for predictions; drafts without one get none.
         """
         self.costs.update(costs)
-        adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers, costs)
-        if adaptive:
+        if self.config.controllers:
+            adaptive = adaptive_arms(self.plain, self.arms, self.config.controllers, costs)
             warm_up(adaptive, self.prompts[0], self.clock)
             self.arms = (*self.arms, *adaptive)
         waiting = {cell: self.measured(cell) for cell in self.blocks}

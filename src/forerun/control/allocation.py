@@ -8,8 +8,9 @@ is searched as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forerun.control.beliefs import Curve
 from forerun.control.step_times import StepTimes
@@ -76,6 +77,18 @@ class Pricing:
     catch_up: float = 0.0
 
 
+class Way(NamedTuple):
+    """What adding nodes to one request does; looked up once, for nodes are many."""
+
+    survival: Sequence[float]
+    drafted: Sequence[float]
+    deltas: Sequence[float]
+    factor: float
+    overhead_s: float
+    restart: float
+    active: list[int]
+
+
 class Tally:
     """An allocation while nodes are added to it.
 
@@ -85,54 +98,63 @@ class Tally:
     """
 
     __slots__ = (
-        "active",
         "candidates",
         "depths",
         "draft_s",
         "overhead_s",
         "pricing",
         "rows",
+        "times",
         "tokens",
+        "ways",
     )
 
     def __init__(self, candidates: Sequence[Candidate], pricing: Pricing) -> None:
         self.candidates = candidates
         self.pricing = pricing
+        self.times = pricing.times[candidates[0].method]
         self.tokens = float(len(candidates))
         self.rows = self.draft_s = self.overhead_s = 0.0
         self.depths = [0] * len(candidates)
-        self.active: dict[tuple[str, int], int] = {}
+        deepest = max(len(candidate.curve.survival) for candidate in candidates)
+        active = {method: [0] * deepest for method in pricing.times}
+        self.ways = [
+            Way(
+                survival=candidate.curve.survival,
+                drafted=candidate.curve.drafted,
+                deltas=pricing.times[candidate.method].draft_deltas_s,
+                factor=pricing.draft_factors.get(candidate.method, 1.0),
+                overhead_s=pricing.times[candidate.method].overhead_s,
+                restart=1.0 if candidate.was else 1.0 + pricing.catch_up,
+                active=active[candidate.method],
+            )
+            for candidate in candidates
+        ]
 
     def add(self, index: int) -> None:
         """One node more for a request: its next one."""
-        candidate, depth = self.candidates[index], self.depths[index]
-        times = self.pricing.times[candidate.method]
-        survival, drafted = candidate.curve
-        level = (candidate.method, depth)
-        active = self.active.get(level, 0)
-        node_s = times.draft_s[active]
-        if active:
-            node_s -= times.draft_s[active - 1]
-        elif depth == 0:  # methods beside each other take their overheads one after another
-            self.overhead_s += times.overhead_s
-        if depth == 0 and candidate.was == 0:
-            node_s *= 1.0 + self.pricing.catch_up
-        self.active[level] = active + 1
+        survival, drafted, deltas, factor, overhead_s, restart, active = self.ways[index]
+        depth = self.depths[index]
         self.depths[index] = depth + 1
-        node_s *= self.pricing.draft_factors.get(candidate.method, 1.0)
-        self.draft_s += drafted[depth] * node_s
+        num_active = active[depth]
+        active[depth] = num_active + 1
+        node_s = deltas[num_active] * factor
+        if depth == 0:
+            node_s *= restart
+            if num_active == 0:  # methods beside each other pay their overheads one after another
+                self.overhead_s += overhead_s
+        reached = drafted[depth]
+        self.draft_s += reached * node_s
+        self.rows += reached
         self.tokens += survival[depth]
-        self.rows += drafted[depth]
 
     @property
     def step_s(self) -> float:
         """What the step takes as it stands."""
-        pricing = self.pricing
-        times = pricing.times[self.candidates[0].method]
-        if not self.active:
-            return times.plain_s * pricing.plain_factor
-        rest_s = self.overhead_s + times.verify_nodes_s(self.rows)
-        return self.draft_s + rest_s * pricing.factor
+        if self.rows == 0.0:
+            return self.times.plain_s * self.pricing.plain_factor
+        rest_s = self.overhead_s + self.times.verify_nodes_s(self.rows)
+        return self.draft_s + rest_s * self.pricing.factor
 
     def lateness(self, step_s: float) -> float:
         """How far the request that suffers most is beyond its wish."""
@@ -170,7 +192,8 @@ def best_allocation(
     if len(candidates) == 1:  # all its prefixes are priced on the way
         return best_prefix(nodes[:max_nodes], candidates, pricing, plain, plain.lateness)
     best, was = plain, max(candidate.was for candidate in candidates)
-    coarse = {1 << n for n in range(deepest.bit_length())} | {min(was, deepest)}
+    # Beside the last depth, or from scratch where nobody drafted.
+    coarse = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
 
     def tried(depth: int) -> Allocation:
         within = [node for node in nodes if node.depth < depth][:max_nodes]
@@ -185,7 +208,7 @@ def best_allocation(
 
 
 def best_prefix(
-    nodes: Iterable[Node],
+    nodes: Sequence[Node],
     candidates: Sequence[Candidate],
     pricing: Pricing,
     best: Allocation,
@@ -195,15 +218,23 @@ def best_prefix(
     most_late = max(1.0, late)
     has_wishes = late > 0.0
     tally, best_rate = Tally(candidates, pricing), best.tokens_per_s
+    num_left, num_best = len(nodes), 0
     for node in nodes:
         tally.add(node.index)
         step_s = tally.step_s
+        num_left -= 1
+        if tally.tokens - num_left * node.lost <= best_rate * step_s:
+            break  # even if all that is left were worth as much as this one, at no cost
         if tally.tokens > best_rate * step_s:
             lateness = tally.lateness(step_s) if has_wishes else 0.0
             if lateness <= most_late:
-                best = tally.allocation(step_s, lateness)
-                best_rate = best.tokens_per_s
-    return best
+                num_best, best_rate = len(nodes) - num_left, tally.tokens / step_s
+    if not num_best:
+        return best
+    depths = [0] * len(candidates)
+    for node in nodes[:num_best]:
+        depths[node.index] += 1
+    return priced(candidates, pricing, depths)
 
 
 def priced(candidates: Sequence[Candidate], pricing: Pricing, depths: Sequence[int]) -> Allocation:

@@ -61,17 +61,20 @@ class StepTimes:
         overhead_s: what a speculative cycle adds whatever it drafts.
         verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
         draft_s: one more drafted level, by how many sequences go on: entry b of b + 1 sequences.
+        draft_deltas_s: by how much each entry of draft_s is above the one before.
     """
 
     plain_s: float
     overhead_s: float
     verify_s: tuple[float, ...]
     draft_s: tuple[float, ...]
+    draft_deltas_s: tuple[float, ...]
 
     @classmethod
     def read(cls, table: CostTable, place: Place, max_k: int) -> StepTimes:
         """Read the table for every size up to `max_k`."""
         batch, context = place.batch, place.context
+        draft_s = tuple(table.draft_token_s(context, b + 1) for b in range(batch))
         plain_s = table.plain_step_s(context, batch)
         return cls(
             plain_s=plain_s,
@@ -79,7 +82,8 @@ class StepTimes:
             verify_s=spread(
                 [table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)], batch
             ),
-            draft_s=tuple(table.draft_token_s(context, b + 1) for b in range(batch)),
+            draft_s=draft_s,
+            draft_deltas_s=tuple(b - a for a, b in pairwise((0.0, *draft_s))),
         )
 
     def verify_nodes_s(self, num_nodes: float) -> float:
