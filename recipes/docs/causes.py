@@ -1,7 +1,7 @@
 """Write the tables of docs/diagnose.md from the rules and the vocabulary of facts.
 
-`python recipes/docs/causes.py` rewrites them and the JSON Schema of facts files; `--check` only says
-whether they are up to date.
+`python recipes/docs/causes.py` rewrites them and the JSON Schema of facts files; `--check` only
+says whether they are up to date.
 """
 
 from __future__ import annotations

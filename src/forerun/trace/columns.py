@@ -107,7 +107,7 @@ def lines_pieces(data: bytes, first_line: int) -> Iterator[Piece]:
     try:
         table = pj.read_json(
             io.BytesIO(b"".join(line for _, line in steps)),
-            read_options=pj.ReadOptions(use_threads=False, block_size=1 << 22),
+            read_options=pj.ReadOptions(block_size=1 << 22),
             parse_options=pj.ParseOptions(
                 explicit_schema=JSON_SCHEMA, unexpected_field_behavior="ignore"
             ),
