@@ -188,7 +188,7 @@ def best_allocation(
     """
     plain = priced(candidates, pricing, [0] * len(candidates))
     nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
-    deepest = max((node.depth + 1 for node in nodes), default=0)
+    deepest = max(len(candidate.curve.survival) for candidate in candidates)
     if len(candidates) == 1:  # all its prefixes are priced on the way
         return best_prefix(nodes[:max_nodes], candidates, pricing, plain, plain.lateness)
     best, was = plain, max(candidate.was for candidate in candidates)
@@ -196,7 +196,7 @@ def best_allocation(
     coarse = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
 
     def tried(depth: int) -> Allocation:
-        within = [node for node in nodes if node.depth < depth][:max_nodes]
+        within = [node for node in nodes if node[1] < depth][:max_nodes]
         return best_prefix(within, candidates, pricing, best, plain.lateness)
 
     for depth in sorted(coarse):
@@ -219,11 +219,11 @@ def best_prefix(
     has_wishes = late > 0.0
     tally, best_rate = Tally(candidates, pricing), best.tokens_per_s
     num_left, num_best = len(nodes), 0
-    for node in nodes:
-        tally.add(node.index)
+    for lost, _, index in nodes:
+        tally.add(index)
         step_s = tally.step_s
         num_left -= 1
-        if tally.tokens - num_left * node.lost <= best_rate * step_s:
+        if tally.tokens - num_left * lost <= best_rate * step_s:
             break  # even if all that is left were worth as much as this one, at no cost
         if tally.tokens > best_rate * step_s:
             lateness = tally.lateness(step_s) if has_wishes else 0.0
@@ -232,8 +232,8 @@ def best_prefix(
     if not num_best:
         return best
     depths = [0] * len(candidates)
-    for node in nodes[:num_best]:
-        depths[node.index] += 1
+    for _, _, index in nodes[:num_best]:
+        depths[index] += 1
     return priced(candidates, pricing, depths)
 
 

@@ -8,23 +8,12 @@ never rises with depth, so taking them in this order never takes a node before i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 __all__ = ["Node", "depths_within", "ranked_nodes"]
 
 
-class Node(NamedTuple):
-    """One position that a request may draft; sorts by what it is worth.
-
-    Attributes:
-        lost: minus its survival.
-        depth: positions before it.
-        index: of the request.
-    """
-
-    lost: float
-    depth: int
-    index: int
+Node = tuple[float, int, int]
+"""A position that a request may draft: minus its survival, positions before it, the request."""
 
 
 def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
@@ -35,7 +24,7 @@ def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
             non-increasing.
     """
     return sorted(
-        Node(-survived, depth, index)
+        (-survived, depth, index)
         for index, curve in enumerate(survival)
         for depth, survived in enumerate(curve)
     )
@@ -50,6 +39,6 @@ def depths_within(survival: Sequence[Sequence[float]], num_nodes: int) -> list[i
     if num_nodes < 0:
         raise ValueError(f"num_nodes is {num_nodes}; it must be 0 or more")
     depths = [0] * len(survival)
-    for node in ranked_nodes(survival)[:num_nodes]:
-        depths[node.index] += 1
+    for _, _, index in ranked_nodes(survival)[:num_nodes]:
+        depths[index] += 1
     return depths

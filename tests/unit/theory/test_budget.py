@@ -34,9 +34,9 @@ def test_no_other_way_to_spend_the_budget_is_worth_more(survival, budget):
 @given(survival=SURVIVAL)
 def test_no_node_comes_before_its_parent(survival):
     reached = [0] * len(survival)
-    for node in ranked_nodes(survival):
-        assert node.depth == reached[node.index]
-        reached[node.index] += 1
+    for _, depth, index in ranked_nodes(survival):
+        assert depth == reached[index]
+        reached[index] += 1
 
 
 def test_of_equals_the_shallowest_comes_first():
