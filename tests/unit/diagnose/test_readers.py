@@ -9,6 +9,7 @@ import pytest
 
 from forerun.diagnose.derive.derive import derive
 from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers import text
 from forerun.diagnose.readers.sglang_log import num_draft_tokens_of
 from forerun.diagnose.readers.text import MAX_BYTES, read_text
 from forerun.errors import InvalidRequest
@@ -339,7 +340,7 @@ def test_an_endless_line_ends():
 
 
 @pytest.mark.parametrize(
-    "text",
+    "line",
     [
         "[" * 100_000,
         '{"a":' * 100_000,
@@ -352,9 +353,17 @@ def test_an_endless_line_ends():
         "vllm:spec_decode_num_drafts_total{" + "a" * 100_000,
     ],
 )
-def test_hostile_lines_cost_nothing_but_themselves(text: str):
-    found = read(text, VLLM)
+def test_hostile_lines_cost_nothing_but_themselves(line: str):
+    found = read(line, VLLM)
     assert found.number("num_accepted") == 200
+
+
+def test_a_source_that_takes_too_long_is_left_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text, "MAX_SECONDS", 0.0)
+    found = read(VLLM, *["draft"] * 5000)
+    assert found.number("num_accepted") == 200
+    assert found.readings[0].num_lines == text.CHECKED_LINES
+    assert any("the rest was not read" in note for note in found.readings[0].notes)
 
 
 def test_a_truncated_log_is_read_up_to_there():

@@ -16,7 +16,7 @@ def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]
 
 # Between two words at most so much may stand: a line is no essay, and matching stays linear.
 GAP = r".{0,80}?"
-SPECULATION = r"(?:speculat\w*|spec[- ]?dec\w*|draft(?:ing| model)?|assist\w*|mtp|eagle)"
+SPECULATION = r"(?:speculat\w*+|spec[- ]?dec\w*|draft(?:ing| model)?|assist\w*|mtp|eagle)"
 
 REMARKS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     remark(
@@ -57,6 +57,10 @@ REMARKS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
 )
 
 
+MAX_LENGTH = 400
+"""What is said in words is said at once."""
+
+
 class Remarks:
     """Sentences that any engine may log; what they amount to is asserted, not counted."""
 
@@ -68,6 +72,7 @@ class Remarks:
     def read(self, line: str) -> bool:
         """One line."""
         found = False
+        line = line[:MAX_LENGTH]
         for pattern, facts in REMARKS:
             if pattern.search(line):
                 found = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -26,9 +27,20 @@ from forerun.errors import InvalidRequest
 
 __all__ = ["MAX_BYTES", "Readable", "read_text"]
 
-MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 26
 """A longer log sharpens no figure; its beginning is read, and a note says so."""
 MAX_LINE = 1 << 14
+MAX_SECONDS = 20.0
+CHECKED_LINES = 512
+"""Lines between two looks at the clock."""
+WORDS = (
+    *("spec", "draft", "accept", "decode", "graph", "eager", "vocab", "tokeni", "nan", "weight"),
+    *("tensor", "param", "key", "preempt", "hybrid", "mamba", "ssm", "gdn", "recurrent", "predict"),
+    *("throughput", "avg thr", "eval time", "acc per pos", "n_", "position", "ttft", "tpot", "itl"),
+    *("requests", "duration", "peak", "total", "===", "---", "removal", "guided", "grammar"),
+    *("structured", "assist", "mtp", "eagle"),
+)
+"""A line with none of these is known to nobody: most of a log is passed over by this alone."""
 MAX_DOCUMENT = 1 << 24
 YAML_START = re.compile(rb"^(?:\s*#[^\n]*\n|\s*\n|---[^\n]*\n)*" + KEY.encode() + rb"\s*:")
 ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
@@ -125,6 +137,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
     )
     evidence = Evidence(readings=[Reading(source=name)])
     reading = evidence.readings[0]
+    deadline = time.monotonic() + MAX_SECONDS
     for line, was_cut in lines:
         if was_cut:
             reading.notes.append(f"longer than {MAX_BYTES} bytes; only the beginning was read")
@@ -133,8 +146,12 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
         reading.num_lines += 1
         is_metric = is_metric_line(line) or metrics.metrics.num_samples > 0
         known = (is_metric and metrics.read(line)) or read_object(line, documents)
-        if not (known or any(reader.read(line) for reader in readers)):
-            reading.num_unknown += 1
+        if not known and is_worth_reading(line):
+            known = any(reader.read(line) for reader in readers)
+        reading.num_unknown += not known
+        if reading.num_lines % CHECKED_LINES == 0 and time.monotonic() > deadline:
+            reading.notes.append(f"took more than {MAX_SECONDS:g} s; the rest was not read")
+            break
     concluding: tuple[Concluding, ...] = (metrics, documents, *readers)
     for found in concluding:
         conclude(evidence, found, name)
@@ -145,6 +162,12 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
             "say different things, the first one's figures are used: give each its own"
         )
     return evidence
+
+
+def is_worth_reading(line: str) -> bool:
+    """Whether a line has any of the words that readers look for."""
+    lowered = line.lower()
+    return any(word in lowered for word in WORDS)
 
 
 ENGINES = frozenset({"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "LMDeploy"})
