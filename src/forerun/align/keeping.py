@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
+from forerun.align.lines import read_lines, write_lines
+from forerun.align.replacing import replacing
 from forerun.align.workspace import Workspace
 
 __all__ = ["Judgement", "Keeper"]
@@ -71,15 +72,15 @@ class Keeper:
             figures = self.judge.judge(
                 self.workspace.snapshot(step), name=f"step {step}", max_prompts=self.max_prompts
             )
-            self._append(judgement_of(step, figures, time.monotonic() - started_s))
+            self._keep(judgement_of(step, figures, time.monotonic() - started_s))
         if self.best.step == step:
-            replace_folder(self.workspace.snapshot(step), self.workspace.draft)
+            with replacing(self.workspace.draft) as scratch:
+                shutil.copytree(self.workspace.snapshot(step), scratch)
         return self.judgements[step]
 
-    def _append(self, judgement: Judgement) -> None:
+    def _keep(self, judgement: Judgement) -> None:
         self.judgements[judgement.step] = judgement
-        with self.workspace.judgements.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(judgement)) + "\n")
+        write_lines(self.workspace.judgements, map(asdict, self.judgements.values()))
 
 
 def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
@@ -96,18 +97,5 @@ def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgeme
 
 
 def read_judgements(path: Path) -> dict[int, Judgement]:
-    """Judgements by step; a last line that was cut off by a kill is left out."""
-    if not path.exists():
-        return {}
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    found = [Judgement(**json.loads(line)) for line in lines if line.endswith("\n")]
-    return {judgement.step: judgement for judgement in found}
-
-
-def replace_folder(source: Path, destination: Path) -> None:
-    """Copy a folder over another, which is there as a whole before and after."""
-    scratch = destination.with_name(destination.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch)
-    shutil.rmtree(destination, ignore_errors=True)
-    scratch.rename(destination)
+    """Judgements by step."""
+    return {row["step"]: Judgement(**row) for row in read_lines(path)}

@@ -11,6 +11,7 @@ from forerun.align.evaluation.compare import Change, changes
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.ledger import Ledger
 from forerun.align.keeping import Judgement
+from forerun.align.replacing import replacing
 from forerun.provenance import Provenance
 
 __all__ = ["AlignReport", "DataFacts", "Judged"]
@@ -110,4 +111,5 @@ class AlignReport:
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        with replacing(path) as scratch:
+            scratch.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")

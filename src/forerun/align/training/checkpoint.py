@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from forerun.align.replacing import replacing
 from forerun.errors import InvalidCheckpoint
 
 __all__ = ["load_checkpoint", "save_checkpoint", "trained_weights", "whole"]
@@ -83,13 +84,8 @@ def save_checkpoint(
             tensors[name] = gathered.cpu().clone()
     if not is_writer:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    try:
+    with replacing(path) as scratch:
         save_file(tensors, scratch, {"step": str(step), "identity": json.dumps(dict(identity))})
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)  # half a file would only fill the disk that was full
 
 
 def state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -13,16 +13,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from forerun.align.replacing import replacing
 from forerun.align.training.suitability import check_tokenizers, check_trainable
 from forerun.errors import InvalidModel
 from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
-from forerun.models.load import model_folder, read_config
+from forerun.models.load import read_config
 
 __all__ = ["Draft", "DraftConfig", "load_draft"]
 
-TOKENIZER_FILES = (
+TARGET_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -76,13 +77,10 @@ class Draft:
             weights: trained weights by their names in `DraftLoss`, as `Trainer.weights` gives them.
         """
         merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
-        scratch = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(scratch, ignore_errors=True)
-        with quiet_transformers():
-            merged.to(torch.bfloat16).save_pretrained(scratch)
-        copy_tokenizer(self.config.target, scratch)
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
+        with replacing(folder) as scratch:
+            with quiet_transformers():
+                merged.to(torch.bfloat16).save_pretrained(scratch)
+            copy_tokenizer(self.config.target, scratch)
 
 
 def load_draft(config: DraftConfig) -> Draft:
@@ -181,7 +179,6 @@ def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
 
 def copy_tokenizer(target: Path, folder: Path) -> None:
     """The target's tokenizer, chat template and generation settings, for the draft to bring."""
-    source = model_folder(target)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for name in TARGET_FILES:
+        if (target / name).is_file():
+            shutil.copyfile(target / name, folder / name)

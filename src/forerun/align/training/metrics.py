@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from forerun.align.lines import append_line, read_lines, write_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -57,11 +58,7 @@ class MetricsLog:
 
     def open_at(self, step: int) -> MetricsLog:
         """Begin, or go on behind a step; use as a context manager."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [entry for entry in read_metrics(self.path) if entry.step <= step]
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(map(line_of, kept)), encoding="utf-8")
-        scratch.replace(self.path)
+        write_lines(self.path, (row for row in read_lines(self.path) if row["step"] <= step))
         if self.events is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -70,10 +67,9 @@ class MetricsLog:
 
     def append(self, metrics: StepMetrics) -> None:
         """Keep one step."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line_of(metrics))
+        values = asdict(metrics)
+        append_line(self.path, values)
         if self._writer is not None:
-            values = asdict(metrics)
             step = values.pop("step")
             for name, value in values.items():
                 if value is not None:
@@ -92,14 +88,6 @@ class MetricsLog:
             self._writer.close()
 
 
-def line_of(metrics: StepMetrics) -> str:
-    """A line of the log."""
-    return json.dumps(asdict(metrics)) + "\n"
-
-
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps of a log; a last line that was cut off by a kill is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [StepMetrics(**json.loads(line)) for line in lines if line.endswith("\n")]
+    """The steps of a log."""
+    return [StepMetrics(**row) for row in read_lines(path)]

@@ -1,0 +1,40 @@
+"""Files and folders that are there whole or not at all, whoever is interrupted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["replacing"]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place beside `path` to write a file or a folder to, which then takes its place.
+
+    Until then an earlier one stays. What was begun and not finished is removed: half a file would
+    only fill the disk that was full.
+
+    Args:
+        path: of the file or the folder; the folder it is in is made if need be.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    removed(scratch)
+    try:
+        yield scratch
+        if path.is_dir():
+            shutil.rmtree(path)
+        scratch.replace(path)
+    finally:
+        removed(scratch)
+
+
+def removed(path: Path) -> None:
+    """Remove whatever is there, if anything is."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

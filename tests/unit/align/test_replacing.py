@@ -1,0 +1,49 @@
+"""A file or folder is there as it was until the new one is whole; a line that was cut off is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.align.lines import append_line, read_lines, write_lines
+from forerun.align.replacing import replacing
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path):
+    folder = tmp_path / "made" / "draft"
+    for content in ("old", "new"):
+        with replacing(folder) as scratch:
+            scratch.mkdir()
+            (scratch / content).touch()
+    assert [path.name for path in folder.iterdir()] == ["new"]
+    assert [path.name for path in folder.parent.iterdir()] == ["draft"]
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_is_not_finished_changes_nothing(tmp_path, is_folder):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError, match="full"), replacing(path) as scratch:  # noqa: PT012
+        scratch.mkdir() if is_folder else scratch.write_text("new")
+        raise OSError("full")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path):
+    path = tmp_path / "draft"
+    (tmp_path / "draft.tmp").mkdir()
+    with replacing(path) as scratch:
+        scratch.write_text("new")
+    assert path.read_text() == "new"
+
+
+def test_lines_after_one_that_was_cut_off(tmp_path):
+    path = tmp_path / "log.jsonl"
+    assert read_lines(path) == []
+    write_lines(path, [{"step": 1}])
+    append_line(path, {"step": 2})
+    path.write_text(path.read_text() + '{"step": 3, "lo')
+    assert read_lines(path) == [{"step": 1}, {"step": 2}]
+    write_lines(path, read_lines(path))
+    append_line(path, {"step": 3})
+    assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
