@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -49,6 +49,7 @@ OBJECTIVES: tuple[ObjectiveName, ...] = ("ce", "fkl", "rkl", "jsd", "tv", "nla",
 TEMPERATURES = (1.0, 0.0)
 SHARES = (0.5, 1.0)
 ROUNDS = 4  # in which a draft that learns from its own text writes anew
+JUDGED_TOKENS = 128
 RATE_STEPS = 6  # trained and thrown away, to know how many fit into the seconds
 
 Group = Literal["objectives", "on-policy", "raw"]
@@ -133,7 +134,7 @@ class Comparison:
         self.judge = Judge(
             engine=self.engine,
             prompts=self.prompts.to_judge,
-            params=self.config.sampling,
+            params=replace(self.config.sampling, max_tokens=JUDGED_TOKENS),
             num_speculative_tokens=self.config.evaluation.num_speculative_tokens,
         )
         self.judges = {1.0: self.judge.at(1.0), 0.0: self.judge.at(0.0)}
@@ -159,6 +160,7 @@ class Comparison:
             self.options.out.write_text(json.dumps(done, indent=1) + "\n")
             tau, alpha = figures.overall.acceptance_length, figures.overall.acceptance_probability
             Console().print(arm.name, spent, "tau", tau, "alpha", alpha)
+        self.options.out.with_suffix(".md").write_text(table(done["arms"]), "utf-8")
 
     @property
     def start(self) -> Path:
@@ -259,6 +261,27 @@ class Comparison:
             "start": content_hash(str(self.start)),
         }
         return collect(models).to_dict()
+
+
+def table(found: dict[str, Any]) -> str:
+    """All arms in Markdown, the draft to begin with first."""
+    lines = [
+        "| arm | T | steps | learned tokens | alpha | tau at K=5 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in found.items():
+        figures = result["figures"]
+        overall = figures["overall"]
+        cells = [shown(overall[f"acceptance_{figure}"]) for figure in ("probability", "length")]
+        trained = [f"{result.get(figure, 0):,}" for figure in ("num_steps", "num_learned_tokens")]
+        lines.append(
+            f"| {name} | {figures['temperature']:g} | {' | '.join(trained)} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def shown(interval: dict[str, float]) -> str:
+    return f"{interval['estimate']:.3f} ({interval['low']:.3f}–{interval['high']:.3f})"
 
 
 def replace_steps(config: AlignConfig, num_steps: int) -> TrainingConfig:
