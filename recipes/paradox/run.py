@@ -28,6 +28,8 @@ HERE = Path(__file__).parent
 OFF_THE_SHELF = "zoo:draft-off-the-shelf"
 TARGET = "zoo:target"
 KS = "1,2,3,4,5"
+REFRESH_SHARE = 3
+"""A refresh starts from a draft that knows most: a third of the prompts and steps do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Recipe:
     num_prompts: int = 3260
     """Openings of library functions to learn on, beside the 100 prompts written for the recipe."""
     num_steps: int = 600
-    """Optimiser steps of the distillation; a refresh takes half."""
+    """Optimiser steps of the distillation; a refresh takes a third."""
     update_steps: int = 40
     """Steps of the fine-tune that updates the target."""
     human_eval: Path | None = None
@@ -70,9 +72,12 @@ class Story:
             num_steps=self.recipe.update_steps, learning_rate=3e-4, tokens_per_step=4096
         )
         finetune(TARGET, updated, steps, self.console)
-        half = str(self.recipe.num_steps // 2)
-        target = ("--target", str(updated), "--num-steps", half)
-        self.align(refreshed, "--refresh", str(distilled), *target)
+        self.align(
+            refreshed,
+            *("--refresh", str(distilled), "--target", str(updated)),
+            *("--prompts", str(self.out / "refresh-prompts")),
+            *("--num-steps", str(self.recipe.num_steps // REFRESH_SHARE)),
+        )
         arms = {
             "off-the-shelf": (TARGET, OFF_THE_SHELF),
             "distilled": (TARGET, str(distilled / "draft")),
@@ -93,6 +98,10 @@ class Story:
         if judged.exists():
             return
         write(learned / "library.jsonl", self.recipe.num_prompts)
+        write(
+            self.out / "refresh-prompts" / "library.jsonl",
+            self.recipe.num_prompts // REFRESH_SHARE,
+        )
         (learned / "written.jsonl").write_bytes((HERE / "prompts.jsonl").read_bytes())
         records = [{"tag": "held-out modules", "prompt": p.text} for p in held_out_prompts()]
         if self.recipe.human_eval is not None:
