@@ -12,9 +12,8 @@ from forerun.theory.record import SCHEMA_VERSION, StepRecord
 @pytest.mark.parametrize("record", [HEADER, REQUEST], ids=["header", "request"])
 def test_records_survive_json(record):
     back = json.loads(json.dumps(record.to_dict()))
-    if "tags" in back:
-        back["tags"] = tuple(back["tags"])
-    assert type(record)(**back) == record
+    tuples = {name: tuple(back[name]) for name in ("tags", "prompt_token_ids") if name in back}
+    assert type(record)(**(back | tuples)) == record
 
 
 def test_step_survives_json():
