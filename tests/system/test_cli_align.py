@@ -127,9 +127,39 @@ def test_a_refresh_starts_where_the_last_run_ended(aligned, tmp_path, capsys):
     assert settings["training"]["num_steps"] == 4
 
 
-def test_a_refresh_keeps_the_run_it_starts_from(aligned, capsys):
+def test_a_run_does_not_replace_the_draft_it_starts_from(align, aligned, capsys):
     assert main(["align", "--refresh", str(aligned), "--out", str(aligned)]) == 2
-    assert "which --refresh starts from" in " ".join(capsys.readouterr().err.split())
+    assert "is to be replaced by what is learned" in " ".join(capsys.readouterr().err.split())
+    own = str(aligned / "draft")
+    code, _, err = align("--draft", own, "--out", str(aligned), "--lora-rank", "2")
+    assert code == 2
+    assert f"the draft {own} is to be replaced by what is learned" in err
+
+
+def test_what_decides_how_fast_a_step_is_made_may_change(align, aligned):
+    code, out, err = align("--out", str(aligned), "--rows-per-pass", "2")
+    assert code == 0, err
+    assert json.loads(out)["judgements"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--on-policy-share", "0.7", "--fixed-share", "0.7"), "nor more than 1 together"),
+        (("--teacher", "sampled", "--objective", "tv"), '"tv" cannot be learned from the teacher'),
+        (("--teacher", "top-k", "--objective", "fkl"), "give --responses-from URL"),
+        (("--objective", "ce", "--length-aware"), "objective ce does not ask the target for"),
+        (
+            ("--objective", "fkl", "--teacher", "sampled", "--length-aware"),
+            'which the teacher "sampled" knows in part',
+        ),
+    ],
+)
+def test_contradictions_are_refused_before_anything_is_made(align, tmp_path, arguments, message):
+    code, _, err = align("--out", str(tmp_path / "x"), *arguments)
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

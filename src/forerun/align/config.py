@@ -39,6 +39,23 @@ TRAINING_RANGES = (
     Range("checkpoint_every_s", 0),
     Range("training_seed", 0, integer=True),
 )
+EVALUATION_RANGES = (
+    Range("num_speculative_tokens", 1, integer=True),
+    Range("num_evaluations", 1, integer=True),
+    Range("max_prompts", 2, integer=True),
+)
+OBJECTIVE_RANGES = (Range("beta", 0, 1), Range("eta", 0))
+DATA_RANGES = (Range("samples_per_prompt", 1, integer=True),)
+
+
+def check_ranges(config: object, ranges: tuple[Range, ...]) -> None:
+    """Refuse values out of range.
+
+    Raises:
+        InvalidRequest: naming the first.
+    """
+    for limits in ranges:
+        limits.check(getattr(config, limits.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +85,10 @@ class DataConfig:
     """Share of the prompts kept for judging, chosen by their hash."""
     max_prompt_tokens: int = 512
     """Longer prompts lose their beginning."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        check_ranges(self, DATA_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +123,10 @@ class ObjectiveConfig:
     length_aware: bool = False
     """Weigh a position by its share of the expected accepted length."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        check_ranges(self, OBJECTIVE_RANGES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
@@ -132,8 +157,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for limits in TRAINING_RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, TRAINING_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +167,18 @@ class EvaluationConfig:
     num_speculative_tokens: int = 5
     """K."""
     num_evaluations: int = 8
-    """Judgements during training, evenly spread; before and after come on top."""
+    """Judgements during training, evenly spread, the last at its end; one before comes on top."""
     in_domain: str | None = None
     """Tag of the prompts the draft is made for; the ledger says what the others cost."""
     max_prompts: int = 64
     """Held-out prompts a judgement during training uses at most; the final one uses all."""
+    # Read by the command line; in Python costs are an argument of `align`.
     profile: Path | None = None
     """Costs to predict speedups from, by `forerun profile`; by default they are measured."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        check_ranges(self, EVALUATION_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

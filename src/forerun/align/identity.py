@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from forerun.align.config import AlignConfig
+from forerun.align.replacing import replacing
 from forerun.align.settings import settings_of
 from forerun.align.texts import Prompts
+from forerun.align.training.trainer import FREE_SETTINGS
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
@@ -33,12 +36,15 @@ def identity_of(config: AlignConfig, prompts: Prompts) -> dict[str, str]:
 def claim_folder(config: AlignConfig, workspace: Workspace) -> None:
     """Begin in an empty folder, or go on in one that was begun with the same settings.
 
+    What only decides how fast a step is made may change, and so may the teacher until the first
+    checkpoint, which is of one teacher: where its cache turned out too large, responses are there.
+
     Raises:
         InvalidRequest: another alignment is kept there, or it cannot be written.
     """
     settings = settings_of(config)
     if workspace.settings.exists():
-        differing = differences(read_object(workspace.settings), settings)
+        differing = differences(bound(read_object(workspace.settings)), bound(settings))
         if differing:
             raise InvalidRequest(
                 f"{workspace.root} holds an alignment with other settings "
@@ -46,10 +52,19 @@ def claim_folder(config: AlignConfig, workspace: Workspace) -> None:
             )
         return
     try:
-        workspace.root.mkdir(parents=True, exist_ok=True)
-        workspace.settings.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        with replacing(workspace.settings) as scratch:
+            scratch.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"{workspace.root} cannot be written: {error}") from error
+
+
+def bound(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run and its continuation have in common."""
+    training = settings.get("training", {})
+    kept = {name: value for name, value in training.items() if name not in FREE_SETTINGS}
+    return {name: value for name, value in settings.items() if name != "teacher"} | {
+        "training": kept
+    }
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:

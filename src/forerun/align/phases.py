@@ -51,6 +51,8 @@ class Phases:
         with self.phase(phase), Progress(*columns, console=self.console) as shown:
             task = shown.add_task(what, total=None)
             yield lambda num_done, num_all: shown.update(task, completed=num_done, total=num_all)
+            if shown.tasks[0].total is None:  # there was nothing to do
+                shown.update(task, visible=False)
 
     @contextmanager
     def waiting(self, phase: str, what: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ Under `accelerate launch` every process trains; the main one alone generates, ju
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 
+from forerun.align.checks import check_domain, check_settings
 from forerun.align.conclusion import hand_over, judged_at, report_of
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
@@ -41,11 +43,12 @@ from forerun.align.training.progress import TrainingProgress
 from forerun.align.training.trainer import Trainer
 from forerun.align.workspace import Workspace
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidRequest
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.theory.cost import CostTable
 
 __all__ = ["Alignment", "CostsOf", "align"]
+
+logger = logging.getLogger("forerun.align")
 
 CostsOf = Callable[[Path, float], CostTable | None]
 """What a draft folder costs beside the target, at a temperature; None where that is not known."""
@@ -98,6 +101,7 @@ class Alignment:
 
     def run(self) -> AlignReport | None:
         """Do what is not done yet."""
+        check_settings(self.config, self.objective, self.workspace)
         tokenizer = load_tokenizer(self.config.target)
         prompts = read_sides(self.config.data, tokenizer)
         check_domain(self.config.evaluation.in_domain, prompts)
@@ -256,6 +260,8 @@ class Alignment:
             )
             teacher = make_teacher(self.config.teacher, self.objective, source, packing.num_learned)
             teacher.prepare(packing.samples)
+        if teacher.truncated and self.is_main:
+            logger.warning("the laws are truncated to the tokens that the server named")
         return teacher
 
     def _round(
@@ -321,14 +327,3 @@ class Alignment:
             broadcast_object_list(made)
         assert made[0] is not None
         return made[0]
-
-
-def check_domain(in_domain: str | None, prompts: Prompts) -> None:
-    """Refuse a domain that nothing will be judged in.
-
-    Raises:
-        InvalidRequest: no held-out prompt has the tag.
-    """
-    tags = sorted({prompt.tag for prompt in prompts.held_out})
-    if in_domain is not None and in_domain not in tags:
-        raise InvalidRequest(f"no held-out prompt has the tag {in_domain!r}; there are {tags}")

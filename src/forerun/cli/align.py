@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Suppress, UseAppendAction, arg
+from tyro.conf import UseAppendAction, arg
 
 from forerun.align.config import (
     AlignConfig,
@@ -25,7 +25,6 @@ from forerun.align.workspace import Workspace
 from forerun.cli.command import Command
 from forerun.cli.flags import SamplingFlags
 from forerun.cli.threads import use_threads
-from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -84,7 +83,6 @@ class AlignOptions:
     """Measure no costs: keep the draft of the highest tau, not of the best predicted speedup."""
     json: bool = False
     """Print the report as one JSON object instead of tables."""
-    engine: Annotated[EngineConfig, Suppress] = field(default_factory=EngineConfig)
 
     @classmethod
     def of(cls, config: AlignConfig, refresh: Path) -> AlignOptions:
@@ -111,8 +109,6 @@ class AlignOptions:
         Raises:
             InvalidRequest: nothing to start from, or no prompts.
         """
-        if self.refresh is not None and self.out.resolve() == self.refresh.resolve():
-            raise InvalidRequest(f"--out is {self.out}, which --refresh starts from; give another")
         if self.data.prompts == Path():
             raise InvalidRequest("no prompts: give --prompts FILE or DIR")
         if (self.draft is None) == (self.init is None):
@@ -130,7 +126,6 @@ class AlignOptions:
             objective=self.objective,
             training=self.training,
             evaluation=self.evaluation,
-            engine=self.engine,
             export=self.export or EXPORTS,
         )
 

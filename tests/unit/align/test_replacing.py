@@ -1,4 +1,4 @@
-"""A file or folder is there as it was until the new one is whole; a line that was cut off is not."""
+"""A file or folder is as it was until the new one is whole; a line that was cut off is left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
 def test_what_is_not_finished_changes_nothing(tmp_path, is_folder):
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(OSError, match="full"), replacing(path) as scratch:  # noqa: PT012
+    with pytest.raises(OSError, match="full"), replacing(path) as scratch:
         scratch.mkdir() if is_folder else scratch.write_text("new")
         raise OSError("full")
     assert path.read_text() == "old"

@@ -32,7 +32,7 @@ from forerun.align.training.optimiser import (
 )
 from forerun.errors import TrainingDiverged
 
-__all__ = ["RowSource", "Trainer"]
+__all__ = ["FREE_SETTINGS", "RowSource", "Trainer"]
 
 CHECKPOINT = "checkpoint.safetensors"
 FREE_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
@@ -115,6 +115,8 @@ class Trainer:
             TrainingDiverged: loss or gradient is no number; the last checkpoint is left as it was.
             KeyboardInterrupt: a signal came; the step was finished and a checkpoint kept.
         """
+        if self.step >= until_step:  # nothing has changed since the checkpoint
+            return
         self._wrapped.train()
         with Interruption() as interruption:
             while self.step < until_step:

@@ -1,0 +1,96 @@
+"""What cannot work is refused before a model is loaded: an alignment takes hours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forerun.align.config import AlignConfig
+from forerun.align.data.mix import shares_of
+from forerun.align.objectives.base import Objective
+from forerun.align.teachers.choose import check_objective
+from forerun.align.texts import Prompts
+from forerun.align.workspace import Workspace
+from forerun.errors import InvalidRequest
+
+__all__ = ["check_domain", "check_settings"]
+
+PARTIAL = ("sampled", "top-k")
+"""Teachers that know a part of a law, unless it is greedy."""
+
+
+def check_settings(config: AlignConfig, objective: Objective, workspace: Workspace) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        InvalidRequest: they do.
+    """
+    data = config.data
+    shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
+    check_place(config, workspace)
+    check_weights(config, objective)
+    if objective.needs_law:
+        check_objective(config.teacher.teacher, objective, config.sampling)
+        check_server(config)
+
+
+def check_place(config: AlignConfig, workspace: Workspace) -> None:
+    """Refuse to begin with the draft that is going to be replaced.
+
+    A run that is interrupted begins with it again, and adapters are merged into it at every save.
+
+    Raises:
+        InvalidRequest: the draft is the one in `out`.
+    """
+    if config.draft is None:
+        return
+    if Path(config.draft).resolve() == workspace.draft.resolve():
+        raise InvalidRequest(
+            f"the draft {config.draft} is to be replaced by what is learned; give another --out"
+        )
+
+
+def check_weights(config: AlignConfig, objective: Objective) -> None:
+    """Refuse weights by acceptance where acceptance is not known.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if not config.objective.length_aware:
+        return
+    if not objective.needs_law:
+        raise InvalidRequest(
+            f"--length-aware weighs positions by acceptance, which objective {objective.name} does "
+            "not ask the target for; take another objective, such as fkl"
+        )
+    if config.teacher.teacher in PARTIAL and not config.sampling.greedy:
+        raise InvalidRequest(
+            "--length-aware weighs positions by acceptance, which the teacher "
+            f'"{config.teacher.teacher}" knows in part; use teacher "hidden" or "model"'
+        )
+
+
+def check_server(config: AlignConfig) -> None:
+    """Refuse log-probabilities of a server for texts that it does not write.
+
+    Raises:
+        InvalidRequest: there is no server, or some texts come from elsewhere.
+    """
+    data = config.data
+    if config.teacher.teacher != "top-k":
+        return
+    if data.responses_from is None or data.on_policy_share or data.fixed_share or data.replay:
+        raise InvalidRequest(
+            'teacher "top-k" knows what a server says of its own responses: give --responses-from '
+            "URL, and neither --on-policy-share nor --fixed-share nor --replay"
+        )
+
+
+def check_domain(in_domain: str | None, prompts: Prompts) -> None:
+    """Refuse a domain that nothing will be judged in.
+
+    Raises:
+        InvalidRequest: no held-out prompt has the tag.
+    """
+    tags = sorted({prompt.tag for prompt in prompts.held_out})
+    if in_domain is not None and in_domain not in tags:
+        raise InvalidRequest(f"no held-out prompt has the tag {in_domain!r}; there are {tags}")

@@ -1,0 +1,35 @@
+"""A bar says how much is done of how much, and nothing where there was nothing to do."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from forerun.align.phases import Phases
+
+
+def shown(*told: tuple[int, int]) -> str:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Phases(console).bar("teacher", "the target's laws") as tell:
+        for done, total in told:
+            tell(done, total)
+    return console.file.getvalue()
+
+
+def test_a_bar_stays_where_something_was_done():
+    assert "7/7" in shown((3, 7), (7, 7))
+
+
+def test_no_bar_stays_where_nothing_was():
+    last_frame = shown().rpartition("\x1b[2K")[2]
+    assert "the target's laws" not in last_frame
+
+
+def test_a_phase_is_timed_whether_it_shows_anything_or_not():
+    phases = Phases(None)
+    for _ in range(2):
+        with phases.bar("teacher", "the target's laws"):
+            pass
+    assert phases.seconds.keys() == {"teacher"}
+    assert phases.seconds["teacher"] >= 0
