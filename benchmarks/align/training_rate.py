@@ -31,7 +31,7 @@ from forerun.align.config import ObjectiveConfig, TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
 from forerun.align.law import DenseLaw, TargetLaw
-from forerun.align.objectives.chunked import CHUNK_ROWS, Head, LearnedRows, chunked_loss
+from forerun.align.objectives.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
 from forerun.align.objectives.named import make_objective
 from forerun.align.training.accelerator import make_accelerator
 from forerun.align.training.draft import DraftConfig, load_draft
@@ -102,7 +102,7 @@ def bare(module: DraftLoss, batches: list[Batch], teacher: FixedTeacher) -> None
                 input_ids=batch.ids, position_ids=batch.positions, use_cache=False
             ).last_hidden_state[batch.predicts]
             rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher.rows(batch))
-            head = Head(weight=module.model.lm_head.weight)
+            head = DraftHead(weight=module.model.lm_head.weight)
             loss = chunked_loss(rows, head, module.objective, temperature=1.0).loss
         loss.backward()
     module.zero_grad()

@@ -13,6 +13,7 @@ from forerun.align.data.sample import Sample
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.models.draft_card import CardFigures, DraftCard, identify
 from forerun.models.load import model_folder
+from forerun.native.cache import hash_of
 from forerun.provenance import content_hash, version_of
 
 __all__ = ["card_of", "data_hash"]
@@ -82,4 +83,4 @@ def data_hash(samples: Iterable[Sample]) -> str:
         hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
         for sample in samples
     )
-    return hashlib.sha256(b"".join(each)).hexdigest()[:16]
+    return hash_of(b"".join(each))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.align.data.responses import Tell
+__all__ = ["Phases", "Tell"]
 
-__all__ = ["Phases"]
+Tell = Callable[[int, int], None]
+"""Told how many are done, and of how many, whenever that changes."""
 
 
 class Phases:

@@ -251,7 +251,7 @@ class Alignment:
                 cache_dir=self.workspace.cache,
                 device=self.config.teacher.teacher_device or self.config.device,
                 dtype=self.config.dtype,
-                report=tell,
+                tell=tell,
                 share=Share(
                     index=self.accelerator.process_index,
                     number=self.accelerator.num_processes,

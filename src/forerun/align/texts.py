@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.mix import mix, shares_of
@@ -12,10 +14,11 @@ from forerun.align.data.on_policy import draft_writer
 from forerun.align.data.prompts import PromptRecord, read_prompts
 from forerun.align.data.replay import replayed
 from forerun.align.data.response_store import Maker, ResponseStore
-from forerun.align.data.responses import Tell, write_responses
-from forerun.align.data.sample import Sample
+from forerun.align.data.responses import write_responses
+from forerun.align.data.sample import Sample, Source
 from forerun.align.data.split import split
 from forerun.align.evaluation.judged import HeldOut
+from forerun.align.phases import Tell
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.models.content_hash import tokenizer_hash
@@ -25,7 +28,13 @@ from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.text import first_repeat
 
-__all__ = ["Prompts", "Texts", "read_sides", "without_loop"]
+if TYPE_CHECKING:
+    from forerun.align.data.server import ServerConfig
+
+__all__ = ["Prompts", "Texts", "read_sides"]
+
+NUM_LOGPROBS = 20
+"""Asked of a server that teaches: the most the protocol of OpenAI allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +96,10 @@ class Texts:
         self.folder = folder
 
     @property
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[Source, float]:
         """Share of the learned tokens by source."""
         data = self.config.data
-        shares = shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
-        return {str(source): share for source, share in shares.items()}
+        return shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
 
     @property
     def params(self) -> SamplingParams:
@@ -120,55 +128,41 @@ class Texts:
 
     def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
         """The configured shares of these samples; rejected positions come on top, all of them."""
-        data = self.config.data
-        shares = shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
         replays = [sample for sample in samples if sample.source == "replay"]
-        return mix(samples, shares, seed=seed) + replays
+        return mix(samples, self.shares, seed=seed) + replays
 
     def _of_target(self, tell: Tell) -> list[Sample]:
-        data = self.config.data
-        if data.responses_from is not None:
-            return self._of_server(tell)
-        store = ResponseStore(self.folder, self._maker(content_hash(self.config.target)))
+        num_samples = self.config.data.samples_per_prompt
+        server = self._server()
+        store = ResponseStore(self.folder, self._maker(server))
         if self.target is not None:
-            write_responses(
-                self.target,
-                self.prompts,
-                store,
-                samples_per_prompt=data.samples_per_prompt,
-                tell=tell,
-            )
-        samples = store.samples(self.prompts, data.samples_per_prompt)
-        return [without_loop(sample) for sample in samples]
+            write = partial(write_responses, self.target)
+            if server is not None:
+                from forerun.align.data.server import ResponseServer, write_responses_from
 
-    def _of_server(self, tell: Tell) -> list[Sample]:
-        from forerun.align.data.server import ResponseServer, ServerConfig, write_responses_from
+                asked = ResponseServer.connect(server, self.tokenizer)
+                write = partial(write_responses_from, asked)
+            write(self.prompts, store, samples_per_prompt=num_samples, tell=tell)
+        return [without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
 
-        data = self.config.data
-        assert data.responses_from is not None
-        model = data.responses_model or self.config.target
-        server_config = ServerConfig(
-            url=data.responses_from,
-            model=model,
-            num_logprobs=20 if self.config.teacher.teacher == "top-k" else 0,
+    def _server(self) -> ServerConfig | None:
+        """The server that responds in the target's place, if there is one."""
+        url = self.config.data.responses_from
+        if url is None:
+            return None
+        from forerun.align.data.server import ServerConfig
+
+        return ServerConfig(
+            url=url,
+            model=self.config.data.responses_model or self.config.target,
+            num_logprobs=NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0,
         )
-        # What a server runs is not known; it is to be the target, so another target asks anew.
-        asked = (content_hash(self.config.target), data.responses_from, model)
-        store = ResponseStore(
-            self.folder, self._maker(" ".join(asked) + f" {server_config.num_logprobs}")
-        )
-        if self.target is not None:
-            write_responses_from(
-                ResponseServer.connect(server_config, self.tokenizer),
-                self.prompts,
-                store,
-                samples_per_prompt=data.samples_per_prompt,
-                tell=tell,
-            )
-        samples = store.samples(self.prompts, data.samples_per_prompt)
-        return [without_loop(sample) for sample in samples]
 
-    def _maker(self, model: str) -> Maker:
+    def _maker(self, server: ServerConfig | None) -> Maker:
+        model = content_hash(self.config.target)
+        if server is not None:
+            # What it runs is not known; it is to be the target, so another target asks anew.
+            model = f"{model} {server.url} {server.model} {server.num_logprobs}"
         folder = model_folder(self.config.target)
         return Maker(
             source="target",

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "find_kept", "is_whole", "keep", "worked_out_once"]
+__all__ = ["cache_folder", "find_kept", "hash_of", "is_whole", "keep", "worked_out_once"]
 
 logger = logging.getLogger("forerun.cache")
 
@@ -97,5 +97,5 @@ def is_whole(path: Path) -> bool:
 
 
 def hash_of(content: bytes) -> str:
-    """What the name of a file ends in."""
+    """The first 16 hexadecimal digits of a SHA-256: what the name of a file ends in."""
     return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]

@@ -55,11 +55,6 @@ class Packing:
         return len(self._rows)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of an epoch, padding not counted."""
-        return sum(len(sample.token_ids) for sample in self.samples)
-
-    @property
     def num_learned(self) -> int:
         """Learned tokens of an epoch."""
         return sum(sample.num_learned for sample in self.samples)

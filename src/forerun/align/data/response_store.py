@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from typing import Any
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample, Source, TopLogprobs
 from forerun.errors import CacheTooLarge, InvalidRequest
+from forerun.native.cache import hash_of
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json
 
@@ -21,7 +21,6 @@ __all__ = ["Maker", "Response", "ResponseStore"]
 
 logger = logging.getLogger("forerun.align")
 
-NAME_LENGTH = 16
 FORMAT = 1
 
 
@@ -99,9 +98,8 @@ class ResponseStore:
 
     def __init__(self, folder: Path, maker: Maker) -> None:
         header = json.dumps(maker.to_dict(), sort_keys=True)
-        name = hashlib.sha256(header.encode()).hexdigest()[:NAME_LENGTH]
         self.maker = maker
-        self.path = folder / f"{maker.source}-{name}.jsonl"
+        self.path = folder / f"{maker.source}-{hash_of(header.encode())}.jsonl"
         self._header = header
         self._responses: dict[tuple[str, int], Response] = {}
         self._load()

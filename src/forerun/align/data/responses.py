@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.response_store import Response, ResponseStore
+from forerun.align.phases import Tell
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.splitmix import INCREMENT, finalise
 
-__all__ = ["Tell", "seed_of", "write_responses"]
-
-Tell = Callable[[int, int], None]
-"""Told how many are done, and of how many, whenever that changes."""
+__all__ = ["seed_of", "write_responses"]
 
 SEED_BITS = 63
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Sample", "Source", "TopLogprobs", "prompt_hash"]
+from forerun.native.cache import hash_of
 
-HASH_LENGTH = 16
+__all__ = ["Sample", "Source", "TopLogprobs", "prompt_hash"]
 
 Source = Literal["target", "draft", "fixed", "replay"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
@@ -48,5 +47,4 @@ class Sample:
 
 def prompt_hash(token_ids: Sequence[int]) -> str:
     """Hash of a prompt's tokens: the first 16 hexadecimal digits of a SHA-256."""
-    content = array("q", token_ids)
-    return hashlib.sha256(content.tobytes()).hexdigest()[:HASH_LENGTH]
+    return hash_of(array("q", token_ids).tobytes())

@@ -14,7 +14,7 @@ import httpx
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.response_store import Response, ResponseStore
-from forerun.align.data.responses import Tell, seed_of
+from forerun.align.data.responses import seed_of
 from forerun.align.data.server_protocol import (
     ID_FLAGS,
     BrokenReply,
@@ -22,6 +22,7 @@ from forerun.align.data.server_protocol import (
     request_body,
     response_of,
 )
+from forerun.align.phases import Tell
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams

@@ -24,7 +24,7 @@ from forerun.align.teachers.base import TeacherRows
 
 __all__ = [
     "CHUNK_ROWS",
-    "Head",
+    "DraftHead",
     "LearnedRows",
     "LossSum",
     "chunked_acceptance",
@@ -35,7 +35,7 @@ CHUNK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Head:
+class DraftHead:
     """The draft's last layer, from hidden rows to logits."""
 
     weight: Float[Tensor, "vocab hidden"]
@@ -79,7 +79,7 @@ class LossSum:
 
 def chunked_loss(
     rows: LearnedRows,
-    head: Head,
+    head: DraftHead,
     objective: Objective,
     *,
     temperature: float,
@@ -117,7 +117,7 @@ def chunked_loss(
 
 @torch.no_grad()
 def chunked_acceptance(
-    rows: LearnedRows, head: Head, *, temperature: float
+    rows: LearnedRows, head: DraftHead, *, temperature: float
 ) -> Float32[Tensor, " rows"]:
     """Alpha at every row, under the deployed rule; without a gradient."""
     if rows.teacher is None:

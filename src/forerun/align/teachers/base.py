@@ -32,10 +32,6 @@ class Teacher(Protocol):
     """Knows the target's probabilities."""
 
     @property
-    def exact(self) -> bool:
-        """Whether rows are the whole law; False for ids drawn from it, and for a truncation."""
-
-    @property
     def truncated(self) -> bool:
         """Whether mass is missing (a server's top-k)."""
 

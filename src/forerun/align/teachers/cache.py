@@ -8,7 +8,6 @@ is named by all that decides its content, so a cache of a changed target is neve
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from forerun.align.data.sample import Sample
 from forerun.errors import CacheTooLarge, InvalidCache
-from forerun.native.cache import is_whole, keep
+from forerun.native.cache import hash_of, is_whole, keep
 
 __all__ = ["CacheIdentity", "RowCache", "full_disk_named", "key_of"]
 
@@ -39,7 +38,6 @@ SHARD_BYTES = 1 << 27
 """What is lost at most to an interruption."""
 MAX_OPEN = 256
 """Shards open at once for reading."""
-HASH_LENGTH = 16
 ENTRIES = "entries"
 
 Columns = Mapping[str, Tensor]
@@ -70,7 +68,7 @@ class CacheIdentity:
     @property
     def folder_name(self) -> str:
         """Of the cache, inside the folder of all caches."""
-        return f"{self.kind}-{hashlib.sha256(self.to_json().encode()).hexdigest()[:HASH_LENGTH]}"
+        return f"{self.kind}-{hash_of(self.to_json().encode())}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +82,7 @@ class Entry:
 def key_of(sample: Sample) -> str:
     """Under what the rows of a sample are kept: its text, and which of it is learned."""
     content = json.dumps([sample.prompt_hash, sample.token_ids, sample.spans])
-    return hashlib.sha256(content.encode()).hexdigest()[:HASH_LENGTH]
+    return hash_of(content.encode())
 
 
 class RowCache:

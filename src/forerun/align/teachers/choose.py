@@ -11,9 +11,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
+from forerun.align.phases import Tell
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.cache import CacheIdentity, RowCache
-from forerun.align.teachers.filling import Filler, Report
+from forerun.align.teachers.filling import Filler
 from forerun.align.teachers.hidden import HiddenTeacher
 from forerun.align.teachers.model import ModelTeacher
 from forerun.align.teachers.planner import RowSizes, allowed_bytes
@@ -59,7 +60,7 @@ class TeacherSource:
         cache_dir: folder of all caches.
         device: as for the engine, or "sharded" to spread the target over all GPUs.
         dtype: of the target.
-        report: told how far a cache is filled.
+        tell: told how far a cache is filled.
         share: this process's part of filling it. With several processes all must then prepare the
             teacher together; or one fills it first, alone, and the others find it filled.
     """
@@ -69,7 +70,7 @@ class TeacherSource:
     cache_dir: Path
     device: str = "auto"
     dtype: str = "auto"
-    report: Report | None = None
+    tell: Tell = lambda num_done, num_all: None
     share: Share = ALONE
 
 
@@ -182,7 +183,7 @@ def filler_of(
         load=lambda: load(source),
         sizes=sizes,
         max_bytes=config.max_cache_bytes,
-        report=source.report,
+        tell=source.tell,
         share=source.share,
     )
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.align.data.sample import Sample
+from forerun.align.phases import Tell
 from forerun.align.teachers.cache import RowCache, key_of
 from forerun.align.teachers.planner import RowSizes, check_room
 from forerun.align.teachers.rows import one_per_row, passes
@@ -16,13 +17,11 @@ from forerun.align.teachers.share import ALONE, Share
 from forerun.align.teachers.target import TargetModel, check_samples
 from forerun.errors import NumericalError
 
-__all__ = ["Filler", "Report"]
+__all__ = ["Filler"]
 
 MAX_TOKENS = 4096
 """Tokens of one pass over the target."""
 
-Report = Callable[[int, int], None]
-"""Told how many learned rows are cached of how many that were lacking."""
 MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows hidden"]], Mapping[str, Tensor]]
 """What is kept of a sample, from the target's hidden states at its learned rows."""
 
@@ -35,7 +34,7 @@ class Filler:
         load: gives the target; called only if something is lacking.
         sizes: of the rows.
         max_bytes: most bytes to write; None: nine tenths of what the disk has free.
-        report: told after every pass how much of this process's share is done.
+        tell: told after every pass how many learned rows of this process's share is done.
         share: of the samples; all processes fill together.
     """
 
@@ -46,14 +45,14 @@ class Filler:
         load: Callable[[], TargetModel],
         sizes: RowSizes,
         max_bytes: int | None = None,
-        report: Report | None = None,
+        tell: Tell = lambda num_done, num_all: None,
         share: Share = ALONE,
     ) -> None:
         self.cache = cache
         self.load = load
         self.sizes = sizes
         self.max_bytes = max_bytes
-        self.report = report
+        self.tell = tell
         self.share = share
 
     def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
@@ -100,8 +99,7 @@ class Filler:
                 check_finite(samples[index], own)
                 self.cache.put(key_of(samples[index]), make_columns(target, samples[index], own))
             num_done += sum(lengths)
-            if self.report is not None:
-                self.report(num_done, num_rows)
+            self.tell(num_done, num_rows)
 
 
 def check_finite(sample: Sample, hidden: Float[Tensor, "rows hidden"]) -> None:

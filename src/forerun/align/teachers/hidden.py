@@ -43,7 +43,6 @@ class HiddenTeacher:
         device: where laws are made.
     """
 
-    exact = True
     truncated = False
 
     def __init__(

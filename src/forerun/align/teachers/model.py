@@ -51,7 +51,6 @@ class ModelTeacher:
         sampling: of the deployment.
     """
 
-    exact = True
     truncated = False
 
     def __init__(self, target: TargetModel, sampling: SamplingParams) -> None:

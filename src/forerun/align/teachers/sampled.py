@@ -78,11 +78,6 @@ class SampledTeacher:
         self._device = device
         self._samples: Sequence[Sample] = ()
 
-    @property
-    def exact(self) -> bool:
-        """Only a greedy law is known whole."""
-        return self._sampling.greedy
-
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose ids are not there yet.
 

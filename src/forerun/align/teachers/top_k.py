@@ -38,11 +38,6 @@ class TopKTeacher:
         self._samples: Sequence[Sample] = ()
 
     @property
-    def exact(self) -> bool:
-        """Only a greedy law is known whole."""
-        return self._sampling.greedy
-
-    @property
     def truncated(self) -> bool:
         """Mass is missing, except from a greedy law."""
         return not self._sampling.greedy

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from forerun.align.batch import Batch
 from forerun.align.objectives.base import Objective
-from forerun.align.objectives.chunked import Head, LearnedRows, chunked_acceptance, chunked_loss
+from forerun.align.objectives.chunked import (
+    DraftHead,
+    LearnedRows,
+    chunked_acceptance,
+    chunked_loss,
+)
 from forerun.align.objectives.length_aware import length_weights
 from forerun.align.teachers.base import TeacherRows
 
@@ -63,7 +68,7 @@ class DraftLoss(nn.Module):
             input_ids=batch.ids, position_ids=batch.positions, use_cache=False
         ).last_hidden_state[batch.predicts]
         output = self.model.get_output_embeddings()
-        head = Head(weight=output.weight, bias=output.bias)
+        head = DraftHead(weight=output.weight, bias=output.bias)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         if self.length_aware is not None:
             rows = self._weighed(rows, head, batch, self.length_aware)
@@ -78,7 +83,7 @@ class DraftLoss(nn.Module):
         # FSDP2 hangs its hooks on what comes out, which must be no view of something else.
         return total.loss.clone(), alpha
 
-    def _weighed(self, rows: LearnedRows, head: Head, batch: Batch, k: int) -> LearnedRows:
+    def _weighed(self, rows: LearnedRows, head: DraftHead, batch: Batch, k: int) -> LearnedRows:
         """The same rows with their shares of the expected accepted length."""
         alphas = chunked_acceptance(rows, head, temperature=self.temperature)
         learned = batch.predicts

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from forerun.engine.loading import check_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.load import load_tokenizer
-from forerun.models.tokenizers import compare_vocabularies
 
 __all__ = ["check_tokenizers", "check_trainable"]
 
@@ -53,13 +53,7 @@ def check_tokenizers(target: Path, draft: Path) -> None:
     Raises:
         IncompatibleDraft: naming the first tokens that differ.
     """
-    comparison = compare_vocabularies(load_tokenizer(target), load_tokenizer(draft))
-    if comparison.identical:
-        return
-    shown = "; ".join(
-        f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
-    )
-    raise IncompatibleDraft(
-        f"the tokenizer of the draft {draft} is not the target's ({comparison.num_draft} and "
-        f"{comparison.num_target} tokens; {shown}); train a draft made from nothing (init) instead"
-    )
+    try:
+        check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
+    except IncompatibleDraft as error:
+        raise IncompatibleDraft(f"{draft}: {error}, or one made from nothing (init)") from error

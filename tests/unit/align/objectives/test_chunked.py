@@ -9,7 +9,7 @@ from forerun.align.config import ObjectiveConfig, ObjectiveName
 from forerun.align.law import TargetLaw, dense_probs
 from forerun.align.objectives.chunked import (
     CHUNK_ROWS,
-    Head,
+    DraftHead,
     LearnedRows,
     chunked_acceptance,
     chunked_loss,
@@ -37,7 +37,7 @@ def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: 
     hidden, weight, bias = tensors()
     law = dense_law(ROWS, VOCAB) if temperature else argmax_law(ROWS, VOCAB)
     weights = normal(ROWS, seed=9).abs()
-    rows, head = rows_of(hidden, law, weights), Head(weight=weight, bias=bias)
+    rows, head = rows_of(hidden, law, weights), DraftHead(weight=weight, bias=bias)
     objective = make_objective(ObjectiveConfig(objective=name), temperature)
     found = chunked_loss(rows, head, objective, temperature=temperature)
     logits = (hidden @ weight.T + bias) / (temperature or 1)
@@ -55,7 +55,7 @@ def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: 
 def test_acceptance_comes_with_it(temperature: float) -> None:
     hidden, weight, _ = tensors()
     law = dense_law(ROWS, VOCAB)
-    rows, head = rows_of(hidden, law), Head(weight=weight)
+    rows, head = rows_of(hidden, law), DraftHead(weight=weight)
     objective = make_objective(ObjectiveConfig(objective="ce"), temperature)
     found = chunked_loss(rows, head, objective, temperature=temperature, with_acceptance=True)
     logits = (hidden @ weight.T).detach()
@@ -77,11 +77,11 @@ def test_what_is_frozen_gets_no_gradient() -> None:
         rows_of(hidden, dense_law(ROWS, VOCAB)),
         make_objective(ObjectiveConfig(), 1.0),
     )
-    found = chunked_loss(rows, Head(weight=weight.detach()), objective, temperature=1.0)
+    found = chunked_loss(rows, DraftHead(weight=weight.detach()), objective, temperature=1.0)
     found.loss.backward()
     assert hidden.grad is not None
     with torch.no_grad():
-        unasked = chunked_loss(rows, Head(weight=weight), objective, temperature=1.0)
+        unasked = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0)
     assert not unasked.loss.requires_grad
     torch.testing.assert_close(unasked.loss, found.loss.detach())
 
@@ -92,7 +92,7 @@ def test_a_tied_head_gets_both_gradients() -> None:
     law = dense_law(ROWS, VOCAB)
     objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
     rows = rows_of(weight[ids], law)
-    found = chunked_loss(rows, Head(weight=weight), objective, temperature=1.0).loss
+    found = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0).loss
     expected = objective.losses(weight[ids] @ weight.T, law, rows.labels).sum()
     torch.testing.assert_close(
         torch.autograd.grad(found, weight), torch.autograd.grad(expected, weight)
@@ -103,7 +103,7 @@ def test_under_autocast_products_are_bf16_and_gradients_keep_their_dtype() -> No
     hidden, weight, _ = tensors(torch.float32)
     law = dense_law(ROWS, VOCAB)
     objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
-    rows, head = rows_of(hidden, law), Head(weight=weight)
+    rows, head = rows_of(hidden, law), DraftHead(weight=weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = chunked_loss(rows, head, objective, temperature=1.0)
         each = chunked_acceptance(rows, head, temperature=1.0)
@@ -123,7 +123,7 @@ def test_no_rows_are_no_loss() -> None:
         hidden=hidden[:0], labels=torch.arange(0), teacher=GivenRows(dense_law(0, VOCAB))
     )
     objective = make_objective(ObjectiveConfig(), 1.0)
-    found = chunked_loss(empty, Head(weight=weight), objective, temperature=1.0)
+    found = chunked_loss(empty, DraftHead(weight=weight), objective, temperature=1.0)
     found.loss.backward()
     assert float(found.loss.detach()) == 0
     assert weight.grad is not None and not weight.grad.any()
@@ -132,12 +132,15 @@ def test_no_rows_are_no_loss() -> None:
 def test_a_missing_teacher_is_named() -> None:
     hidden, weight, _ = tensors()
     rows = LearnedRows(hidden=hidden, labels=torch.zeros(ROWS, dtype=torch.int64))
-    head, text_alone = Head(weight=weight), make_objective(ObjectiveConfig(objective="ce"), 1.0)
+    head, text_alone = (
+        DraftHead(weight=weight),
+        make_objective(ObjectiveConfig(objective="ce"), 1.0),
+    )
     chunked_loss(rows, head, text_alone, temperature=1.0)
     with pytest.raises(ValueError, match="lk and acceptance need a teacher"):
         chunked_loss(rows, head, make_objective(ObjectiveConfig(), 1.0), temperature=1.0)
     with pytest.raises(ValueError, match="acceptance needs a teacher"):
-        chunked_acceptance(rows, Head(weight=weight), temperature=1.0)
+        chunked_acceptance(rows, DraftHead(weight=weight), temperature=1.0)
 
 
 def test_a_teacher_is_asked_only_for_what_is_needed() -> None:
@@ -151,6 +154,8 @@ def test_a_teacher_is_asked_only_for_what_is_needed() -> None:
     labels = torch.zeros(ROWS, dtype=torch.int64)
     rows = LearnedRows(hidden=hidden, labels=labels, teacher=Unwilling(dense_law(ROWS, VOCAB)))
     objective = make_objective(ObjectiveConfig(objective="ce"), 1.0)
-    chunked_loss(rows, Head(weight=weight), objective, temperature=1.0)
+    chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0)
     with pytest.raises(AssertionError, match="without need"):
-        chunked_loss(rows, Head(weight=weight), objective, temperature=1.0, with_acceptance=True)
+        chunked_loss(
+            rows, DraftHead(weight=weight), objective, temperature=1.0, with_acceptance=True
+        )

@@ -31,7 +31,6 @@ def test_auto_keeps_one_id_of_a_greedy_law_whatever_is_learned(on_disk):
     for name in ("fkl", *NOT_LINEAR):
         teacher = make_teacher(caching("auto"), objective(name), source, 100)
         assert isinstance(teacher, SampledTeacher)
-        assert teacher.exact
 
 
 @pytest.mark.parametrize("kind", ["sampled", "top-k"])

@@ -50,7 +50,7 @@ source = TeacherSource(
     sampling=SamplingParams(),
     cache_dir=folder / "caches",
     device="sharded",
-    report=lambda done, total: reports.append((done, total)),
+    tell=lambda done, total: reports.append((done, total)),
     share=Share(index=rank, number=2, wait=dist.barrier),
 )
 out = {"reports": reports}
