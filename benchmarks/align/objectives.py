@@ -24,11 +24,12 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "paradox"))
 
+from finetune import pieces
 from openings import modules
 
 from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName, TrainingConfig
 from forerun.align.data.packing import Packing
-from forerun.align.data.sample import Sample, prompt_hash
+from forerun.align.data.sample import Sample
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
 from forerun.align.objectives.named import make_objective
@@ -226,7 +227,7 @@ class Comparison:
         data = replace(self.config.data, on_policy_share=arm.on_policy_share)
         texts = Texts(
             config=replace(self.config, data=data),
-            prompts=self.prompts.training,
+            prompts=self.prompts,
             target=self.engine,
             tokenizer=self.engine.tokenizer,
             folder=Workspace(root=self.options.alignment).responses,
@@ -240,16 +241,7 @@ class Comparison:
         """Source of the modules that are not held out, in windows, every token learned."""
         width = self.config.training.window
         for _, source in modules():
-            ids = self.engine.tokenizer.encode(source)
-            for start in range(0, len(ids) - 1, width):
-                piece = tuple(ids[start : start + width])
-                if len(piece) > 1:
-                    yield Sample(
-                        prompt_hash=prompt_hash(piece),
-                        token_ids=piece,
-                        spans=((1, len(piece)),),
-                        source="fixed",
-                    )
+            yield from pieces(self.engine.tokenizer.encode(source), width)
 
     def described(self) -> dict[str, object]:
         options = {k: str(v) for k, v in asdict(self.options).items()}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from accelerate import Accelerator
 from rich.console import Console
 
 from forerun.align.config import TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample, prompt_hash
 from forerun.align.objectives.named import CrossEntropy
+from forerun.align.training.accelerator import make_accelerator
 from forerun.align.training.draft import DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.metrics import StepMetrics
 from forerun.align.training.progress import TrainingProgress
 from forerun.align.training.trainer import Trainer
 from forerun.models.load import load_tokenizer, model_folder
@@ -24,19 +23,22 @@ from forerun.provenance import content_hash
 PROSE = Path(__file__).parent / "prose"
 
 
-def windows(tokenizer: Tokenizer, folder: Path, width: int) -> Iterator[Sample]:
-    """The books in pieces of one width; every token but a piece's first is learned."""
-    for path in sorted(folder.glob("*.txt")):
-        ids = tokenizer.encode(path.read_text("utf-8"))
-        for start in range(0, len(ids) - 1, width):
-            piece = tuple(ids[start : start + width])
-            if len(piece) > 1:
-                yield Sample(
-                    prompt_hash=prompt_hash(piece),
-                    token_ids=piece,
-                    spans=((1, len(piece)),),
-                    source="fixed",
-                )
+def pieces(ids: Sequence[int], width: int) -> Iterator[Sample]:
+    """A text in pieces of one width; every token but a piece's first is learned."""
+    for start in range(0, len(ids) - 1, width):
+        piece = tuple(ids[start : start + width])
+        yield Sample(
+            prompt_hash=prompt_hash(piece),
+            token_ids=piece,
+            spans=((1, len(piece)),),
+            source="fixed",
+        )
+
+
+def books(tokenizer: Tokenizer, width: int) -> Iterator[Sample]:
+    """The prose, in pieces."""
+    for path in sorted(PROSE.glob("*.txt")):
+        yield from pieces(tokenizer.encode(path.read_text("utf-8")), width)
 
 
 def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -> None:
@@ -46,7 +48,7 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
     folder = model_folder(target)
     model = load_draft(DraftConfig(target=folder, draft=folder))
     packing = Packing(
-        list(windows(load_tokenizer(target), PROSE, config.window)),
+        list(books(load_tokenizer(target), config.window)),
         window=config.window,
         seed=config.training_seed,
     )
@@ -54,15 +56,11 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
         config=config,
         module=DraftLoss(model.model, CrossEntropy(), temperature=1.0),
         teacher=None,
-        accelerator=Accelerator(mixed_precision="bf16"),
+        accelerator=make_accelerator(),
         folder=out.with_name(out.name + "-training"),
         identity={"target": content_hash(target), "texts": "prose"},
     )
     trainer.resume()
     with TrainingProgress(console, config.num_steps, trainer.step) as progress:
-
-        def on_step(metrics: StepMetrics) -> None:
-            progress.show(metrics)
-
-        trainer.run(packing, config.num_steps, on_step)
+        trainer.run(packing, config.num_steps, progress.show)
     model.save(out, trainer.weights())
