@@ -125,7 +125,7 @@ class Comparison:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.config = read_settings(options.alignment)
+        self.config, _ = read_settings(options.alignment)
         engine = replace(
             self.config.engine,
             num_speculative_tokens=self.config.evaluation.num_speculative_tokens,

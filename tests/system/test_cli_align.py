@@ -127,6 +127,18 @@ def test_a_refresh_starts_where_the_last_run_ended(aligned, tmp_path, capsys):
     assert settings["training"]["num_steps"] == 4
 
 
+def test_a_refresh_takes_the_draft_alone_wherever_it_is(aligned, tmp_path):
+    elsewhere = tmp_path / "served"
+    shutil.copytree(aligned / "draft", elsewhere)
+    out = tmp_path / "fresh"
+    arguments = ("--refresh", str(elsewhere), "--no-prediction", "--json", "--num-steps", "2")
+    assert main(["align", *arguments, "--num-evaluations", "1", "--out", str(out)]) == 0
+    settings = json.loads((out / "align.json").read_text())
+    first = json.loads((aligned / "align.json").read_text())
+    assert settings["draft"] == str(elsewhere)
+    assert settings["data"] == first["data"]
+
+
 def test_a_run_does_not_replace_the_draft_it_starts_from(align, aligned, capsys):
     assert main(["align", "--refresh", str(aligned), "--out", str(aligned)]) == 2
     assert "is to be replaced by what is learned" in " ".join(capsys.readouterr().err.split())

@@ -75,7 +75,7 @@ def report_of(
         data=data,
         judged=judged,
         ledger=ledger_of(judged[0].after, sampled, config.evaluation.in_domain),
-        judgements=tuple(keeper.judgements.values()),
+        judgements=tuple(keeper.judgements[step] for step in sorted(keeper.judgements)),
         best_step=keeper.best.step,
         seconds=dict(seconds),
         provenance=collect(hashes),

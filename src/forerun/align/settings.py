@@ -12,6 +12,7 @@ from forerun.align.config import AlignConfig
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
+from forerun.models.draft_card import CARD_FILE, read_card
 
 __all__ = ["read_settings", "settings_of"]
 
@@ -30,20 +31,33 @@ def settings_of(config: AlignConfig) -> dict[str, Any]:
     return plain
 
 
-def read_settings(folder: Path) -> AlignConfig:
-    """What an earlier alignment was asked for.
+def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
+    """What an earlier alignment was asked for, and the draft it left.
+
+    Args:
+        folder: of the alignment; or of the draft, wherever that is now, whose card repeats them.
 
     Raises:
-        InvalidRequest: the folder holds none, or one of another version.
+        InvalidRequest: the folder is neither, or of another version.
+        InvalidModel: the draft's card cannot be read.
     """
-    path = Workspace(root=folder).settings
-    if not path.exists():
-        raise InvalidRequest(f"{folder} is no alignment: it has no {path.name}")
+    workspace = Workspace(root=folder)
+    if workspace.settings.exists():
+        values: Mapping[str, Any] = read_object(workspace.settings)
+        draft = workspace.draft
+    elif (card := read_card(folder)) is not None:
+        values, draft = card.settings, folder
+    else:
+        raise InvalidRequest(
+            f"{folder} is no alignment, nor the draft of one: it has neither "
+            f"{workspace.settings.name} nor {CARD_FILE}"
+        )
     try:
-        return built(AlignConfig, read_object(path))
+        return built(AlignConfig, values), draft
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(
-            f"{path} is of another version of forerun, or damaged ({error}); align anew"
+            f"the settings in {folder} are of another version of forerun, or damaged ({error}); "
+            "align anew"
         ) from error
 
 

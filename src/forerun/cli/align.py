@@ -21,7 +21,6 @@ from forerun.align.config import (
     TrainingConfig,
 )
 from forerun.align.settings import read_settings
-from forerun.align.workspace import Workspace
 from forerun.cli.command import Command
 from forerun.cli.flags import SamplingFlags
 from forerun.cli.threads import use_threads
@@ -64,7 +63,7 @@ class AlignOptions:
     out: Path = Path("aligned")
     """Folder for the draft (OUT/draft), data, caches, checkpoints, metrics and report."""
     refresh: Path | None = None
-    """Folder of an earlier alignment: go on from its draft, with its settings as defaults."""
+    """Folder of an earlier alignment, or its draft: go on from that, its settings as defaults."""
     export: UseAppendAction[tuple[Export, ...]] = ()
     """Serving configuration to write beside the draft: hf, vllm or sglang; hf if none is named."""
     data: DataFlags = field(default_factory=DataFlags)
@@ -85,12 +84,11 @@ class AlignOptions:
     """Print the report as one JSON object instead of tables."""
 
     @classmethod
-    def of(cls, config: AlignConfig, refresh: Path) -> AlignOptions:
+    def of(cls, config: AlignConfig, draft: Path, refresh: Path) -> AlignOptions:
         """The options of an earlier alignment, starting from the draft it kept."""
-        workspace = Workspace(root=refresh)
         return cls(
             target=config.target,
-            draft=str(workspace.draft),
+            draft=str(draft),
             refresh=refresh,
             data=DataFlags(**values_of(config.data, DataConfig)),
             sampling=SamplingFlags(**values_of(config.sampling, SamplingParams)),
@@ -161,7 +159,7 @@ def defaults(arguments: Sequence[str]) -> AlignOptions | None:
         name, _, inline = flag.partition("=")
         if name == "--refresh":
             folder = Path(inline or value)
-            return AlignOptions.of(read_settings(folder), folder)
+            return AlignOptions.of(*read_settings(folder), folder)
     return None
 
 
