@@ -13,7 +13,7 @@ from forerun.align.lines import read_lines, write_lines
 from forerun.align.replacing import replacing
 from forerun.align.workspace import Workspace
 
-__all__ = ["Judgement", "Keeper"]
+__all__ = ["Judgement", "Keeper", "judgement_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,12 @@ def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgeme
     """The figures a choice rests on."""
     overall = figures.overall
     tau, alpha = overall.acceptance_length, overall.acceptance_probability
+    speedup = overall.speedup
     return Judgement(
         step=step,
         acceptance_length=1.0 if tau is None else tau.estimate,
         acceptance_probability=None if alpha is None else alpha.estimate,
-        predicted_speedup=None if overall.speedup is None else figures.score,
+        predicted_speedup=None if speedup is None else speedup.best_drafting,
         duration_s=duration_s,
     )
 

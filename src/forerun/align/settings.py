@@ -16,8 +16,8 @@ from forerun.models.draft_card import CARD_FILE, read_card
 
 __all__ = ["read_settings", "settings_of"]
 
-FREE_SETTINGS = ("out", "engine", "export")
-"""Settings that change where and how fast things happen, not what is learned."""
+LEFT_OUT = ("out", "engine", "export")
+"""Of the file: where and how fast things happen, not what is learned."""
 
 ConfigT = TypeVar("ConfigT")
 
@@ -25,7 +25,7 @@ ConfigT = TypeVar("ConfigT")
 def settings_of(config: AlignConfig) -> dict[str, Any]:
     """The settings as JSON keeps them."""
     settings = asdict(config)
-    for name in FREE_SETTINGS:
+    for name in LEFT_OUT:
         del settings[name]
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain

@@ -66,18 +66,6 @@ class DraftFigures:
     by_tag: dict[str, AcceptanceFigures]
     prompts: tuple[JudgedPrompt, ...] = field(repr=False)
 
-    @property
-    def score(self) -> float:
-        """What checkpoints are ranked by: the highest predicted speedup of any K that drafts.
-
-        Without a cost table it is tau. Not `speedup.best`, which is 1 of all drafts that do not pay
-        yet.
-        """
-        if self.overall.speedup is not None:
-            return max(speedup.estimate for speedup in self.overall.speedup.per_k)
-        tau = self.overall.acceptance_length
-        return 1.0 if tau is None else tau.estimate
-
     def to_dict(self) -> dict[str, object]:
         """JSON-ready: all but the prompts."""
         return {

@@ -34,6 +34,14 @@ class PredictedSpeedup:
         """Speedup at the K that was judged."""
         return self.per_k[-1]
 
+    @property
+    def best_drafting(self) -> float:
+        """The highest of any K that drafts: what checkpoints are ranked by.
+
+        Not `best`, which is 1 of all drafts that do not pay yet.
+        """
+        return max(speedup.estimate for speedup in self.per_k)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycle:

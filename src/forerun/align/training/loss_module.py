@@ -33,7 +33,7 @@ class DraftLoss(nn.Module):
         model: a decoder of transformers with a linear head, tied or not.
         objective: what is minimised.
         temperature: of the deployment; decides which acceptance is reported.
-        length_aware: K of the deployment, to weigh rows by their share of the expected accepted
+        weighed_for: K of the deployment, to weigh rows by their share of the expected accepted
             length; None weighs all alike.
     """
 
@@ -42,13 +42,13 @@ class DraftLoss(nn.Module):
         model: Any,
         objective: Objective,
         temperature: float,
-        length_aware: int | None = None,
+        weighed_for: int | None = None,
     ) -> None:
         super().__init__()
         self.model: Any = model
         self.objective = objective
         self.temperature = temperature
-        self.length_aware = length_aware
+        self.weighed_for = weighed_for
         # Accelerate looks here for the layers to shard one by one.
         self._no_split_modules = list(model._no_split_modules or ())
 
@@ -70,8 +70,8 @@ class DraftLoss(nn.Module):
         output = self.model.get_output_embeddings()
         head = DraftHead(weight=output.weight, bias=output.bias)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
-        if self.length_aware is not None:
-            rows = self._weighed(rows, head, batch, self.length_aware)
+        if self.weighed_for is not None:
+            rows = self._weighed(rows, head, batch, self.weighed_for)
         total = chunked_loss(
             rows,
             head,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.align.evaluation.judgements import K, figures, judged
 
+from forerun.align.keeping import judgement_of
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import bootstrap_ratio
@@ -85,10 +86,15 @@ def test_a_draft_that_costs_more_than_it_saves_is_left_alone():
 def test_drafts_that_do_not_pay_yet_are_ranked_all_the_same():
     costs = table(1.0, 1.5, 2.0, 2.5)
     worse, better = (figures([judged([0, n]), judged([0])], costs=costs) for n in (0, 1))
-    assert worse.overall.speedup.best == better.overall.speedup.best
-    assert worse.score < better.score < 1.0
-    assert figures([judged([0, 3]), judged([0])]).score == 2.0
-    assert figures([judged([]), judged([])]).score == 1.0
+    first, second = worse.overall.speedup, better.overall.speedup
+    assert first.best == second.best
+    assert first.best_drafting < second.best_drafting < 1.0
+
+
+def test_without_a_cost_table_tau_ranks():
+    drafts = [figures([judged([]), judged([])]), figures([judged([0, 3]), judged([0])])]
+    worths = [judgement_of(0, draft, 1.0).worth for draft in drafts]
+    assert worths == [(0.0, 1.0), (0.0, 2.0)]
 
 
 def test_the_best_k_is_scored_on_prompts_that_did_not_choose_it():
