@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
@@ -57,10 +58,11 @@ class SeveralDrafters:
                 drafter.observe(own)
 
     def forget(self, request_id: str) -> None:
-        """Drop all state of a request, in all of them."""
+        """Drop all state of a request, in all of them, even where one of them raises."""
         self._proposed.pop(request_id, None)
-        for drafter in self.drafters.values():
-            drafter.forget(request_id)
+        with ExitStack() as others:
+            for drafter in self.drafters.values():
+                others.callback(drafter.forget, request_id)
 
 
 def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:

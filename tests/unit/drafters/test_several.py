@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests import tiny
+from tests.faulty import RaisesInForget
 
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import Drafter, Pause
@@ -89,6 +90,17 @@ def test_a_plan_for_nobody_leaves_plain_decoding():
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (output,) = engine.generate([[1, 2]], params)
     assert output.token_ids == tiny.engine_over(target).generate([[1, 2]], params)[0].token_ids
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_drafter_that_cannot_forget_does_not_keep_the_others_from_it(first):
+    target = tiny.tabular(0, vocab_size=300)
+    draft = tiny.drafting(tiny.tabular(0, vocab_size=300))
+    named = [("suffix", RaisesInForget(SuffixDrafter())), ("draft_model", draft)]
+    drafters = dict(named if first else reversed(named))
+    engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
+    engine.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert draft.model.store.num_free == 4
 
 
 def test_no_drafts_are_refused():
