@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ class Branch:
         params: the request's parameters with the draft's temperature.
         choice: how its nodes are chosen.
         budget: tokens to draft in this step.
-        limit: what set the budget: "budget" of the plan, the draft's own "context", or "stop_rule".
+        limit: what set the budget: "budget" of the plan, the draft's own "context", "stop_rule", or
+            "no_law".
         stop: the plan's rule for ending the draft before its budget.
         stop_values: what the rule measured before every node; None without one.
         num_chain: pending committed tokens fed by the first pass.
@@ -67,12 +69,18 @@ class Branch:
         self.stop, self.stop_values = plan.stop, None
 
     def end(self, values: Sequence[float]) -> None:
-        """Cut the budget to the nodes the rule leaves, by what it measured before each."""
+        """Cut the budget to the nodes the rule leaves, by what it measured before each.
+
+        A law that is NaN measures nothing: drafting ends before it, as where it was to be drawn
+        from. The first node is there in any case, then without a value anybody could learn from.
+        """
         if self.stop is None:
             return
         for node, value in enumerate(values[: self.budget]):
-            if node > 0 and self.stop.stops(value):
-                self.budget, self.limit = node, "stop_rule"
+            if math.isnan(value) or (node > 0 and self.stop.stops(value)):
+                self.limit = "no_law" if math.isnan(value) else "stop_rule"
+                self.budget = max(1, node)
+                values = values[:node]
                 break
         self.stop_values = tuple(values[: self.budget])
 

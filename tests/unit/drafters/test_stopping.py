@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.natives import native_model
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, Outcome
 from forerun.drafters.draft_model import DraftModel
+from forerun.models.tabular import TabularModel
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
@@ -168,3 +170,34 @@ def test_a_rule_reads_the_law_that_is_drawn_from():
     assert proposal.num_drafted == K
     assert proposal.choice is Choice.SAMPLED
     assert proposal.stop_values == (0.0,) * K
+
+
+def failing_after(model: TabularModel, tokens: tuple[int, int]) -> TabularModel:
+    """The model without a law behind these two tokens."""
+    law = model.log_probs.clone()
+    law[model.state_of(tokens)] = torch.nan
+    return TabularModel(log_probs=law, order=model.order, store=model.store)
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "coupled", "penalised"])
+def test_drafting_ends_where_nothing_can_be_measured(name):
+    """A value that is no number would be learnt from, and written to traces."""
+    rule = StopRule(measure="entropy", threshold=1e9)
+    whole = drafted(DraftModel(tiny.tabular(3), 8), asked(name, [1, 2], 8), rule)
+    seen = [1, 2, *whole.tokens.tolist()]
+    pairs = [*pairwise(seen)][:K]  # before every node
+    node = pairs.index(pairs[2])
+    assert node > 0
+    sick = failing_after(tiny.tabular(3), pairs[node])
+    ended = drafted(DraftModel(sick, 8), asked(name, [1, 2], 8), rule)
+    assert ended.tokens.tolist() == whole.tokens[:node].tolist()
+    assert ended.stop_values == whole.stop_values[:node]
+    assert ended.stop_reason == "no_law"
+
+
+def test_a_draft_without_a_first_law_has_measured_nothing():
+    sick = failing_after(tiny.tabular(3), (1, 2))
+    rule = StopRule(measure="top_probability", threshold=0.5)
+    proposal = drafted(DraftModel(sick, 8), asked("greedy", [1, 2], 8), rule)
+    assert proposal.num_drafted == 1
+    assert proposal.stop_values == ()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 from tests import tiny
 from tests.simulated import Tables, table
 
 from forerun.control.base import Plan
+from forerun.control.config import GoodputConfig
 from forerun.control.fixed import FixedController
+from forerun.control.goodput import GoodputController
 from forerun.control.safety import SafeController
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.controlling import default_controller
 from forerun.errors import InvalidRequest
+from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -99,3 +104,23 @@ def test_costs_make_it_goodput_made_safe(draft):
 def test_without_a_draft_there_is_nothing_to_control():
     ours = default_controller(EngineConfig(controller="goodput"), None, {})
     assert isinstance(ours, FixedController)
+
+
+@pytest.mark.parametrize("measure", ["entropy", "top_probability"])
+def test_a_draft_without_a_law_teaches_nothing_and_costs_no_token(target, measure):
+    sound = tiny.cousin(target, 5)
+    law = sound.log_probs.clone()
+    law[::3] = torch.nan
+    sick = TabularModel(log_probs=law, order=sound.order, store=sound.store)
+    controller = GoodputController(
+        {"draft_model": Tables(table(draft=0.02, overhead=0.0))}, 5, GoodputConfig(stop=measure)
+    )
+    engine = tiny.engine_over(target, tiny.drafting(sick, 8), k=5, controller=controller)
+    params = replace(PARAMS, max_tokens=40)
+    plain = tiny.engine_over(target).generate([[1, 2], [3, 4]], params)
+    records = []
+    engine.on_record = records.append
+    outputs = engine.generate([[1, 2], [3, 4]], params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert any(record.stop_reason == "no_law" for record in records)
+    assert not any(math.isnan(v) for record in records for v in record.stop_values or ())
