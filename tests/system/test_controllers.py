@@ -29,7 +29,7 @@ COSTS = {
     "draft_model": Tables(table(draft=0.02, overhead=0.0, batches=(1, 4))),
     "suffix": Tables(table(draft=0.001, overhead=0.0, batches=(1, 4))),
 }
-CURIOUS = GoodputConfig(explore=0.3, first_probe=2)
+CURIOUS = GoodputConfig(explore=0.3, probe_share=0.2)
 WATCHFUL = SafetyConfig(num_plain=1, num_clear=2, num_speculative=3, retry_after=3)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
@@ -48,10 +48,10 @@ def named(name: str) -> Callable[[], Controller]:
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
     **{name: named(name) for name in CONTROLLER_NAMES},
     "by entropy": lambda: GoodputController(
-        COSTS, K, GoodputConfig(stop="entropy", explore=0.3, first_probe=2)
+        COSTS, K, GoodputConfig(stop="entropy", explore=0.3, probe_share=0.2)
     ),
     "by probability": lambda: GoodputController(
-        COSTS, K, GoodputConfig(stop="top_probability", explore=0.3, first_probe=2)
+        COSTS, K, GoodputConfig(stop="top_probability", explore=0.3, probe_share=0.2)
     ),
     "switching": lambda: SafeController(GoodputController(COSTS, K, CURIOUS), WATCHFUL),
 }

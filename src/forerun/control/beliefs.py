@@ -45,9 +45,16 @@ Kind = tuple[tuple[str, ...], float]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One request as it is remembered."""
+    """One request as it is remembered.
+
+    Attributes:
+        kind: which requests it is like.
+        num_read: its tokens when it drafted last.
+        ways: what its own drafts have shown.
+    """
 
     kind: Kind
+    num_read: int = 0
     ways: dict[Way, Prospects] = field(default_factory=dict)
 
 
@@ -75,11 +82,16 @@ class Beliefs:
         drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
         return Curve(survival, list(accumulate(drafted, mul)))
 
+    def missed(self, state: RequestState) -> int:
+        """Tokens a draft has to catch up with: those since the request drafted last."""
+        return state.num_committed - self._request(state).num_read
+
     def observe(self, record: StepRecord, way: Way) -> None:
         """Learn from a step in which a request was allowed to draft."""
         request = self._requests.get(record.request_id)
         if request is None:
             return
+        request.num_read = record.context_tokens + record.num_emitted
         seen = record.k_budget, record.depth_drafted, record.num_accepted
         self._own(request, way).observe(*seen)
         self._pool(request.kind, way).observe(*seen)

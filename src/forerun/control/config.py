@@ -51,8 +51,8 @@ class GoodputConfig:
         horizon: steps over which that is written off.
         explore: share of the steps in which one request drafts deeper, or with another drafter,
             than is believed best.
-        first_probe: steps without a draft until one token is drafted to see how it fares.
-        probe_every: the same after it has fared badly for long.
+        probe_share: share of the time that may be lost by letting requests that do not draft draft
+            one token to see how it fares.
         stop: what a stop rule inside K looks at, its threshold learnt; None: no such rule.
     """
 
@@ -61,8 +61,7 @@ class GoodputConfig:
     catch_up: float = 1.0
     horizon: int = 16
     explore: float = 0.02
-    first_probe: int = 8
-    probe_every: int = 32
+    probe_share: float = 0.01
     stop: Measure | None = None
 
 
@@ -80,6 +79,8 @@ class SafetyConfig:
         z: standard errors between the estimate and either bound.
         retry_after: steps without speculation until it is tried again.
         longest_retry: the same after it has failed again and again.
+        probe_loss: share of the time by which probes of the controller that is watched may make it
+            slower than plain, of late; beyond, they are made plain.
     """
 
     probe_share: float = 0.01
@@ -90,6 +91,7 @@ class SafetyConfig:
     z: float = 1.645
     retry_after: int = 64
     longest_retry: int = 512
+    probe_loss: float = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

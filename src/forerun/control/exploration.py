@@ -7,51 +7,68 @@ from dataclasses import replace
 
 from forerun.control.base import Plan
 from forerun.control.config import GoodputConfig
-from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
 
 __all__ = ["Exploration", "share_of"]
 
 DEEPER = 2
 """Nodes beyond the best K in a step that explores."""
+SCOUTS = 4
+"""One in so many of the requests that do not draft probes for all of them."""
+MOST_LOSS = 8.0
+"""Largest loss that counts: a step may be held up by anything."""
+MOST_CREDIT = 2.0
+"""Steps that probes may lose before they have to be paid for."""
 
 
 class Exploration:
-    """Two kinds of curiosity, both by counting steps: no clock, no generator.
+    """Two kinds of curiosity, both by counting: no clock, no generator.
 
-    Requests that do not draft draft one token now and then, all in the same step. That also feeds
-    the draft what it has missed, so that it is not far behind when it is wanted again. The longer
-    nothing is accepted, the rarer it gets; once something is, the next step looks again.
+    Requests that do not draft draft one token now and then, a quarter of them in the same step,
+    those first of which the draft has least to catch up with. What such a probe costs, less what it
+    brings, is a debt that a small share of the following steps pays off; only then comes the next
+    one. So probes never cost more than that share, however dear they are, and where they pay they
+    follow upon each other until that is believed. While all draft, credit builds up: when drafting
+    is given up, a few probes look whether that was right.
 
     Besides, in a small share of the steps one request drafts deeper than is believed best, or with
     another drafter.
 
     Args:
         config: how often.
+
+    Attributes:
+        num_steps: of the batch.
+        probed: requests that probe in this step, by their place.
     """
 
     def __init__(self, config: GoodputConfig) -> None:
         self.config = config
         self.num_steps = 0
-        self._interval = config.first_probe
-        self._since = 0
-        self._probing = False
+        self.probed: list[int] = []
+        self._debt = 0.0
 
     def varied(
-        self, plans: Sequence[Plan], most: Sequence[int], methods: Sequence[str], max_nodes: int
+        self,
+        plans: Sequence[Plan],
+        most: Sequence[int],
+        missed: Sequence[int],
+        methods: Sequence[str],
+        max_nodes: int,
     ) -> list[Plan]:
         """The plans with some of them replaced.
 
         Args:
             plans: what is believed best.
             most: largest K of every request.
+            missed: tokens of every request that were decoded since it drafted last.
             methods: drafters there are.
             max_nodes: that may be drafted in all.
         """
         self.num_steps += 1
         varied = list(plans)
         spare = max_nodes - sum(plan.num_speculative_tokens for plan in plans)
-        spare -= self._probe(varied, most, methods, spare)
+        spare -= self._probe(varied, most, missed, methods, spare)
         chance = finalise(self.num_steps * INCREMENT)
         if share_of(chance) < self.config.explore:
             at = chance % len(plans)
@@ -59,23 +76,27 @@ class Exploration:
         return varied
 
     def _probe(
-        self, plans: list[Plan], most: Sequence[int], methods: Sequence[str], spare: int
+        self,
+        plans: list[Plan],
+        most: Sequence[int],
+        missed: Sequence[int],
+        methods: Sequence[str],
+        spare: int,
     ) -> int:
-        """Let idle requests draft a token each where it is time; how many do."""
+        """Let some idle requests draft a token each where it can be afforded; how many do."""
         idle = [at for at, plan in enumerate(plans) if not plan.num_speculative_tokens and most[at]]
-        self._probing = False
-        if not idle:
-            self._since, self._interval = 0, self.config.first_probe
+        self.probed = []
+        if self._debt > 0.0 or not idle:
+            self._debt = max(-MOST_CREDIT, self._debt - self.config.probe_share)
             return 0
-        self._since += 1
-        if self._since < self._interval or spare < 1:
+        if spare < 1:
             return 0
-        self._since, self._probing = 0, True
+        idle.sort(key=missed.__getitem__)
+        self.probed = idle[: min(spare, -(-len(idle) // SCOUTS))]
         method = methods[self.num_steps % len(methods)]
-        probed = idle[:spare]
-        for at in probed:
+        for at in self.probed:
             plans[at] = Plan(method=method, num_speculative_tokens=1, probe=True)
-        return len(probed)
+        return len(self.probed)
 
     def _other(self, plan: Plan, most: int, methods: Sequence[str], spare: int) -> Plan:
         """A plan that is not believed best."""
@@ -88,15 +109,14 @@ class Exploration:
         deeper = min(most, k + min(DEEPER, spare))
         return replace(plan, num_speculative_tokens=deeper, probe=True) if deeper > k else plan
 
-    def observe(self, records: Sequence[StepRecord]) -> None:
-        """See how a probe has fared."""
-        if not self._probing:
-            return
-        self._probing = False
-        if any(record.k_budget == 1 and record.num_accepted for record in records):
-            self._interval = 1
-        else:
-            self._interval = min(self.config.probe_every, 2 * max(1, self._interval))
+    def observe(self, loss: float) -> None:
+        """See how a probe has fared.
+
+        Args:
+            loss: what it has cost less what it has brought, in steps without it; negative if it
+                has paid.
+        """
+        self._debt = max(-MOST_CREDIT, self._debt + min(loss, MOST_LOSS))
 
 
 def share_of(bits: int) -> float:

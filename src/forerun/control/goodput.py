@@ -41,6 +41,23 @@ class Scene:
     correction: Correction
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Requests that draft a token to see how it fares.
+
+    Attributes:
+        names: of the requests.
+        tokens: expected of the step without it.
+        step_s: expected of the step without it.
+        longer_s: by how much it is expected to be longer.
+    """
+
+    names: frozenset[str]
+    tokens: float
+    step_s: float
+    longer_s: float
+
+
 class GoodputController:
     """Chooses K per request, 0 included, and between drafters where there are several.
 
@@ -66,6 +83,7 @@ class GoodputController:
         self._chosen: dict[str, Plan] = {}
         self._asked: dict[str, Plan] = {}
         self._scene: Scene | None = None
+        self._probe: Probe | None = None
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The best plans, or now and then ones that are worth learning from."""
@@ -86,7 +104,16 @@ class GoodputController:
         names = [state.request_id for state in states]
         self._chosen = dict(zip(names, plans, strict=True))
         most = [len(candidate.curve.survival) for candidate in candidates]
-        plans = self.exploration.varied(plans, most, self.methods, max_nodes)
+        missed = [self.beliefs.missed(state) for state in states]
+        plans = self.exploration.varied(plans, most, missed, self.methods, max_nodes)
+        self._probe = None
+        if probed := self.exploration.probed:
+            self._probe = Probe(
+                names=frozenset(names[at] for at in probed),
+                tokens=allocation.tokens,
+                step_s=allocation.step_s,
+                longer_s=longer_s(candidates, pricing, allocation, probed, plans),
+            )
         if self.calibration is not None:
             plans = [self._measuring(plan) for plan in plans]
         self._asked = dict(zip(names, plans, strict=True))
@@ -94,7 +121,7 @@ class GoodputController:
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn how far drafts came, and what the step took."""
-        self.exploration.observe(records)
+        self._observe_probe(records)
         for record in records:
             plan = self._asked.get(record.request_id)
             if plan is None or record.k_budget == 0:
@@ -185,6 +212,22 @@ class GoodputController:
         assert self.calibration is not None
         return replace(plan, stop=self.calibration.at(0.0)) if plan.probe else plan
 
+    def _observe_probe(self, records: Sequence[StepRecord]) -> None:
+        """See what a probe has cost and brought, where it was let.
+
+        What the draft has to catch up with is in the time of the step and in no table.
+        """
+        probe = self._probe
+        if probe is None:
+            return
+        accepted = [r.num_accepted for r in records if r.k_budget and r.request_id in probe.names]
+        if not accepted:
+            return
+        first, spent_s = records[0], probe.longer_s
+        if first.num_prefill_rows == 0:
+            spent_s = first.draft_s + first.verify_s + first.other_s - probe.step_s
+        self.exploration.observe(spent_s / probe.step_s - sum(accepted) / probe.tokens)
+
     def _observe_time(self, records: Sequence[StepRecord]) -> None:
         """Compare what the step took with what the table says of it."""
         scene, first = self._scene, records[0]
@@ -213,12 +256,36 @@ class GoodputController:
         )
         self.punctuality.observe(first.draft_s + rest_s, believed_s)
         correction.speculative.observe(rest_s, expected_s)
-        if len(depths) == 1 and first.draft_s > 0.0:  # else nobody knows whose time it was
+        # Else nobody knows whose time it was, or it was that of catching up.
+        if len(depths) == 1 and first.draft_s > 0.0 and self._probe is None:
             (method,) = depths
             if draft_s[method] > 0.0:
                 correction.drafts.setdefault(method, Factor()).observe(
                     first.draft_s, draft_s[method]
                 )
+
+
+def longer_s(
+    candidates: Sequence[Candidate],
+    pricing: Pricing,
+    allocation: Allocation,
+    probed: Sequence[int],
+    plans: Sequence[Plan],
+) -> float:
+    """By how much probing is expected to make a step longer, catching up apart.
+
+    Args:
+        candidates: the requests of the step.
+        pricing: what steps take.
+        allocation: what they would draft without probing.
+        probed: those of them that probe, by their place.
+        plans: of all of them.
+    """
+    probing, depths = list(candidates), list(allocation.depths)
+    for at in probed:
+        probing[at] = replace(probing[at], method=plans[at].method)
+        depths[at] = plans[at].num_speculative_tokens
+    return priced(probing, pricing, depths).step_s - allocation.step_s
 
 
 def solo_rate(curve: Curve, times: StepTimes, batch: int) -> float:

@@ -4,6 +4,8 @@ A cost table may be of another day and acceptance may be misjudged; tokens per s
 are. A small share of the steps is made plain whatever was planned, so that the time of a plain step
 is known without a bias: at moments that depend on counting alone. Where the lower bound of the
 speedup is below 1 for a batch and a context, speculation goes off there, and is tried again later.
+Steps made to learn something are no part of that speedup; they are refused where they have cost too
+much.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Bucket:
         config: of the safety.
     """
 
-    __slots__ = ("num_failures", "off_since", "on", "plain", "since_plain", "speculative")
+    __slots__ = ("lost", "num_failures", "off_since", "on", "plain", "since_plain", "speculative")
 
     def __init__(self, config: SafetyConfig) -> None:
         self.plain = DiscountedRatio(config.memory)
@@ -64,6 +66,13 @@ class Bucket:
         self.off_since = 0
         self.since_plain = 0
         self.num_failures = 0
+        self.lost = 0.0
+        """By the inner controller's probes of late, in plain steps."""
+
+    def charge(self, seconds: float, tokens: float, batch: int) -> None:
+        """A probe of the inner controller, where it is known how fast plain decoding is."""
+        if self.plain.num_pairs:
+            self.lost = max(0.0, self.lost + (seconds * self.plain.ratio - tokens) / batch)
 
     def bounds(self, z: float) -> tuple[float, float]:
         """Of the speedup: tokens per second with and without speculation."""
@@ -83,6 +92,7 @@ class SafeController:
         switches: the last times speculation went on or off.
         num_switches: all of them, "on" and "off".
         num_probes: steps made plain to measure them.
+        num_refused: steps in which probes of the inner controller were, having cost too much.
     """
 
     def __init__(self, inner: Controller, config: SafetyConfig | None = None) -> None:
@@ -91,12 +101,13 @@ class SafeController:
         self.switches: list[Switch] = []
         self.num_switches: Counter[str] = Counter()
         self.num_probes = 0
+        self.num_refused = 0
         self.num_steps = 0
         self._buckets: dict[tuple[int, int], Bucket] = {}
         self._asked: tuple[tuple[int, int], list[Plan]] = ((0, 0), [])
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """The inner controller's plans, or plain ones; its probes always pass."""
+        """The inner controller's plans, or plain ones; its probes pass while they cost little."""
         plans = self.inner.decide(states, capacity)
         if not states:
             return plans
@@ -105,6 +116,10 @@ class SafeController:
         bucket = self._buckets.get(name)
         if bucket is None:
             bucket = self._buckets[name] = Bucket(self.config)
+        bucket.lost *= self.config.memory
+        if any(plan.probe for plan in plans) and self._probes_too_much(bucket):
+            self.num_refused += 1
+            plans = [PLAIN if plan.probe else plan for plan in plans]
         if any(plan.num_speculative_tokens and not plan.probe for plan in plans):
             if not bucket.on and self._may_retry(bucket):
                 self._switch(name, bucket, on=True, reason="tried again")
@@ -123,12 +138,12 @@ class SafeController:
         self._asked = name, []
         if not records or len(records) != len(plans) or records[0].num_prefill_rows:
             return
-        if any(plan.probe for plan in plans):
-            return  # made to learn something, and known to be slower
         first, bucket = records[0], self._buckets[name]
         seconds = first.draft_s + first.verify_s + first.other_s
         tokens = float(sum(record.num_accepted + 1 for record in records))
-        if any(plan.num_speculative_tokens for plan in plans):
+        if any(plan.probe for plan in plans):  # made to learn something, and known to be slower
+            bucket.charge(seconds, tokens, len(records))
+        elif any(plan.num_speculative_tokens for plan in plans):
             bucket.speculative.observe(seconds, tokens)
             bucket.since_plain += 1
             self._judge(name, bucket)
@@ -156,6 +171,10 @@ class SafeController:
         bucket.num_failures += 1
         bucket.speculative = DiscountedRatio(self.config.memory)
         self._switch(name, bucket, on=False, reason=reason)
+
+    def _probes_too_much(self, bucket: Bucket) -> bool:
+        config = self.config
+        return bucket.lost * (1.0 - config.memory) > config.probe_loss
 
     def _may_retry(self, bucket: Bucket) -> bool:
         config = self.config

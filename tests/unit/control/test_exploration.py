@@ -2,61 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tests.records import STEP
+import pytest
 
 from forerun.control.base import Plan
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import Exploration
 
 PLAIN = Plan()
-QUIET = GoodputConfig(explore=0.0, first_probe=4, probe_every=16)
+QUIET = GoodputConfig(explore=0.0, probe_share=0.1)
 DRAFTS = Plan(method="d", num_speculative_tokens=3)
 
 
-def probes(exploration: Exploration, num_steps: int, accepted: int = 0) -> list[int]:
-    """Steps that probed."""
+def probes(exploration: Exploration, num_steps: int, loss: float) -> list[int]:
+    """Steps that probed, each of which lost so much."""
     found = []
     for step in range(num_steps):
-        (plan,) = exploration.varied([PLAIN], [9], ["d"], 9)
+        (plan,) = exploration.varied([PLAIN], [9], [0], ["d"], 9)
         if plan.num_speculative_tokens:
             assert plan.probe
             assert plan.num_speculative_tokens == 1
             found.append(step)
-        exploration.observe(
-            [replace(STEP, k_budget=plan.num_speculative_tokens, num_accepted=accepted)]
-        )
+            exploration.observe(loss)
     return found
 
 
-def test_probes_get_rarer_the_longer_nothing_is_accepted():
-    assert probes(Exploration(QUIET), 60) == [3, 11, 27, 43, 59]
+@pytest.mark.parametrize("loss", [0.05, 0.5, 5.0])
+def test_probes_cost_no_more_than_their_share(loss):
+    num_steps = 2000
+    spent = loss * len(probes(Exploration(QUIET), num_steps, loss))
+    assert spent <= 0.1 * num_steps + loss
+    if loss > 0.1:  # else every other step probes
+        assert spent >= 0.08 * num_steps
 
 
-def test_what_is_accepted_is_looked_at_again_at_once():
-    assert probes(Exploration(QUIET), 8, accepted=1) == [3, 4, 5, 6, 7]
+def test_a_probe_is_paid_for_before_the_next():
+    assert probes(Exploration(QUIET), 20, loss=0.55) == [0, 7, 14]
 
 
-def test_idle_requests_probe_in_the_same_step():
+def test_probes_that_pay_follow_upon_each_other():
+    assert probes(Exploration(QUIET), 8, loss=-0.1) == list(range(8))
+
+
+def test_what_is_gained_by_probes_is_remembered_only_for_a_while():
     exploration = Exploration(QUIET)
-    for _ in range(3):
-        exploration.varied([PLAIN, DRAFTS, PLAIN], [9, 9, 9], ["d"], 20)
-    first, drafting, last = exploration.varied([PLAIN, DRAFTS, PLAIN], [9, 9, 9], ["d"], 20)
-    assert first.probe and last.probe
-    assert drafting == DRAFTS
+    assert len(probes(exploration, 100, loss=-0.5)) == 100
+    assert probes(exploration, 30, loss=0.88) == [0, 1, 2, 10, 20]
+
+
+def test_a_step_that_was_held_up_does_not_end_all_probing():
+    exploration = Exploration(QUIET)
+    exploration.observe(1000.0)
+    assert probes(exploration, 100, loss=0.5)
+
+
+def test_after_a_time_of_drafting_some_probes_come_at_once():
+    exploration = Exploration(QUIET)
+    for _ in range(50):
+        assert exploration.varied([DRAFTS], [9], [0], ["d"], 9) == [DRAFTS]
+    assert probes(exploration, 12, loss=1.0)[:3] == [0, 1, 2]
+
+
+def test_a_quarter_of_the_idle_requests_probe_those_with_least_to_catch_up_with():
+    exploration = Exploration(QUIET)
+    plans = [PLAIN, DRAFTS, PLAIN, PLAIN, PLAIN, PLAIN]
+    varied = exploration.varied(plans, [9] * 6, [50, 0, 40, 3, 7, 60], ["d"], 20)
+    assert [plan.probe for plan in varied] == [False, False, False, True, True, False]
+    assert exploration.probed == [3, 4]
+    assert varied[1] == DRAFTS
 
 
 def test_no_probe_without_room():
     exploration = Exploration(QUIET)
     for _ in range(40):
-        assert exploration.varied([PLAIN], [0], ["d"], 9) == [PLAIN]
-        assert exploration.varied([PLAIN], [9], ["d"], 0) == [PLAIN]
+        assert exploration.varied([PLAIN], [0], [0], ["d"], 9) == [PLAIN]
+        assert exploration.varied([PLAIN], [9], [0], ["d"], 0) == [PLAIN]
 
 
 def test_a_share_of_the_steps_drafts_deeper():
     exploration = Exploration(GoodputConfig(explore=0.1))
-    plans = [exploration.varied([DRAFTS], [9], ["d"], 9)[0] for _ in range(2000)]
+    plans = [exploration.varied([DRAFTS], [9], [0], ["d"], 9)[0] for _ in range(2000)]
     deeper = [plan for plan in plans if plan != DRAFTS]
     assert 0.07 < len(deeper) / 2000 < 0.13
     assert {plan.num_speculative_tokens for plan in deeper} == {5}
@@ -65,6 +89,6 @@ def test_a_share_of_the_steps_drafts_deeper():
 
 def test_other_drafters_get_their_turn():
     exploration = Exploration(GoodputConfig(explore=0.2))
-    plans = [exploration.varied([DRAFTS], [3], ["d", "e"], 9)[0] for _ in range(300)]
+    plans = [exploration.varied([DRAFTS], [3], [0], ["d", "e"], 9)[0] for _ in range(300)]
     assert {plan.method for plan in plans} == {"d", "e"}
     assert all(plan.probe for plan in plans if plan.method == "e")

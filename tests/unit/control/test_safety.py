@@ -98,6 +98,21 @@ def test_probes_of_the_inner_controller_pass():
     assert sum(record.k_budget == 1 for record in late) == 10
 
 
+def test_probes_of_the_inner_controller_are_refused_where_they_cost_too_much():
+    class Obsessed(FixedController):
+        def decide(self, states, capacity):
+            self.asked = getattr(self, "asked", 0) + 1
+            k = 0 if self.asked % 8 == 0 else 1
+            return [Plan(method="d", num_speculative_tokens=k, probe=True) if k else Plan()]
+
+    ours = world(0.0)
+    safe = SafeController(Obsessed(1, "d"))
+    rate = ours.run(safe, 2000)
+    assert rate > 0.93 * best_rate(0.0, table())
+    assert safe.num_refused > 0.5 * 2000
+    assert sum(record.k_budget for record in ours.records[1500:]) > 0
+
+
 def test_every_switch_is_logged_with_its_reason(caplog):
     with caplog.at_level(logging.INFO, logger="forerun.control"):
         safe = SafeController(FixedController(5, "d"))

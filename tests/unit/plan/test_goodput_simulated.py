@@ -1,0 +1,79 @@
+"""Goodput served to whole workloads: near the best fixed K, whatever drafts and batches are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun.plan.costs import Costs
+from forerun.plan.simulation.comparison import Comparison
+from forerun.plan.simulation.config import Phase, ServerConfig, Workload
+from forerun.plan.simulation.kinds.config import Constant, Fixed, Poisson, Together, Uniform
+from forerun.probe.profile_file import load_profile
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+PROFILE = Path(__file__).parents[3] / "benchmarks" / "profiles" / "shipped-pair.json"
+KS = (0, 1, 2, 3, 4, 5, 8)
+SATURATED = Together()
+
+
+@pytest.fixture(scope="module")
+def costs() -> Costs:
+    profile = load_profile(PROFILE)
+    return Costs(greedy=profile.greedy, sampled=profile.sampled)
+
+
+def workload(
+    *alphas: float,
+    batch: int,
+    requests: int,
+    arrivals: Together | Poisson = SATURATED,
+    temperature: float = 0.0,
+) -> Workload:
+    """Outputs differ in length, so that no controller gains by all prompts being read at once."""
+    phases = tuple(Phase(share=1 / len(alphas), acceptance=Constant(alpha=a)) for a in alphas)
+    return Workload(
+        requests=requests,
+        arrivals=arrivals,
+        prompt_tokens=Fixed(tokens=64),
+        output_tokens=Uniform(least=100, most=300),
+        phases=phases,
+        temperature=temperature,
+        server=ServerConfig(max_batch=batch, max_k=8),
+    )
+
+
+def regret(work: Workload, costs: Costs, name: str = "goodput") -> float:
+    compared = Comparison(work, costs, seed=0)
+    return compared.oracle(KS).regret(compared.run(name))
+
+
+@pytest.mark.parametrize(
+    ("batch", "alpha", "temperature"),
+    [
+        (1, 0.0, 0.0),
+        (1, 0.35, 1.0),
+        (1, 0.65, 0.0),
+        (1, 0.95, 0.0),
+        (8, 0.0, 0.0),
+        (8, 0.35, 0.0),
+        (8, 0.35, 1.0),
+        (8, 0.8, 1.0),
+    ],
+)
+def test_it_loses_at_most_three_percent(costs, batch, alpha, temperature):
+    work = workload(alpha, batch=batch, requests=10 + 4 * batch, temperature=temperature)
+    assert regret(work, costs) <= 0.03
+
+
+@pytest.mark.parametrize("arrivals", [SATURATED, Poisson(rate_per_s=5.0)])
+def test_watched_it_leaves_a_draft_alone_that_does_not_pay(costs, arrivals):
+    work = workload(0.35, batch=8, requests=40, arrivals=arrivals)
+    assert regret(work, costs, "auto") <= 0.03
+
+
+def test_a_draft_that_turns_bad_is_given_up(costs):
+    work = workload(0.8, 0.35, batch=8, requests=40)
+    assert regret(work, costs) <= 0.03
