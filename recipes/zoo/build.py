@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import tyro
 from corpus import build as build_corpus
+from distil import distil
 from evaluate import write_cards
 from prompts import write as write_prompts
 from train import TrainConfig, train
@@ -66,6 +67,9 @@ def main(args: Args) -> None:
     if args.only:
         return
     folders["target"] = unloop(folders["target"], args.out, args.out / "target" / "unlooped")
+    folders["draft-domain"] = distil(
+        folders["target"], folders["draft-domain"], args.out / "draft-domain" / "distilled"
+    )
     failed = write_cards(folders, RUNS, args.out)
     for reason in failed:
         print(f"gate failed: {reason}")

@@ -141,7 +141,8 @@ PURPOSES = {
     "target": "The target of the shipped pair: completes Python source. After training it was "
     "tuned for 120 steps against repeating itself (`unloop.py`: unlikelihood on its own loops, "
     "averaged with the weights before).",
-    "draft-domain": "A draft for the target, trained on the target's own domain.",
+    "draft-domain": "A draft for the target: trained on the target's own domain, then distilled "
+    "to the target's own answers (`distil.py`; `forerun.json` has the figures).",
     "draft-off-the-shelf": "A draft with the right tokenizer and the wrong training: English "
     "books only. It shows what an unaligned draft costs.",
 }
