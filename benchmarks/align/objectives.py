@@ -68,6 +68,8 @@ class Options:
     """For checkpoints and drafts."""
     groups: tuple[Group, ...] = ("objectives", "on-policy", "raw")
     """Which arms."""
+    temperatures: tuple[float, ...] = TEMPERATURES
+    """At which the law is taken and the draft judged."""
     num_steps: int = 60
     """Optimiser steps of an arm."""
     seconds: float = 100.0
@@ -105,7 +107,7 @@ class Arm:
 
 
 def arms(options: Options) -> Iterator[Arm]:
-    for temperature in TEMPERATURES:
+    for temperature in options.temperatures:
         if "objectives" in options.groups:
             for objective in OBJECTIVES:
                 yield Arm(objective=objective, temperature=temperature)
