@@ -17,9 +17,11 @@ import torch
 from tests import tiny
 from tests.automaton import Automaton
 
-from forerun.control.base import Plan
+from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
@@ -27,6 +29,8 @@ from forerun.sampling.history import History, RowHistory
 from forerun.sampling.mask import TokenMask
 from forerun.sampling.proposal import Proposal
 from forerun.theory.record import StepRecord
+from forerun.theory.splitmix import finalise
+from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -170,6 +174,59 @@ def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
     params = replace(BASE, seed=None, verification="auto")
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE), k=2)
     assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+
+
+class Restless:
+    """Another drafter, K and stop rule at every step, by all it was ever told."""
+
+    RULES = (
+        None,
+        StopRule(measure="entropy", threshold=0.8),
+        StopRule(measure="top_probability", threshold=0.55),
+    )
+
+    def __init__(self, methods: Sequence[str]) -> None:
+        self.methods = methods
+        self.told = 0
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        choices = [finalise(self.told + at) for at in range(len(states))]
+        return [
+            Plan(
+                method=self.methods[choice % len(self.methods)],
+                num_speculative_tokens=choice // 7 % 4,
+                stop=self.RULES[choice // 31 % 3],
+            )
+            for choice in choices
+        ]
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            seen = hash((record.num_accepted, record.stop_values or ()))
+            self.told = finalise(self.told + seen)
+
+
+@pytest.mark.parametrize("params", LAWS.values(), ids=LAWS)
+def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, draft, params):
+    stranger = tiny.tabular(9, vocab_size=VOCAB_SIZE, num_slots=BATCH)
+    drafters = {
+        "draft_model": DraftModel(draft, VOCAB_SIZE),
+        "suffix": SuffixDrafter(),
+        "stranger": DraftModel(stranger, VOCAB_SIZE),
+    }
+    engine = tiny.engine_over(
+        target,
+        SeveralDrafters(drafters),
+        k=3,
+        controller=Restless(tuple(drafters)),
+        max_batch=BATCH,
+        max_waiting=2000,
+    )
+    records: list[StepRecord] = []
+    engine.on_record = records.append
+    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+    assert {record.method for record in records if record.num_drafted} == set(drafters)
+    assert any(record.stop_reason == "stop_rule" for record in records)
 
 
 @pytest.mark.parametrize("verification", ["block", "token"])
