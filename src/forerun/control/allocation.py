@@ -9,7 +9,8 @@ is searched as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from forerun.control.beliefs import Curve
@@ -19,8 +20,7 @@ from forerun.theory.budget import Node, ranked_nodes
 __all__ = ["Allocation", "Candidate", "Pricing", "best_allocation", "priced"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One request that may draft.
 
     Attributes:
@@ -36,8 +36,7 @@ class Candidate:
     was: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(NamedTuple):
     """K per request, and what is expected of it.
 
     Attributes:
@@ -58,8 +57,7 @@ class Allocation:
         return self.tokens / self.step_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pricing:
+class Pricing(NamedTuple):
     """What steps of this batch take.
 
     Attributes:
@@ -73,7 +71,7 @@ class Pricing:
     times: dict[str, StepTimes]
     plain_factor: float = 1.0
     factor: float = 1.0
-    draft_factors: Mapping[str, float] = field(default_factory=dict)
+    draft_factors: Mapping[str, float] = MappingProxyType({})
     catch_up: float = 0.0
 
 
@@ -98,6 +96,7 @@ class Tally:
     """
 
     __slots__ = (
+        "active",
         "candidates",
         "depths",
         "draft_s",
@@ -107,17 +106,20 @@ class Tally:
         "times",
         "tokens",
         "ways",
+        "wishes",
     )
 
     def __init__(self, candidates: Sequence[Candidate], pricing: Pricing) -> None:
         self.candidates = candidates
         self.pricing = pricing
         self.times = pricing.times[candidates[0].method]
-        self.tokens = float(len(candidates))
-        self.rows = self.draft_s = self.overhead_s = 0.0
-        self.depths = [0] * len(candidates)
-        deepest = max(len(candidate.curve.survival) for candidate in candidates)
-        active = {method: [0] * deepest for method in pricing.times}
+        deepest = max([len(candidate.curve.survival) for candidate in candidates])
+        self.active = {method: [0] * deepest for method in pricing.times}
+        self.wishes = [
+            (index, c.limit_s, [0.0, *accumulate(c.curve.survival)])
+            for index, c in enumerate(candidates)
+            if c.limit_s is not None
+        ]
         self.ways = [
             Way(
                 survival=candidate.curve.survival,
@@ -126,10 +128,22 @@ class Tally:
                 factor=pricing.draft_factors.get(candidate.method, 1.0),
                 overhead_s=pricing.times[candidate.method].overhead_s,
                 restart=1.0 if candidate.was else 1.0 + pricing.catch_up,
-                active=active[candidate.method],
+                active=self.active[candidate.method],
             )
             for candidate in candidates
         ]
+        self._begin()
+
+    def _begin(self) -> None:
+        self.tokens = float(len(self.candidates))
+        self.rows = self.draft_s = self.overhead_s = 0.0
+        self.depths = [0] * len(self.candidates)
+
+    def clear(self) -> None:
+        """Take all nodes away again; cheaper than another tally."""
+        self._begin()
+        for active in self.active.values():
+            active[:] = [0] * len(active)
 
     def add(self, index: int) -> None:
         """One node more for a request: its next one."""
@@ -159,16 +173,24 @@ class Tally:
     def lateness(self, step_s: float) -> float:
         """How far the request that suffers most is beyond its wish."""
         worst = 0.0
-        for candidate, depth in zip(self.candidates, self.depths, strict=True):
-            if candidate.limit_s is not None:
-                tokens = 1.0 + sum(candidate.curve.survival[:depth])
-                worst = max(worst, step_s / (tokens * candidate.limit_s))
+        for index, limit_s, accepted in self.wishes:
+            late = step_s / ((1.0 + accepted[self.depths[index]]) * limit_s)
+            if late > worst:
+                worst = late
         return worst
 
-    def allocation(self, step_s: float, lateness: float) -> Allocation:
-        """What there is so far."""
+    def at(self, depths: Sequence[int]) -> Allocation:
+        """Given K alone; cut to what every request may draft."""
+        self.clear()
+        for index, (candidate, wanted) in enumerate(zip(self.candidates, depths, strict=True)):
+            for _ in candidate.curve.survival[:wanted]:
+                self.add(index)
+        step_s = self.step_s
         return Allocation(
-            depths=tuple(self.depths), tokens=self.tokens, step_s=step_s, lateness=lateness
+            depths=tuple(self.depths),
+            tokens=self.tokens,
+            step_s=step_s,
+            lateness=self.lateness(step_s),
         )
 
 
@@ -186,18 +208,19 @@ def best_allocation(
         pricing: what steps take.
         max_nodes: rows there are for drafted nodes.
     """
-    plain = priced(candidates, pricing, [0] * len(candidates))
+    tally = Tally(candidates, pricing)
+    plain = tally.at([0] * len(candidates))
     nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
     deepest = max(len(candidate.curve.survival) for candidate in candidates)
     if len(candidates) == 1:  # all its prefixes are priced on the way
-        return best_prefix(nodes[:max_nodes], candidates, pricing, plain, plain.lateness)
+        return best_prefix(nodes[:max_nodes], tally, plain, plain.lateness)
     best, was = plain, max(candidate.was for candidate in candidates)
     # Beside the last depth, or from scratch where nobody drafted.
     coarse = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
 
     def tried(depth: int) -> Allocation:
         within = [node for node in nodes if node[1] < depth][:max_nodes]
-        return best_prefix(within, candidates, pricing, best, plain.lateness)
+        return best_prefix(within, tally, best, plain.lateness)
 
     for depth in sorted(coarse):
         best = tried(depth)
@@ -207,17 +230,12 @@ def best_allocation(
     return best
 
 
-def best_prefix(
-    nodes: Sequence[Node],
-    candidates: Sequence[Candidate],
-    pricing: Pricing,
-    best: Allocation,
-    late: float,
-) -> Allocation:
+def best_prefix(nodes: Sequence[Node], tally: Tally, best: Allocation, late: float) -> Allocation:
     """The best of `best` and what there is after any number of nodes; none later than `late`."""
     most_late = max(1.0, late)
     has_wishes = late > 0.0
-    tally, best_rate = Tally(candidates, pricing), best.tokens_per_s
+    best_rate = best.tokens_per_s
+    tally.clear()
     num_left, num_best = len(nodes), 0
     for lost, _, index in nodes:
         tally.add(index)
@@ -231,17 +249,12 @@ def best_prefix(
                 num_best, best_rate = len(nodes) - num_left, tally.tokens / step_s
     if not num_best:
         return best
-    depths = [0] * len(candidates)
+    depths = [0] * len(tally.candidates)
     for _, _, index in nodes[:num_best]:
         depths[index] += 1
-    return priced(candidates, pricing, depths)
+    return tally.at(depths)
 
 
 def priced(candidates: Sequence[Candidate], pricing: Pricing, depths: Sequence[int]) -> Allocation:
     """What given K would bring; cut to what every request may draft."""
-    tally = Tally(candidates, pricing)
-    for index, (candidate, wanted) in enumerate(zip(candidates, depths, strict=True)):
-        for _ in candidate.curve.survival[:wanted]:
-            tally.add(index)
-    step_s = tally.step_s
-    return tally.allocation(step_s, tally.lateness(step_s))
+    return Tally(candidates, pricing).at(depths)

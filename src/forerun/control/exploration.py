@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forerun.control.base import Plan
@@ -52,7 +52,7 @@ class Exploration:
         self,
         plans: Sequence[Plan],
         most: Sequence[int],
-        missed: Sequence[int],
+        missed: Callable[[int], int],
         methods: Sequence[str],
         max_nodes: int,
     ) -> list[Plan]:
@@ -61,7 +61,7 @@ class Exploration:
         Args:
             plans: what is believed best.
             most: largest K of every request.
-            missed: tokens of every request that were decoded since it drafted last.
+            missed: tokens that were decoded since a request drafted last, by its place.
             methods: drafters there are.
             max_nodes: that may be drafted in all.
         """
@@ -79,7 +79,7 @@ class Exploration:
         self,
         plans: list[Plan],
         most: Sequence[int],
-        missed: Sequence[int],
+        missed: Callable[[int], int],
         methods: Sequence[str],
         spare: int,
     ) -> int:
@@ -91,7 +91,7 @@ class Exploration:
             return 0
         if spare < 1:
             return 0
-        idle.sort(key=missed.__getitem__)
+        idle.sort(key=missed)
         self.probed = idle[: min(spare, -(-len(idle) // SCOUTS))]
         method = methods[self.num_steps % len(methods)]
         for at in self.probed:

@@ -8,7 +8,8 @@ rows of a batch go to whoever gains most by them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from forerun.control.allocation import Allocation, Candidate, Pricing, best_allocation, priced
 from forerun.control.base import Capacity, Plan, RequestState
@@ -26,8 +27,7 @@ __all__ = ["GoodputController"]
 PLAIN = Plan()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Scene(NamedTuple):
     """What a step is decided in.
 
     Attributes:
@@ -41,8 +41,7 @@ class Scene:
     correction: Correction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Probe(NamedTuple):
     """Requests that draft a token to see how it fares.
 
     Attributes:
@@ -104,7 +103,10 @@ class GoodputController:
         names = [state.request_id for state in states]
         self._chosen = dict(zip(names, plans, strict=True))
         most = [len(candidate.curve.survival) for candidate in candidates]
-        missed = [self.beliefs.missed(state) for state in states]
+
+        def missed(at: int) -> int:
+            return self.beliefs.missed(states[at])
+
         plans = self.exploration.varied(plans, most, missed, self.methods, max_nodes)
         self._probe = None
         if probed := self.exploration.probed:
@@ -283,7 +285,7 @@ def longer_s(
     """
     probing, depths = list(candidates), list(allocation.depths)
     for at in probed:
-        probing[at] = replace(probing[at], method=plans[at].method)
+        probing[at] = probing[at]._replace(method=plans[at].method)
         depths[at] = plans[at].num_speculative_tokens
     return priced(probing, pricing, depths).step_s - allocation.step_s
 
