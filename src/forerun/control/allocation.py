@@ -225,7 +225,7 @@ def best_allocation(
     for depth in sorted(coarse):
         best = tried(depth)
     reached = max(best.depths)
-    for depth in sorted({reached - 1, reached + 1} - coarse):
+    for depth in sorted({reached - 1, reached, reached + 1} - coarse):
         best = tried(depth)
     return best
 

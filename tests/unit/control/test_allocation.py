@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.simulated import table
 
@@ -34,6 +34,7 @@ def pricing(batch: int, **changes: float) -> Pricing:
     draft=st.sampled_from([0.01, 0.1, 0.4]),
     row=st.sampled_from([0.0, 0.02, 0.2]),
 )
+@example(alphas=[0.578125, 0.109375], draft=0.1, row=0.02)
 def test_hardly_any_other_allocation_is_faster(alphas, draft, row):
     candidates = [candidate(alpha) for alpha in alphas]
     costs = pricing(len(alphas), draft=draft, row=row)
