@@ -131,13 +131,15 @@ class AlignOptions:
 def run(options: AlignOptions) -> int:
     """Align, show and write; returns the exit code."""
     config = options.config
-    num_threads = use_threads(options.threads)
+    use_threads(options.threads)
 
     from forerun.align.run import align
     from forerun.cli.align_costs import PairCosts
     from forerun.cli.align_report import print_report
 
-    report = align(config, costs=None if options.no_prediction else PairCosts(config, num_threads))
+    report = align(
+        config, costs=None if options.no_prediction else PairCosts(config, options.threads)
+    )
     if report is None:  # another process of the same run reports
         return 0
     if options.json:

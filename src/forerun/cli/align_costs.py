@@ -6,10 +6,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from forerun.align.config import AlignConfig
+from forerun.bench.threads import on_best_threads
 from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.plan.costs import Costs
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
@@ -21,6 +24,7 @@ from forerun.theory.cost import CostTable
 __all__ = ["PairCosts"]
 
 BUDGET_S = 15.0
+SCOUT_TEXT = "The quick brown fox"
 
 
 class PairCosts:
@@ -28,10 +32,11 @@ class PairCosts:
 
     Args:
         config: of the alignment; a profile it names is of the draft to begin with.
-        num_threads: that carry the passes.
+        num_threads: that carry the passes; None takes whichever number plain decoding is fastest
+            with: against a slower baseline every draft would pay.
     """
 
-    def __init__(self, config: AlignConfig, num_threads: int) -> None:
+    def __init__(self, config: AlignConfig, num_threads: int | None) -> None:
         self.config = config
         self.num_threads = num_threads
         self._costs: Costs | None = None
@@ -56,7 +61,7 @@ class PairCosts:
             str(draft),
             dtype=config.dtype,
             device=config.device,
-            engine=EngineConfig(runner=config.engine.runner, num_threads=self.num_threads),
+            engine=EngineConfig(num_threads=self._threads()),
             config=ProbeConfig(
                 rows=tuple(range(1, most + 2)),
                 batches=(1,),
@@ -81,3 +86,17 @@ class PairCosts:
                 status.update(f"measuring costs: round {num_rounds}, within {error:.1%}")
 
             return measure_pair(pair, facts, probe, clock=time.perf_counter, tell=tell)
+
+    def _threads(self) -> int:
+        """The number asked for, or the best; training keeps its own."""
+        config, num_torch_threads = self.config, torch.get_num_threads()
+
+        def load(num_threads: int) -> Engine:
+            own = EngineConfig(num_threads=num_threads, num_speculative_tokens=0, max_batch=1)
+            return Engine.load(config.target, dtype=config.dtype, device=config.device, config=own)
+
+        try:
+            best, _ = on_best_threads(load, SCOUT_TEXT, time.perf_counter, self.num_threads)
+        finally:
+            torch.set_num_threads(num_torch_threads)
+        return best.config.num_threads or num_torch_threads
