@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.profiles import SETUP, profile_of
 from tests.records import HEADER, REQUEST, steps
 
 from forerun.cli.main import main
-from forerun.probe.profile import Profile, ReadLimit, Setup
 from forerun.probe.profile_file import write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -31,35 +31,7 @@ LINES = tuple(
 )
 TABLE = CostTable(lines=LINES)
 SLOWER = CostTable(lines=tuple(replace(line, draft_s=0.001) for line in LINES))
-SETUP = Setup(
-    cpu="Imaginary 9000",
-    num_cores=2,
-    num_threads=2,
-    device="cpu",
-    dtype="bfloat16",
-    target_runner="NativeModel",
-    draft_runner="NativeModel",
-    target_hash=HEADER.target_hash,
-    draft_hash=str(HEADER.draft_hash),
-)
-PROFILE = Profile(
-    target="target",
-    draft="draft",
-    setup=SETUP,
-    provenance={"date": "2026-01-01"},
-    limit=ReadLimit(
-        bytes_per_s=1e9,
-        buffer_bytes=64,
-        target_bytes=4_000_000_000,
-        draft_bytes=200_000_000,
-        kv_token_bytes=1000,
-    ),
-    measured=(),
-    left_out=(),
-    stable=True,
-    greedy=TABLE,
-    sampled=SLOWER,
-)
+PROFILE = profile_of(greedy=TABLE, sampled=SLOWER)
 
 
 @pytest.fixture

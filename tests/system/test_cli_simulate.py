@@ -6,10 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from tests.records import HEADER
+from tests.profiles import profile_of
 
 from forerun.cli.main import main
-from forerun.probe.profile import Profile, ReadLimit, Setup
 from forerun.probe.profile_file import write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -25,30 +24,7 @@ TABLE = CostTable(
         ),
     )
 )
-PROFILE = Profile(
-    target="target",
-    draft="draft",
-    setup=Setup(
-        cpu="Imaginary 9000",
-        num_cores=2,
-        num_threads=2,
-        device="cpu",
-        dtype="bfloat16",
-        target_runner="NativeModel",
-        draft_runner="NativeModel",
-        target_hash=HEADER.target_hash,
-        draft_hash=str(HEADER.draft_hash),
-    ),
-    provenance={},
-    limit=ReadLimit(
-        bytes_per_s=1e9, buffer_bytes=64, target_bytes=10**7, draft_bytes=10**6, kv_token_bytes=9
-    ),
-    measured=(),
-    left_out=(),
-    stable=True,
-    greedy=TABLE,
-    sampled=TABLE,
-)
+PROFILE = profile_of(greedy=TABLE, sampled=TABLE)
 WORKLOAD = """
 requests: 12
 arrivals: {kind: poisson, rate_per_s: 2}

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import TracebackType
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
@@ -57,12 +56,7 @@ class EngineThread:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close."""
         self.close()
 

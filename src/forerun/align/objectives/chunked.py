@@ -107,7 +107,7 @@ def chunked_loss(
         with_gradient=torch.is_grad_enabled(),
         dtype=_product_dtype(rows.hidden),
     )
-    loss, acceptance = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+    loss, acceptance = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch has no annotations here
         rows.hidden, head.weight, head.bias, asked
     )
     return LossSum(

@@ -117,7 +117,8 @@ def load_checkpoint(
                 with torch.no_grad():
                     parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))
                 prefix = f"optimiser/{name}/"
-                for key in [key for key in file.keys() if key.startswith(prefix)]:  # noqa: SIM118
+                names = file.keys()
+                for key in [name for name in names if name.startswith(prefix)]:
                     value = file.get_tensor(key)
                     optimiser.state[parameter][key.removeprefix(prefix)] = (
                         laid_out(value, parameter) if value.ndim else value.to(parameter.device)

@@ -130,8 +130,7 @@ def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
     read_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], shape.to_dict())
     shape._attn_implementation = config.attention
     with torch.random.fork_rng(devices=[]):
-        # transformers fills weights from the global generator.
-        torch.manual_seed(config.seed)  # noqa: TID251
+        torch.manual_seed(config.seed)  # noqa: TID251 (transformers fills weights from it)
         untyped: Any = AutoModelForCausalLM
         return untyped.from_config(shape, dtype=torch.float32)
 

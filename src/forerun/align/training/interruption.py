@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 __all__ = ["Interruption"]
@@ -27,12 +27,7 @@ class Interruption:
             self._before = {name: signal.signal(name, self._note) for name in SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,42 @@
+"""A profile of the pair that `tests.records` writes traces of, on a machine that is nowhere."""
+
+from __future__ import annotations
+
+from tests.records import HEADER
+
+from forerun.probe.profile import Profile, ReadLimit, Setup
+from forerun.theory.cost import CostTable
+
+SETUP = Setup(
+    cpu="Imaginary 9000",
+    num_cores=2,
+    num_threads=2,
+    device="cpu",
+    dtype="bfloat16",
+    target_runner="NativeModel",
+    draft_runner="NativeModel",
+    target_hash=HEADER.target_hash,
+    draft_hash=str(HEADER.draft_hash),
+)
+
+
+def profile_of(greedy: CostTable, sampled: CostTable) -> Profile:
+    """A profile with these costs and nothing measured."""
+    return Profile(
+        target="target",
+        draft="draft",
+        setup=SETUP,
+        provenance={"date": "2026-01-01"},
+        limit=ReadLimit(
+            bytes_per_s=1e9,
+            buffer_bytes=64,
+            target_bytes=4_000_000_000,
+            draft_bytes=200_000_000,
+            kv_token_bytes=1000,
+        ),
+        measured=(),
+        left_out=(),
+        stable=True,
+        greedy=greedy,
+        sampled=sampled,
+    )
