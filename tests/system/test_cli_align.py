@@ -112,6 +112,18 @@ def test_on_policy_texts_are_the_drafts_own(align, tmp_path):
     assert len(list((out / "responses").glob("target-*.jsonl"))) == 1
 
 
+@pytest.mark.parametrize(("own", "agrees"), [((), True), (("--draft-temperature", "0"), False)])
+def test_a_draft_learns_at_the_temperature_it_proposes_at(align, tiny_pair, tmp_path, own, agrees):
+    """The target as its own draft: nothing is refused, unless it proposes at another temperature."""
+    out = tmp_path / "out"
+    code, _, err = align("--draft", str(tiny_pair.target), "--out", str(out), *own)
+    assert code == 0, err
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert (first["acceptance_probability"] > 0.97) is agrees
+    if not agrees:  # "auto" takes for a greedy draft what suits one
+        assert json.loads((out / "report.json").read_text())["objective"] == "fkl"
+
+
 def test_a_refresh_starts_where_the_last_run_ended(aligned, tmp_path, capsys):
     out = tmp_path / "fresh"
     assert (

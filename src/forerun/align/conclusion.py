@@ -71,7 +71,7 @@ def report_of(
     }
     return AlignReport(
         draft=workspace.draft,
-        objective=make_objective(config.objective, config.sampling.temperature).name,
+        objective=make_objective(config.objective, config.draft_temperature).name,
         data=data,
         judged=judged,
         ledger=ledger_of(judged[0].after, sampled, config.evaluation.in_domain),

@@ -8,7 +8,7 @@ from typing import Literal
 
 from forerun.engine.config import EngineConfig
 from forerun.sampling.checks import Range
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import SamplingParams, draft_params
 
 __all__ = [
     "AlignConfig",
@@ -207,3 +207,8 @@ class AlignConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     export: tuple[Export, ...] = ("hf",)
     """Serving configurations written beside the draft."""
+
+    @property
+    def draft_temperature(self) -> float:
+        """Temperature the draft proposes at in service: what it learns is judged by that."""
+        return draft_params(self.sampling).temperature

@@ -96,7 +96,7 @@ class Alignment:
         self.accelerator = accelerator
         self.costs = costs
         self.workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
-        self.objective = make_objective(config.objective, config.sampling.temperature)
+        self.objective = make_objective(config.objective, config.draft_temperature)
         self.phases = Phases(console if self.is_main else None)
 
     def run(self) -> AlignReport | None:
@@ -161,7 +161,7 @@ class Alignment:
         module = DraftLoss(
             draft.model,
             self.objective,
-            config.sampling.temperature,
+            config.draft_temperature,
             config.evaluation.num_speculative_tokens if config.objective.length_aware else None,
         )
         trainer = Trainer(

@@ -92,7 +92,7 @@ def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
 
     Args:
         config: by name, with the name's own parameters.
-        temperature: the one the draft is deployed at.
+        temperature: the one the draft is deployed at, which may be its own.
     """
     name = config.objective
     if name == "auto":

@@ -32,7 +32,7 @@ class DraftLoss(nn.Module):
     Args:
         model: a decoder of transformers with a linear head, tied or not.
         objective: what is minimised.
-        temperature: of the deployment; decides which acceptance is reported.
+        temperature: the one the draft is deployed at; decides which acceptance is reported.
         weighed_for: K of the deployment, to weigh rows by their share of the expected accepted
             length; None weighs all alike.
     """
