@@ -114,7 +114,7 @@ def test_on_policy_texts_are_the_drafts_own(align, tmp_path):
 
 @pytest.mark.parametrize(("own", "agrees"), [((), True), (("--draft-temperature", "0"), False)])
 def test_a_draft_learns_at_the_temperature_it_proposes_at(align, tiny_pair, tmp_path, own, agrees):
-    """The target as its own draft: nothing is refused, unless it proposes at another temperature."""
+    """The target as its own draft: nothing is refused unless it proposes at another one."""
     out = tmp_path / "out"
     code, _, err = align("--draft", str(tiny_pair.target), "--out", str(out), *own)
     assert code == 0, err

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from forerun.align.config import AlignConfig
-from forerun.align.replacing import replacing
 from forerun.align.settings import settings_of
 from forerun.align.texts import Prompts
 from forerun.align.training.trainer import FREE_SETTINGS
@@ -16,6 +15,7 @@ from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
 from forerun.provenance import content_hash
+from forerun.replacing import replacing
 
 __all__ = ["claim_folder", "identity_of"]
 

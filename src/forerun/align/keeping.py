@@ -10,8 +10,8 @@ from pathlib import Path
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
 from forerun.align.lines import read_lines, write_lines
-from forerun.align.replacing import replacing
 from forerun.align.workspace import Workspace
+from forerun.replacing import replacing
 
 __all__ = ["Judgement", "Keeper", "judgement_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.align.replacing import replacing
+from forerun.replacing import replacing
 
 __all__ = ["append_line", "read_lines", "write_lines"]
 

@@ -11,8 +11,8 @@ from forerun.align.evaluation.compare import Change, changes
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.ledger import Ledger
 from forerun.align.keeping import Judgement
-from forerun.align.replacing import replacing
 from forerun.provenance import Provenance
+from forerun.replacing import replacing
 
 __all__ = ["AlignReport", "DataFacts", "Judged"]
 

@@ -7,7 +7,6 @@ so a target that has changed since is a matter of speed, and of a warning.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.content_hash import template_hash, tokenizer_hash, weights_sample_hash
+from forerun.replacing import replacing
 from forerun.theory.intervals import Interval
 
 __all__ = [
@@ -144,9 +144,8 @@ def identify(folder: Path) -> TargetIdentity:
 
 def write_card(card: DraftCard, folder: Path) -> None:
     """Put a card into a draft's folder, replacing an earlier one as a whole."""
-    scratch = folder / (CARD_FILE + ".tmp")
-    scratch.write_text(json.dumps(card.to_dict(), indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, folder / CARD_FILE)
+    with replacing(folder / CARD_FILE) as scratch:
+        scratch.write_text(json.dumps(card.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def read_card(folder: Path) -> DraftCard | None:

@@ -10,11 +10,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from forerun.replacing import replacing
 
 __all__ = ["cache_folder", "find_kept", "hash_of", "is_whole", "keep", "worked_out_once"]
 
@@ -43,16 +44,9 @@ def keep(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}-{hash_of(content)}{suffix}"
-    handle, unfinished = tempfile.mkstemp(dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(unfinished).replace(path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    with replacing(path, shared=True) as scratch:
+        scratch.write_bytes(content)
     return path
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from torch import Tensor
 from forerun.align.data.sample import Sample
 from forerun.errors import CacheTooLarge, InvalidCache
 from forerun.native.cache import hash_of, is_whole, keep
+from forerun.replacing import replacing
 
 __all__ = ["CacheIdentity", "RowCache", "full_disk_named", "key_of"]
 
@@ -197,10 +197,8 @@ class RowCache:
     def _write_description(self) -> None:
         path = self.folder / DESCRIPTION
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(self.identity.to_json(), encoding="utf-8")
-            unfinished.replace(path)
+            with replacing(path, shared=True) as scratch:
+                scratch.write_text(self.identity.to_json(), encoding="utf-8")
 
 
 def packed(

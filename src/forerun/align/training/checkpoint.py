@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from forerun.align.replacing import replacing
 from forerun.errors import InvalidCheckpoint
+from forerun.replacing import replacing
 
 __all__ = ["load_checkpoint", "save_checkpoint", "trained_weights", "whole"]
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forerun.align.replacing import replacing
 from forerun.align.training.suitability import check_tokenizers, check_trainable
 from forerun.errors import InvalidModel
 from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
 from forerun.models.load import read_config
+from forerun.replacing import replacing
 
 __all__ = ["Draft", "DraftConfig", "load_draft"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.align.lines import append_line, read_lines, write_lines
-from forerun.align.replacing import replacing
+from forerun.replacing import replacing
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path):
@@ -35,6 +35,16 @@ def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path):
     with replacing(path) as scratch:
         scratch.write_text("new")
     assert path.read_text() == "new"
+
+
+def test_several_processes_may_write_one_file_at_once(tmp_path):
+    path = tmp_path / "file"
+    with replacing(path, shared=True) as first, replacing(path, shared=True) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first.read_text() == "first"
+    assert path.read_text() == "first"  # the one that ended last
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
 def test_lines_after_one_that_was_cut_off(tmp_path):

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 __all__ = ["replacing"]
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """A place beside `path` to write a file or a folder to, which then takes its place.
 
     Until then an earlier one stays. What was begun and not finished is removed: half a file would
@@ -19,9 +20,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Args:
         path: of the file or the folder; the folder it is in is made if need be.
+        shared: several processes may write this file at once. Each then has a scratch of its own,
+            which one that is killed leaves behind; otherwise the next writer removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".tmp")
+    own = f".{uuid4().hex}" if shared else ""
+    scratch = path.with_name(f"{path.name}{own}.tmp")
     removed(scratch)
     try:
         yield scratch
