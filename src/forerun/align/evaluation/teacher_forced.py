@@ -16,7 +16,7 @@ from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 
-__all__ = ["acceptance_probabilities"]
+__all__ = ["acceptance_probabilities", "laws", "logits_of"]
 
 CHUNK = 256
 """Rows of one pass; those of a chunk are the largest tensors here."""
@@ -78,14 +78,14 @@ def acceptance_probabilities(
 
 
 def logits_of(
-    model: LanguageModel, ids: Sequence[int], first: int
+    model: LanguageModel, ids: Sequence[int], first: int, chunk: int = CHUNK
 ) -> Iterator[Float[Tensor, "rows vocab"]]:
     """Logits of rows `first` to the last but one, in the same chunks whatever the model."""
     fed = list(ids[:-1])
     context = Context(model.store, fed)
     try:
-        for start in range(0, len(fed), CHUNK):
-            size = min(CHUNK, len(fed) - start)
+        for start in range(0, len(fed), chunk):
+            size = min(chunk, len(fed) - start)
             wanted = range(max(first - start, 0), size)
             batch = pack([context.span(size)], context.pending(size), wanted, model.device)
             logits = model.forward(batch).logits

@@ -1,0 +1,113 @@
+"""What passes and steps cost: v(n) of the target, a drafted token, a plain step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from statistics import median
+
+from forerun.diagnose.evidence import Evidence
+from forerun.models.base import LanguageModel
+from forerun.probe.cells import Cell, Quantity
+from forerun.probe.config import ProbeConfig
+from forerun.probe.evidence.tape import TapedRequest
+from forerun.probe.pass_rig import PassRig, prefixes
+from forerun.probe.rounds import estimates, measure
+from forerun.probe.stopwatch import Stopwatch
+
+__all__ = ["add_pass_costs", "add_step_costs"]
+
+CONTEXT = 64
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33)
+"""Rows of timed passes: powers of two and one more, where kernels change tiles."""
+MIN_STEPS = 20
+SERIAL = 0.7
+"""Share of a plain step that a further row costs where rows are not verified together."""
+PARALLEL = 0.4
+
+
+def add_pass_costs(
+    evidence: Evidence,
+    target: LanguageModel,
+    draft: LanguageModel | None,
+    num_speculative_tokens: int,
+    config: ProbeConfig,
+) -> None:
+    """v(n) of the target over one sequence, and the time of one drafted token.
+
+    Args:
+        evidence: takes the facts.
+        target: with a free slot and room for the widest pass.
+        draft: likewise; None where there is no model behind the drafter.
+        num_speculative_tokens: length of the timed chain.
+        config: rows, context and time.
+    """
+    clock = time.perf_counter
+    context = config.contexts[0]
+    target_cells = [
+        Cell(quantity=Quantity.TARGET_PASS, batch=1, context=context, size=rows)
+        for rows in config.rows
+    ]
+    rigs = [rig_of(target, target_cells, context)]
+    chain = Cell(
+        quantity=Quantity.DRAFT_CHAIN, batch=1, context=context, size=num_speculative_tokens
+    )
+    if draft is not None and num_speculative_tokens:
+        rigs.append(rig_of(draft, [chain], context))
+    found = estimates(measure(rigs, config, clock, lambda rounds, error: None).samples)
+    plain_s = found[target_cells[0]].estimate
+    costs = [found[cell].estimate / plain_s for cell in target_cells]
+    words = f"passes over one sequence of {context} tokens; a plain pass takes {plain_s:.3g} s"
+    evidence.add("verify_rows", list(config.rows), words)
+    evidence.add("verify_costs", costs, words)
+    if len(costs) > 1:
+        slope = (costs[-1] - costs[0]) / (config.rows[-1] - config.rows[0])
+        answer = True if slope > SERIAL else False if slope < PARALLEL else None
+        evidence.add("verify_serial", answer, f"a further row costs {slope:.2f} of a plain step")
+    if chain in found:
+        token_s = found[chain].estimate / num_speculative_tokens
+        words = f"a chain of {num_speculative_tokens} by itself / {num_speculative_tokens}"
+        evidence.add("draft_token_s", token_s, words)
+
+
+def rig_of(model: LanguageModel, cells: list[Cell], context: int) -> PassRig:
+    """Cells of one model at one context."""
+    stopwatch = Stopwatch(time.perf_counter, model.device)
+    return PassRig(model, cells, prefixes(model, [context])[context], stopwatch)
+
+
+def pass_config(max_rows: int, budget_s: float, room: int) -> ProbeConfig | None:
+    """What is timed; None where there is no room for two widths.
+
+    Args:
+        max_rows: widest pass wanted.
+        budget_s: time for all of them.
+        room: tokens that fit into the context behind each other.
+    """
+    context = min(CONTEXT, room // 2)
+    rows = tuple(width for width in WIDTHS if width <= min(max_rows, room - context))
+    if context < 1 or len(rows) < 2 or budget_s <= 0.0:
+        return None
+    return ProbeConfig(
+        rows=rows,
+        batches=(1,),
+        contexts=(context,),
+        drafted=(1,),
+        max_pass_rows=rows[-1] + 1,
+        min_rounds=3,
+        budget_s=budget_s,
+    )
+
+
+def add_step_costs(evidence: Evidence, plain: Iterable[TapedRequest]) -> None:
+    """The time of a plain step, prompts and the steps after them left out."""
+    steps = {
+        step.record.cycle_id: step.record
+        for request in plain
+        for step in request.steps[2:]
+        if not step.record.num_prefill_rows
+    }
+    seconds = [r.draft_s + r.verify_s + r.other_s for r in steps.values() if r.batch_rows == 1]
+    if len(seconds) >= MIN_STEPS:
+        words = f"median of {len(seconds)} plain steps of one sequence"
+        evidence.add("plain_step_s", median(seconds), words)

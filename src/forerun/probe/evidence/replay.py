@@ -1,0 +1,94 @@
+"""Both models over a text that is there already, from fresh caches: what the laws really were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.align.evaluation.teacher_forced import laws, logits_of
+from forerun.drafters.levels import fit_vocabulary
+from forerun.models.base import LanguageModel
+from forerun.probe.evidence.tape import TapedRequest
+from forerun.sampling.config import SamplingParams, draft_params
+from forerun.sampling.history import History, RowHistory
+from forerun.theory.tree import TokenTree
+
+__all__ = ["Replay", "overlap", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    """Row i is what followed prompt and i output tokens, up to the last output token.
+
+    Attributes:
+        target_logits: the target's, raw, in fp32.
+        target_probs: the target's law under the request's parameters.
+        draft_logits: the draft's, over the target's ids; of as many rows as the draft can read.
+        draft_probs: the draft's law under the parameters it drafts with; as many rows.
+    """
+
+    target_logits: Float[Tensor, "tokens vocab"]
+    target_probs: Float[Tensor, "tokens vocab"]
+    draft_logits: Float[Tensor, "read vocab"]
+    draft_probs: Float[Tensor, "read vocab"]
+
+    @property
+    def num_read(self) -> int:
+        """Output positions that both models could be asked about."""
+        return len(self.draft_probs)
+
+
+@torch.inference_mode()
+def replay(
+    request: TapedRequest,
+    target: LanguageModel,
+    draft: LanguageModel | None,
+    eos_token_ids: frozenset[int],
+) -> Replay:
+    """Feed prompt and output again, in passes without drafts.
+
+    Args:
+        request: finished, with at least one output token.
+        target: with a free slot.
+        draft: likewise; None where there is no model behind the drafter.
+        eos_token_ids: the model's own.
+    """
+    ids, first = list(request.ids), request.num_prompt - 1
+    rows = histories_of(request, target.vocab_size, eos_token_ids)
+    target_logits = torch.cat([*logits_of(target, ids, first)]).float()
+    num_rows = len(target_logits)
+    draft_logits = target_logits[:0]
+    if draft is not None:
+        num_read = next((i for i, t in enumerate(ids) if t >= draft.vocab_size), len(ids) - 1) + 1
+        read = ids[: min(num_read, draft.max_context)]
+        if len(read) > request.num_prompt:
+            raw = torch.cat([*logits_of(draft, read, first)]).float().to(target_logits.device)
+            draft_logits = fit_vocabulary(raw, target.vocab_size)[:num_rows]
+    return Replay(
+        target_logits=target_logits,
+        target_probs=laws(target_logits, request.params, rows),
+        draft_logits=draft_logits,
+        draft_probs=laws(draft_logits, draft_params(request.params), rows[: len(draft_logits)]),
+    )
+
+
+def histories_of(
+    request: TapedRequest, vocab_size: int, eos_token_ids: frozenset[int]
+) -> list[RowHistory]:
+    """What the law of each output token depends on besides logits; empty where on nothing."""
+    params: SamplingParams = request.params
+    if not params.needs_history:
+        return []
+    history = History.of(
+        params, request.prompt_ids, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+    )
+    tokens = list(request.token_ids)
+    return history.along(TokenTree.chain(len(tokens) - 1), tokens[:-1])
+
+
+def overlap(one: Float[Tensor, "*rows vocab"], other: Float[Tensor, "*rows vocab"]) -> Tensor:
+    """Sum of min: the acceptance probability of two laws; 0 where one is NaN."""
+    return torch.minimum(one, other).sum(-1).nan_to_num(0.0)

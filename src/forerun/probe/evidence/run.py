@@ -1,0 +1,212 @@
+"""Probing an engine for evidence that `forerun diagnose` reads: `probe_engine`.
+
+    probe_engine(probed, prompts, params=None, config=EvidenceConfig(), tell=silent) -> Evidence
+
+takes a live engine, a broken one too, and only listens to it; `QUICK` is the configuration for
+hundreds of engines in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forerun.align.evaluation.judge import draft_model_of
+from forerun.diagnose.evidence import Evidence, Reading
+from forerun.engine.engine import Engine
+from forerun.engine.intake import Prompt
+from forerun.models.base import LanguageModel
+from forerun.probe.evidence.config import EvidenceConfig
+from forerun.probe.evidence.costs import add_pass_costs, add_step_costs, pass_config
+from forerun.probe.evidence.greedy import GreedyTally, noise_width
+from forerun.probe.evidence.own_draft import add_self_draft, drafting_for_itself
+from forerun.probe.evidence.replay import replay
+from forerun.probe.evidence.sampled import SampledTally
+from forerun.probe.evidence.tape import TapedRequest, run_taped
+from forerun.probe.evidence.transform import Transform
+from forerun.sampling.config import SamplingParams
+
+__all__ = ["Probed", "probe_engine"]
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Probed:
+    """What is probed.
+
+    Attributes:
+        engine: with a drafter and nothing else to do.
+        draft: the model behind the drafter, for replays; None takes the drafter's own where it is a
+            `DraftModel`. Behind a wrapped drafter give the model as it is served.
+        self_drafting: an engine built like this one but with the target, loaded once more, as its
+            draft; None drafts with the target's own layers in the target's own KV.
+        target_folder: files of the target, None where there are none to look at.
+        draft_folder: files of the draft, likewise.
+    """
+
+    engine: Engine
+    draft: LanguageModel | None = None
+    self_drafting: Engine | None = None
+    target_folder: Path | None = None
+    draft_folder: Path | None = None
+
+    @property
+    def draft_model(self) -> LanguageModel | None:
+        """The draft's model, None where there is none."""
+        return self.draft or draft_model_of(self.engine)
+
+
+def silent(what: str, share: float) -> None:
+    """For callers who do not want to know how far a probe is."""
+
+
+def probe_engine(
+    probed: Probed,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    config: EvidenceConfig | None = None,
+    tell: Tell = silent,
+) -> Evidence:
+    """Everything that can be measured with the models at hand.
+
+    Args:
+        probed: the engine and what is known of its parts.
+        prompts: texts or token ids, of the kind that is served; some are used, evenly from all.
+        params: as deployed. The sampled half runs at their temperature, at 1 where that is 0; their
+            lengths, seeds and number of samples are the probe's own.
+        config: how much is generated and timed.
+        tell: told what is done next, and the share of the probe that is behind.
+
+    Returns:
+        Evidence with facts for `forerun diagnose`, each with its counts as source.
+
+    Raises:
+        InvalidRequest: there is no prompt, or one does not fit.
+        NumericalError: the target returned NaN.
+    """
+    config = config or EvidenceConfig()
+    evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
+    ids = chosen(probed.engine, prompts, config)
+    asked = params_of(params or SamplingParams(), len(ids), config)
+    tell("greedy text", 0.0)
+    probe_greedy(evidence, probed, ids, asked)
+    tell("sampled text", 0.4)
+    probe_sampled(evidence, probed, ids, asked, config)
+    tell("the target as its own draft", 0.8)
+    probe_self(evidence, probed, ids, asked, config)
+    tell("costs of passes", 0.9)
+    probe_costs(evidence, probed, config)
+    return evidence
+
+
+def chosen(
+    engine: Engine, prompts: Sequence[Prompt], config: EvidenceConfig
+) -> list[tuple[int, ...]]:
+    """Token ids of some prompts, evenly from all."""
+    num = min(config.num_prompts, len(prompts))
+    some = [prompts[i * len(prompts) // num] for i in range(num)]
+    params = SamplingParams(max_tokens=config.num_tokens)
+    return [tuple(engine.intake.check(prompt, params)) for prompt in some]
+
+
+def params_of(params: SamplingParams, num: int, config: EvidenceConfig) -> list[SamplingParams]:
+    """Parameters of the sampled requests: as deployed, with noise of their own.
+
+    A request without a seed goes through block verification, as it does when it is served; the seed
+    given here only makes the probe repeatable.
+    """
+    temperature = params.temperature or 1.0
+    verification = params.verification
+    if params.seed is None and verification == "auto":
+        verification = "block"
+    most = config.num_tokens
+    return [
+        replace(
+            params,
+            temperature=temperature,
+            seed=config.seed + index,
+            verification=verification,
+            max_tokens=most,
+            min_tokens=min(params.min_tokens, most),
+            n=1,
+            logprobs=None,
+        )
+        for index in range(num)
+    ]
+
+
+def groups(engine: Engine, num: int) -> Iterator[range]:
+    """As many at a time as run together: what is kept of their laws is large."""
+    size = engine.config.max_batch
+    for start in range(0, num, size):
+        yield range(start, min(start + size, num))
+
+
+def probe_greedy(
+    evidence: Evidence,
+    probed: Probed,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+) -> None:
+    """Greedy text beside plain decoding and beside replays."""
+    engine, draft = probed.engine, probed.draft_model
+    plain = engine.with_draft(None)
+    greedy = [replace(asked, temperature=0.0) for asked in params]
+    tally: GreedyTally | None = None
+    plain_steps: list[TapedRequest] = []
+    for group in groups(engine, len(prompts)):
+        some, asked = [prompts[i] for i in group], [greedy[i] for i in group]
+        alone = run_taped(plain, some, asked)
+        plain_steps += alone
+        for request, other in zip(run_taped(engine, some, asked), alone, strict=True):
+            replayed = replay(request, engine.target, draft, engine.eos_token_ids)
+            if tally is None:
+                rows = engine.config.num_speculative_tokens + 1
+                tally = GreedyTally(noise_width(engine.target, request, replayed, rows))
+            tally.add(request, replayed, other.token_ids)
+    assert tally is not None
+    tally.add_facts(evidence)
+    add_step_costs(evidence, plain_steps)
+
+
+def probe_sampled(
+    evidence: Evidence,
+    probed: Probed,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    config: EvidenceConfig,
+) -> None:
+    """Sampled text beside the laws it should follow."""
+    engine, draft = probed.engine, probed.draft_model
+    tally = SampledTally(Transform(config.seed))
+    for group in groups(engine, len(prompts)):
+        some, asked = [prompts[i] for i in group], [params[i] for i in group]
+        for request in run_taped(engine, some, asked):
+            tally.add(request, replay(request, engine.target, draft, engine.eos_token_ids))
+    tally.add_facts(evidence)
+
+
+def probe_self(
+    evidence: Evidence,
+    probed: Probed,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    config: EvidenceConfig,
+) -> None:
+    """The target as its own draft."""
+    engine = probed.self_drafting or drafting_for_itself(probed.engine)
+    num = config.num_self_prompts
+    if engine is not None and num:
+        add_self_draft(evidence, engine, prompts[:num], params[:num], config.num_self_tokens)
+
+
+def probe_costs(evidence: Evidence, probed: Probed, config: EvidenceConfig) -> None:
+    """Passes over as many rows as the models have room for."""
+    engine, draft = probed.engine, probed.draft_model
+    k = engine.config.num_speculative_tokens
+    room = engine.max_context if draft is None else min(engine.max_context, draft.max_context)
+    timed = pass_config(min(config.max_rows, k + 1), config.costs_s, room)
+    if timed is not None:
+        add_pass_costs(evidence, engine.target, draft, k, timed)

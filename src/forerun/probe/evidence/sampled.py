@@ -1,0 +1,247 @@
+"""Sampled text: whether it follows the target's law, and acceptance is what it should be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.diagnose.evidence import Evidence
+from forerun.probe.evidence.replay import Replay, overlap
+from forerun.probe.evidence.tape import TapedRequest, TapedStep
+from forerun.probe.evidence.transform import Transform
+from forerun.sampling.choice import Choice
+from forerun.sampling.config import resolve_verification
+from forerun.theory.intervals import Interval
+from forerun.theory.uniformity import uniformity_p_value
+
+__all__ = ["SampledTally"]
+
+Z95 = 1.96
+MIN_VALUES = 50
+"""A test of uniformity on fewer has no power, and one that passes would say nothing."""
+CERTAIN = 0.001
+DOUBTFUL = 0.05
+MIN_NATS = 5.0
+"""Log likelihood ratio that decides between two acceptance rules."""
+TINY = 1e-9
+
+
+@dataclass(slots=True)
+class SampledTally:
+    """What is counted over sampled requests.
+
+    Attributes:
+        transform: makes every token a number that is uniform if its law is right.
+        emitted: numbers of the emitted tokens, least likely ones first.
+        contrasted: the same, ordered by how much likelier they are to the draft.
+        drafted: numbers of the drafted tokens under the laws recorded for them.
+        residual: numbers of the tokens after a rejection, under the law of what was left.
+        num_accepted: accepted tokens.
+        expected: what the engine's verifier expected.
+        squares: of the differences, step by step.
+        num_reached: drafted positions whose predecessors were accepted.
+        overlaps: sum of min(p, q) there, q as recorded.
+        variance: of as many coin tosses with these probabilities.
+        match_nats: log likelihood of acceptance by exact match over that of min(1, p / q).
+        alphas: acceptance probabilities of the replayed draft, at every position it could read.
+        draft_nats: its cross entropy there.
+        entropies: of the target's law at emitted positions, in nats.
+        num_one_hot: steps drafted greedily or without laws.
+        num_sampled: steps drafted from recorded laws.
+    """
+
+    transform: Transform
+    emitted: list[float] = field(default_factory=list)
+    contrasted: list[float] = field(default_factory=list)
+    drafted: list[float] = field(default_factory=list)
+    residual: list[float] = field(default_factory=list)
+    num_accepted: int = 0
+    expected: float = 0.0
+    squares: float = 0.0
+    num_reached: int = 0
+    num_reached_accepted: int = 0
+    overlaps: float = 0.0
+    variance: float = 0.0
+    match_nats: float = 0.0
+    alphas: list[float] = field(default_factory=list)
+    draft_nats: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    num_one_hot: int = 0
+    num_sampled: int = 0
+
+    def add(self, request: TapedRequest, replayed: Replay) -> None:
+        """Take in one request."""
+        self._add_text(request, replayed)
+        for step in request.steps:
+            if step.num_drafted:
+                record = step.record
+                if not step.was_cut:
+                    self.num_accepted += record.num_accepted
+                    self.expected += record.expected_accepted
+                    self.squares += (record.num_accepted - record.expected_accepted) ** 2
+                self._add_step(request, replayed, step)
+
+    # --- the text
+
+    def _add_text(self, request: TapedRequest, replayed: Replay) -> None:
+        target, draft = replayed.target_probs, replayed.draft_probs
+        tokens = torch.tensor(request.token_ids[: len(target)], device=target.device)
+        # Orders that depend on nothing but the text so far: else even a right law would look wrong.
+        self.emitted += self.transform.values(target, tokens, target)
+        num_read = replayed.num_read
+        if num_read:
+            read, said = target[:num_read], tokens[:num_read]
+            self.contrasted += self.transform.values(read, said, contrast(read, draft))
+            self.alphas += overlap(read, draft).tolist()
+            raw = replayed.draft_logits.log_softmax(-1).gather(-1, said[:, None])[:, 0]
+            self.draft_nats += (-raw).tolist()
+        self.entropies += torch.special.entr(target).sum(-1).tolist()
+
+    # --- the steps
+
+    def _add_step(self, request: TapedRequest, replayed: Replay, step: TapedStep) -> None:
+        proposal = step.proposal
+        assert proposal is not None
+        if proposal.draft_probs is None or proposal.choice is Choice.DETERMINISTIC:
+            self.num_one_hot += 1
+            return
+        self.num_sampled += 1
+        if not proposal.tree.is_chain:
+            return
+        laws = proposal.draft_probs.float().to(replayed.target_probs.device)
+        tokens = proposal.tokens.to(laws.device)
+        # Coupled drafts meet the noise of a position again after a rejection: the first node not.
+        once = 1 if proposal.choice is Choice.COUPLED else len(tokens)
+        self.drafted += self.transform.values(laws[:once], tokens[:once], laws[:once])
+        start = step.record.context_tokens - request.num_prompt
+        target = replayed.target_probs[start : start + len(tokens)]
+        if len(target) < min(step.num_reached, len(tokens)) or step.was_cut:
+            return
+        self._add_reached(step, target, laws, tokens)
+        if step.record.last_token_source == "recovered":
+            method = resolve_verification(request.params, proposal.choice)
+            place = start + step.record.num_accepted
+            left = residual_law(method, target, laws, tokens, step.record.num_accepted)
+            if left is not None:
+                emitted = torch.tensor([request.token_ids[place]], device=left.device)
+                self.residual += self.transform.values(left[None], emitted, left[None])
+
+    def _add_reached(self, step: TapedStep, target: Tensor, laws: Tensor, tokens: Tensor) -> None:
+        num = step.num_reached
+        accept = overlap(target[:num], laws[:num]).double()
+        self.num_reached += num
+        self.num_reached_accepted += step.record.num_accepted
+        self.overlaps += float(accept.sum())
+        self.variance += float((accept * (1 - accept)).sum())
+        places = torch.arange(num, device=laws.device)
+        match = target[places, tokens[:num]].double().clamp(TINY, 1 - TINY)
+        rule = (match / laws[places, tokens[:num]].double().clamp(min=TINY)).clamp(TINY, 1 - TINY)
+        accepted = places < step.record.num_accepted
+        nats = torch.where(accepted, (match / rule).log(), ((1 - match) / (1 - rule)).log())
+        self.match_nats += float(nats.sum())
+
+    # --- the facts
+
+    def add_facts(self, evidence: Evidence) -> None:
+        """What the counts come to."""
+        self._add_calibration(evidence)
+        self._add_rule(evidence)
+        self._add_laws(evidence)
+        if self.entropies:
+            mean = sum(self.entropies) / len(self.entropies)
+            evidence.add("target_entropy", mean, f"mean over {len(self.entropies)} emitted tokens")
+
+    def _add_calibration(self, evidence: Evidence) -> None:
+        if self.expected <= 0.0:
+            return
+        ratio, reach = self.num_accepted / self.expected, Z95 * math.sqrt(self.squares)
+        z = (self.num_accepted - self.expected) / math.sqrt(max(self.squares, TINY))
+        words = f"{self.num_accepted} accepted, {self.expected:.1f} expected, z = {z:+.1f}"
+        evidence.add("expected_accepted", self.expected, words)
+        evidence.add("calibration", ratio, words, around(ratio, reach / self.expected))
+
+    def _add_rule(self, evidence: Evidence) -> None:
+        if self.num_one_hot + self.num_sampled:
+            words = f"{self.num_one_hot} of {self.num_one_hot + self.num_sampled} drafts"
+            evidence.add("draft_one_hot", self.num_one_hot > self.num_sampled, words)
+        if self.overlaps <= 0.0:
+            return
+        ratio = self.num_reached_accepted / self.overlaps
+        words = f"{self.num_reached_accepted} accepted, sum(min(p, q)) = {self.overlaps:.1f}"
+        reach = Z95 * math.sqrt(self.variance) / self.overlaps
+        evidence.add("accept_rule_ratio", ratio, words, around(ratio, reach))
+        if abs(self.match_nats) > MIN_NATS:
+            words = (
+                f"log likelihood of acceptance by match over min(1, p / q): {self.match_nats:+.0f}"
+            )
+            evidence.add("exact_match_rule", self.match_nats > 0.0, words)
+
+    def _add_laws(self, evidence: Evidence) -> None:
+        tests = [values for values in (self.emitted, self.contrasted) if len(values) >= MIN_VALUES]
+        if tests:
+            p_value = min(1.0, len(tests) * min(map(uniformity_p_value, tests)))
+            words = f"{len(self.emitted)} emitted tokens, {len(tests)} orders"
+            evidence.add("pit_p_value", p_value, words)
+            self._add_residual(evidence, p_value)
+        if len(self.drafted) >= MIN_VALUES:
+            p_value = uniformity_p_value(self.drafted)
+            words = (
+                f"{len(self.drafted)} drafted tokens under their recorded laws, p = {p_value:.2g}"
+            )
+            evidence.add("draft_probs_differ", decided(p_value), words)
+
+    def _add_residual(self, evidence: Evidence, p_of_text: float) -> None:
+        """Where the text as a whole is right, another residual belongs to another exact rule."""
+        if len(self.residual) < MIN_VALUES:
+            return
+        p_value = uniformity_p_value(self.residual)
+        answer = decided(p_value)
+        if answer and p_of_text > DOUBTFUL:
+            return
+        words = f"{len(self.residual)} tokens after a rejection, p = {p_value:.2g}"
+        evidence.add("residual_wrong", answer, words)
+
+
+def decided(p_value: float) -> bool | None:
+    """Whether a hypothesis fails; None in between."""
+    return True if p_value < CERTAIN else False if p_value >= DOUBTFUL else None
+
+
+def around(estimate: float, reach: float) -> Interval:
+    """95% of something that is not negative."""
+    return Interval(estimate=estimate, low=max(0.0, estimate - reach), high=estimate + reach)
+
+
+def contrast(
+    target: Float[Tensor, "rows vocab"], draft: Float[Tensor, "rows vocab"]
+) -> Float[Tensor, "rows vocab"]:
+    """How much likelier each token is to the target; what a biased rule moves, it moves along."""
+    return (target.clamp(min=TINY).log() - draft.clamp(min=TINY).log()).nan_to_num(0.0)
+
+
+def residual_law(
+    method: str, target: Tensor, laws: Tensor, tokens: Tensor, num_accepted: int
+) -> Float[Tensor, " vocab"] | None:
+    """What the token after a rejection is drawn from; None under rules without such a law."""
+    if method == "token":
+        ratio = 1.0
+    elif method == "block":
+        ratio = prefix_ratio(target, laws, tokens, num_accepted)
+    else:
+        return None
+    left = (ratio * target[num_accepted] - laws[num_accepted]).clamp(min=0)
+    total = left.sum()
+    return left / total if float(total) > TINY else target[num_accepted]
+
+
+def prefix_ratio(target: Tensor, laws: Tensor, tokens: Tensor, num_accepted: int) -> float:
+    """p_i of block verification: min(1, p_(i-1) x target / draft) along the accepted tokens."""
+    ratio = 1.0
+    for place in range(num_accepted):
+        token = int(tokens[place])
+        ratio = min(1.0, ratio * float(target[place, token]) / max(float(laws[place, token]), TINY))
+    return ratio
