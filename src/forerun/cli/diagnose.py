@@ -123,6 +123,7 @@ def run(options: DiagnoseOptions) -> int:
 
 def gathered(options: DiagnoseOptions) -> Evidence:
     """What a person says first, then what sources say, then what was before."""
+    from forerun.diagnose.derive.changes import add_changes
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source
 
@@ -135,7 +136,9 @@ def gathered(options: DiagnoseOptions) -> Evidence:
     for source in options.sources:
         evidence.include(read_source(source, interval_s=options.interval_s))
     for source in options.before:
-        evidence.include(as_reference(read_source(source, interval_s=options.interval_s)))
+        before = read_source(source, interval_s=options.interval_s)
+        add_changes(evidence, before)
+        evidence.include(as_reference(before))
     return evidence
 
 

@@ -35,6 +35,7 @@ class Change:
         return {
             "change": self.remedy.change,
             "price": self.remedy.price,
+            "effect": self.remedy.effect,
             "predicted": None if self.prediction is None else self.prediction.to_dict(),
         }
 

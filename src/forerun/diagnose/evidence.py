@@ -10,11 +10,12 @@ from forerun.diagnose.facts.catalogue import FACTS
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
-__all__ = ["Evidence", "Fact", "Reading", "Value", "checked_value"]
+__all__ = ["MAX_WORD", "Evidence", "Fact", "Reading", "Value", "checked_value"]
 
 Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
 
 MAX_WORD = 200
+"""Characters of the longest word."""
 MAX_LIST = 256
 
 

@@ -19,6 +19,7 @@ Effect = Literal[
     "best_k",
     "off",
     "reference_acceptance",
+    "as_before",
     "fewer_rejections",
     "cheaper_draft",
     "parallel_verify",
@@ -81,15 +82,22 @@ class Prediction:
         speedup: over plain decoding.
         gain: over what is there now.
         basis: what it rests on, in words.
+        num_speculative_tokens: K that it is reached at, where the remedy chooses one.
     """
 
     speedup: float
     gain: float
     basis: str
+    num_speculative_tokens: int | None = None
 
     def to_dict(self) -> dict[str, Json]:
         """As JSON wants it."""
-        return {"speedup": self.speedup, "gain": self.gain, "basis": self.basis}
+        return {
+            "speedup": self.speedup,
+            "gain": self.gain,
+            "basis": self.basis,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
 
 
 def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None = None) -> Outlook:
@@ -168,7 +176,13 @@ def predict(
     if after is None:
         return None
     now = found.speedup or outlook.speedup(found.num_speculative_tokens)
-    return Prediction(speedup=after, gain=after / now, basis=outlook.basis)
+    measured = effect == "as_before" and "reference_speedup" in evidence
+    return Prediction(
+        speedup=after,
+        gain=after / now,
+        basis="measured before" if measured else outlook.basis,
+        num_speculative_tokens=best_drafting_k(outlook) if effect == "best_k" else None,
+    )
 
 
 Rule = Callable[[Evidence, Attribution, Outlook], float | None]
@@ -176,15 +190,29 @@ Rule = Callable[[Evidence, Attribution, Outlook], float | None]
 
 def at_best_k(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
     """K at its best for this profile."""
-    return best_k(outlook.survival, outlook.cycle_cost).speedup
+    return outlook.speedup(best_drafting_k(outlook))
+
+
+def best_drafting_k(outlook: Outlook) -> int:
+    """The best K that drafts; what K = 0 comes to is said apart."""
+    return max(range(1, MAX_K + 1), key=outlook.speedup)
 
 
 def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """The reference's tau at today's cost."""
-    k = found.num_speculative_tokens
+    """The reference's tau at today's cost of its K."""
+    k = int(evidence.number("reference_k") or found.num_speculative_tokens)
     rate = evidence.number("reference_acceptance_rate")
     tau = evidence.number("reference_acceptance_length") or (1 + rate * k if rate else None)
-    return None if tau is None else tau / kappa_now(found, outlook)
+    if tau is None:
+        return None
+    same = k == found.num_speculative_tokens
+    return tau / (kappa_now(found, outlook) if same else outlook.cycle_cost(k))
+
+
+def as_before(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
+    """The speedup that was measured there, else its acceptance at today's cost."""
+    known = evidence.number("reference_speedup")
+    return with_reference(evidence, found, outlook) if known is None else known
 
 
 def halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
@@ -217,6 +245,7 @@ EFFECTS: dict[Effect, Rule] = {
     "best_k": at_best_k,
     "off": lambda evidence, found, outlook: 1.0,
     "reference_acceptance": with_reference,
+    "as_before": as_before,
     "fewer_rejections": halved_rejections,
     "cheaper_draft": less(lambda k, outlook: k * outlook.draft_cost / 2.0),
     "parallel_verify": less(

@@ -157,12 +157,14 @@ def changes_of(diagnosis: Diagnosis) -> list[Change]:
 def change_line(change: Change) -> str:
     """What, what for, and at what price."""
     predicted = change.prediction
-    gain = (
-        "no change of speed, or none that can be predicted from this evidence"
-        if predicted is None
-        else f"predicted {predicted.speedup:.2f}x plain, {predicted.gain:.2f}x now "
-        f"({predicted.basis})"
-    )
+    if predicted is None:
+        gain = "no change of speed, or none that can be predicted from this evidence"
+    else:
+        k = predicted.num_speculative_tokens
+        gain = (
+            f"predicted {predicted.speedup:.2f}x plain, {predicted.gain:.2f}x now"
+            f"{'' if k is None else f', at K = {k}'} ({predicted.basis})"
+        )
     return f"{change.remedy.change}: {gain}. Price: {change.remedy.price}."
 
 

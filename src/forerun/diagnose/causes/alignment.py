@@ -21,6 +21,11 @@ TRAIN = Remedy(
     price="GPU hours and a data set; a new draft to roll out and version with the target",
     effect="fewer_rejections",
 )
+GO_BACK = Remedy(
+    change="go back to the draft and K that accepted more",
+    price="what the change was made for",
+    effect="as_before",
+)
 
 ALIGNMENT: tuple[Cause, ...] = (
     Cause(
@@ -32,8 +37,10 @@ ALIGNMENT: tuple[Cause, ...] = (
         prior=0.2,
         signs=(
             Sign(fact="acceptance_low", yes=2.0, no=-2.5),
+            Sign(fact="changed", word="draft", yes=2.5),
+            Sign(fact="unchanged", word="draft", yes=-0.5),
             Sign(fact="gap_share_rejection", ramp=(0.3, 0.7), yes=0.3, no=-1.2),
-            Sign(fact="speedup_of_best_k", ramp=(1.05, 0.9), yes=0.5),
+            Sign(fact="speedup_of_best_k", ramp=(1.05, 0.9), yes=1.0),
             Sign(fact="undertrained_draft", yes=3.0, no=-0.7),
             Sign(fact="draft_self_trained", yes=1.2, no=-0.2),
             Sign(fact="replay_accepts_more", yes=-3.0, no=1.5),
@@ -53,7 +60,7 @@ ALIGNMENT: tuple[Cause, ...] = (
             Sign(fact="acceptance_below_reference", yes=-1.0),
             Sign(fact="calibration", ramp=(0.9, 0.97), yes=0.5, no=-1.0),
         ),
-        remedies=(TRAIN, LOWER_K, TURN_OFF),
+        remedies=(TRAIN, GO_BACK, LOWER_K, TURN_OFF),
     ),
     Cause(
         label="domain_shift",
@@ -114,6 +121,7 @@ ALIGNMENT: tuple[Cause, ...] = (
             Sign(fact="changed", word="target", yes=3.5),
             Sign(fact="changed", word="adapter", yes=3.5),
             Sign(fact="changed", word="engine", yes=-1.0),
+            Sign(fact="unchanged", word="target", yes=-3.0),
             Sign(fact="weights_reloaded", yes=1.5),
             Sign(fact="acceptance_dropped", yes=1.5, no=-1.0),
             Sign(fact="reference_ratio", ramp=(0.97, 0.7), yes=0.5, no=-1.0),
@@ -146,6 +154,7 @@ ALIGNMENT: tuple[Cause, ...] = (
             Sign(fact="temperature", ramp=(0.5, 1.0), yes=0.6, no=-0.5),
             Sign(fact="acceptance_falls_with_temperature", yes=0.8, no=-0.7),
             Sign(fact="acceptance_low", yes=0.7, no=-1.5),
+            Sign(fact="acceptance_dropped", yes=-0.5),
             Sign(fact="acceptance_zero", yes=-2.0),
             Sign(fact="replay_accepts_more", yes=-2.0, no=0.5),
         ),

@@ -196,6 +196,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="gap_share_overhead", ramp=(0.2, 0.5), yes=0.7, no=-0.3),
             Sign(fact="slowed_down", yes=0.8),
             Sign(fact="acceptance_fine", yes=0.7),
+            Sign(fact="acceptance_dropped", yes=-1.5),
             Sign(fact="acceptance_differs_by_graph", yes=-1.5),
         ),
         remedies=(
@@ -224,6 +225,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="cost_changed_with_engine", yes=2.5),
             Sign(fact="changed", word="engine", yes=1.0),
+            Sign(fact="unchanged", word="engine", yes=-0.5),
             Sign(fact="slow_without_drafts", yes=1.2),
             Sign(fact="device_idle", yes=1.0),
             Sign(fact="slowed_down", yes=0.8),

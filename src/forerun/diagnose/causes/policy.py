@@ -15,11 +15,12 @@ POLICY: tuple[Cause, ...] = (
         "whether accepted or not.",
         signs=(
             Sign(fact="gain_of_lower_k", ramp=(1.01, 1.15), yes=2.5, no=-2.0),
-            Sign(fact="speedup_of_best_k", ramp=(0.9, 1.05), yes=0.5, no=-1.5),
+            Sign(fact="speedup_of_best_k", ramp=(0.9, 1.05), yes=0.5, no=-2.0),
             Sign(fact="slower_with_k", yes=1.8, no=-0.7),
             Sign(fact="later_over_first", ramp=(0.6, 0.1), yes=1.2, no=-0.2),
             Sign(fact="length_over_ceiling", ramp=(0.6, 0.3), yes=0.8, no=-1.5),
             Sign(fact="k", ramp=(2.0, 12.0), yes=0.9, no=-0.7),
+            Sign(fact="changed", word="config", yes=0.7),
             Sign(fact="faster_with_k", yes=-2.5),
             Sign(fact="cost_independent_of_k", yes=-1.5),
             Sign(fact="acceptance_zero", yes=-2.0),

@@ -95,12 +95,20 @@ RATIOS = (
 
 def add_ratios(evidence: Evidence) -> None:
     """Figures that are one over another."""
+    k, before = evidence.number("k"), evidence.number("reference_k")
+    if k and before and k != before:  # tau grows with K, whatever the draft
+        add_ratio(evidence, "reference_ratio", "alpha", "reference_alpha")
     for name, over, under in RATIOS:
-        above, below = evidence.number(over), evidence.number(under)
-        if above is not None and below and name not in evidence:
-            evidence.add(name, above / below, f"{over} / {under}")
+        add_ratio(evidence, name, over, under)
     with_rate = evidence.number("prefix_hit_rate")
     without = evidence.number("prefix_hit_rate_plain")
     if with_rate is not None and without is not None:
         lost = max(0.0, without - with_rate)
         evidence.add("prefix_hit_loss", lost, "prefix hit rate without minus with speculation")
+
+
+def add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
+    """One figure over another, where both are known and the ratio is not."""
+    above, below = evidence.number(over), evidence.number(under)
+    if above is not None and below and name not in evidence:
+        evidence.add(name, above / below, f"{over} / {under}")

@@ -15,6 +15,8 @@ __all__ = ["add_rates"]
 Z95 = 1.96
 MIN_REACHED = 20
 """A position that fewer steps reached says nothing of its conditional acceptance."""
+MIN_RATE = 1e-6
+"""A rate below is none: nothing is compared with it."""
 
 
 def add_rates(evidence: Evidence) -> None:
@@ -149,6 +151,6 @@ def add_conditional(evidence: Evidence) -> None:
         if position < len(rates) + 1
         and (drafts is None or rates[position - 1] * drafts >= MIN_REACHED)
     ]
-    if later and conditional[0] > 0.0:
+    if later and conditional[0] > MIN_RATE:
         found = min(later) / conditional[0]
         evidence.add("later_over_first", found, "lowest later conditional acceptance / the first")

@@ -76,6 +76,9 @@ WORKLOAD: tuple[FactKind, ...] = (
     number("draft_parameters", "parameters a draft pass reads per token", "billions"),
     number("graph_max_rows", "rows of the largest captured graph"),
     number("reference_acceptance_length", "tau of the set-up this one is compared with"),
+    number("reference_alpha", "alpha of that set-up", high=1.0),
+    number("reference_k", "K of that set-up"),
+    number("reference_speedup", "speedup of that set-up"),
     number(
         "reference_acceptance_rate", "accepted / drafted of that set-up at the same K", high=1.0
     ),
@@ -106,7 +109,10 @@ DERIVED: tuple[FactKind, ...] = (
     number("context_over_window", "context over the positions the draft was made for"),
     number("slowdown", "decode rate before the change over after it"),
     number("client_ratio", "the server's rate over the client's"),
-    number("reference_ratio", "tau over that of the set-up it is compared with"),
+    number(
+        "reference_ratio",
+        "acceptance over that of the set-up it is compared with: tau, or alpha where K differs",
+    ),
     number("gap_share_rejection", "of the gap to the ideal, what rejection costs", high=1.0),
     number("gap_share_draft", "of the gap to the ideal, what drafting costs", high=1.0),
     number("gap_share_verify", "of the gap, what the pass costs above a plain step", high=1.0),

@@ -6,6 +6,10 @@ from forerun.diagnose.facts.kinds import FactKind, flag, word, words
 
 __all__ = ["ACCEPTANCE", "COST", "OUTPUT", "SETUP"]
 
+CHANGEABLE = (
+    *("target", "adapter", "draft", "engine", "driver", "hardware", "traffic", "template"),
+    *("precision", "config"),
+)
 ACCEPTANCE: tuple[FactKind, ...] = (
     flag("acceptance_low", "few drafted tokens are accepted"),
     flag("acceptance_zero", "practically nothing that is drafted is accepted"),
@@ -103,12 +107,16 @@ SETUP: tuple[FactKind, ...] = (
     flag("weights_reloaded", "weights were released, reloaded or updated while it ran"),
     word("target_name", "name of the target's checkpoint"),
     word("draft_name", "name of the draft's checkpoint"),
+    word("target_hash", "hash of the target's weights"),
+    word("draft_hash", "hash of the draft's weights"),
     word("engine", "the engine that ran"),
+    word("engine_version", "its version"),
+    word("device", "what the target ran on"),
     word("method", "how drafts are made", "draft_model", "eagle", "mtp", "ngram", "block", "other"),
     words(
         "changed",
         "what was changed when it began",
-        *("target", "adapter", "draft", "engine", "driver", "hardware", "traffic", "template"),
-        *("precision", "config"),
+        *CHANGEABLE,
     ),
+    words("unchanged", "what is known to be as it was when all was well", *CHANGEABLE),
 )

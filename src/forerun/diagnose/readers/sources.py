@@ -11,6 +11,9 @@ from forerun.errors import InvalidRequest
 __all__ = ["as_reference", "read_source"]
 
 REFERENCE = {
+    "alpha": "reference_alpha",
+    "k": "reference_k",
+    "speedup": "reference_speedup",
     "acceptance_length": "reference_acceptance_length",
     "draft_acceptance_rate": "reference_acceptance_rate",
     "tokens_per_s": "tokens_per_s_before",
@@ -57,9 +60,11 @@ def starts_as_trace(path: Path) -> bool:
 
 def as_reference(evidence: Evidence) -> Evidence:
     """The figures of a run that something is compared with, under the names they have then."""
+    from forerun.diagnose.derive.costs import add_costs
     from forerun.diagnose.derive.counts import add_rates
 
     add_rates(evidence)
+    add_costs(evidence)
     found = Evidence(readings=evidence.readings)
     for name, reference in REFERENCE.items():
         fact = evidence.facts.get(name)
