@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity suffix memory soak paradox objectives zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity suffix memory soak paradox on-call objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -94,6 +94,9 @@ soak: $(STAMP)  ## 10,000 random requests against plain decoding (minutes)
 
 paradox: $(STAMP)  ## useless, distilled, stale, refreshed: the story of one draft (half an hour; resumable)
 	$(BIN)/python recipes/paradox/run.py $(ARGS)
+
+on-call: $(STAMP)  ## an incident: traced, diagnosed, its changes made and measured (a minute, nothing else running)
+	$(BIN)/python recipes/on-call/run.py $(ARGS)
 
 objectives: $(STAMP)  ## every objective at T=0 and T=1 from one draft (half an hour; after make paradox)
 	$(BIN)/python benchmarks/align/objectives.py --alignment build/paradox/distilled \
