@@ -32,7 +32,7 @@ from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives.named import make_objective, suited_objective
 from forerun.align.settings import read_settings
 from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.align.texts import Prompts, Texts, read_sides
@@ -51,7 +51,7 @@ TEMPERATURES = (1.0, 0.0)
 SHARES = (0.5, 1.0)
 ROUNDS = 4  # in which a draft that learns from its own text writes anew
 JUDGED_TOKENS = 128
-RATE_STEPS = 6  # trained and thrown away, to know how many fit into the seconds
+RATE_STEPS = 20  # trained and thrown away, to know how many fit into the seconds
 
 Group = Literal["objectives", "on-policy", "raw"]
 
@@ -70,7 +70,7 @@ class Options:
     """Which arms."""
     temperatures: tuple[float, ...] = TEMPERATURES
     """At which the law is taken and the draft judged."""
-    num_steps: int = 60
+    num_steps: int = 400
     """Optimiser steps of an arm."""
     seconds: float = 100.0
     """Of training, for the arms of equal time."""
@@ -111,7 +111,7 @@ def arms(options: Options) -> Iterator[Arm]:
         if "objectives" in options.groups:
             for objective in OBJECTIVES:
                 yield Arm(objective=objective, temperature=temperature)
-        best: ObjectiveName = "lk" if temperature else "fkl"  # what "auto" takes
+        best = suited_objective(temperature)
         if "on-policy" in options.groups:
             for share in SHARES:
                 yield Arm(objective=best, temperature=temperature, on_policy_share=share)

@@ -40,7 +40,7 @@ class Recipe:
     """Everything is made here."""
     num_prompts: int = 3260
     """Openings of library functions to learn on, beside the 100 prompts written for the recipe."""
-    num_steps: int = 600
+    num_steps: int = 4000
     """Optimiser steps of the distillation; a refresh takes a third."""
     update_steps: int = 40
     """Steps of the fine-tune that updates the target."""
@@ -119,7 +119,9 @@ class Story:
                 str(self.out / "held-out.jsonl"),
             ),
             *("--max-tokens", "320", "--max-prompt-tokens", "160", "--temperature", "1"),
-            *("--num-steps", str(self.recipe.num_steps), "--learning-rate", "3e-3"),
+            *("--num-steps", str(self.recipe.num_steps), "--learning-rate", "5e-3"),
+            # A small draft learns more from many small steps than from few large ones.
+            *("--tokens-per-step", "1024", "--rows-per-pass", "2"),
             *("--num-evaluations", "6", "--max-prompts", "24"),
             *("--cache-dir", str(self.out / "cache")),
         ]

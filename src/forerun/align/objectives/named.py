@@ -21,7 +21,7 @@ from forerun.align.objectives.divergences import (
     total_variation,
 )
 
-__all__ = ["CrossEntropy", "Divergence", "ForwardKL", "make_objective"]
+__all__ = ["CrossEntropy", "Divergence", "ForwardKL", "make_objective", "suited_objective"]
 
 Logits = Float[Tensor, "rows vocab"]
 PerRow = Float[Tensor, " rows"]
@@ -83,20 +83,25 @@ class ForwardKL:
         return forward_kl(log_draft, law.target_probs.to(log_draft.dtype))
 
 
+def suited_objective(temperature: float) -> ObjectiveName:
+    """What "auto" takes for a draft deployed at this temperature.
+
+    A greedy draft is accepted where its most likely token is what the target says, so it learns the
+    target's law as it is (FKL; at a greedy target that is CE on its choices). A sampled one is
+    accepted with probability alpha, whose likelihood NLA maximises; of all objectives it took a
+    draft furthest in benchmarks/align.
+    """
+    return "fkl" if temperature == 0 else "nla"
+
+
 def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
     """The objective of a configuration.
-
-    A greedy draft is accepted where its most likely token is what the target says, so "auto" learns
-    the target's law as it is (FKL; at a greedy target that is CE on its choices). A sampled one is
-    accepted with probability alpha, which the LK hybrid ends up maximising.
 
     Args:
         config: by name, with the name's own parameters.
         temperature: the one the draft is deployed at, which may be its own.
     """
-    name = config.objective
-    if name == "auto":
-        name = "fkl" if temperature == 0 else "lk"
+    name = suited_objective(temperature) if config.objective == "auto" else config.objective
     if name == "ce":
         return CrossEntropy()
     if name == "fkl":

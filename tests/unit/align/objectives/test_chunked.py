@@ -137,7 +137,7 @@ def test_a_missing_teacher_is_named() -> None:
         make_objective(ObjectiveConfig(objective="ce"), 1.0),
     )
     chunked_loss(rows, head, text_alone, temperature=1.0)
-    with pytest.raises(ValueError, match="lk and acceptance need a teacher"):
+    with pytest.raises(ValueError, match="nla and acceptance need a teacher"):
         chunked_loss(rows, head, make_objective(ObjectiveConfig(), 1.0), temperature=1.0)
     with pytest.raises(ValueError, match="acceptance needs a teacher"):
         chunked_acceptance(rows, DraftHead(weight=weight), temperature=1.0)

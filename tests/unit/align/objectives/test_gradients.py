@@ -175,4 +175,4 @@ def test_a_law_is_asked_for(name: ObjectiveName) -> None:
 
 def test_auto_suits_the_temperature() -> None:
     assert make_objective(ObjectiveConfig(), 0.0).name == "fkl"
-    assert make_objective(ObjectiveConfig(), 0.8).name == "lk"
+    assert make_objective(ObjectiveConfig(), 0.8).name == "nla"
