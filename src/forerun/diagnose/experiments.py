@@ -70,7 +70,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         10,
         "feed the emitted text to both models with fresh caches, and compare acceptance with that "
         "of the run (forerun probe)",
-        "replay_accepts_more",
+        *("replay_accepts_more", "rollback_wrong", "acceptance_falls_after_handoff"),
+        *("context_ratio", "card_ratio", "draft_nan"),
     ),
     experiment(
         "self-draft",
@@ -82,7 +83,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "calibration",
         10,
         "compare accepted tokens with sum(min(p, q)) at the positions reached (forerun probe)",
-        *("calibration", "acceptance_above_expected", "accept_rule_ratio"),
+        *("calibration", "acceptance_above_expected", "accept_rule_ratio", "draft_probs_differ"),
+        *("draft_one_hot", "exact_match_rule"),
     ),
     experiment(
         "exactness",

@@ -157,3 +157,22 @@ def test_active_parameters_decide_for_experts():
     found = derived(target_name="Big-235B-A22B", draft_name="small-1.1B")
     assert found.number("target_parameters") == 22.0
     assert found.number("draft_size_ratio") == pytest.approx(0.05)
+
+
+BATCH = {"k": 4, "batch": 8, "acceptance_length": 2.6, "cycle_cost": 3.4, "draft_cost": 0.08}
+
+
+def test_rows_are_many_by_device():
+    assert derived(**BATCH, device="cuda:0").number("rows_over_free") == 40 / 128
+    assert derived(**BATCH, device="cpu, 2 cores").number("rows_over_free") == 40 / 16
+    assert derived(**BATCH).number("rows_over_free") == 40 / 128
+
+
+def test_what_the_batch_explains_of_a_pass():
+    # 40 rows against 8, each 0.1 of one sequence's step: 4.9 / 1.7.
+    found = derived(**BATCH, verify_cost=2.0, batch_linearity=0.1)
+    assert found.number("verify_over_batch") == pytest.approx(1.0 / (4.9 / 1.7 - 1.0))
+    alone = derived(**{**BATCH, "batch": 1}, verify_cost=2.0, batch_linearity=0.1)
+    assert "verify_over_batch" not in alone
+    free = derived(**BATCH, verify_cost=2.0, batch_linearity=0.0)
+    assert free.number("verify_over_batch") == pytest.approx(1.0 / 0.05)

@@ -127,3 +127,18 @@ def test_the_page_escapes_everything_and_loads_nothing():
 
 def test_a_page_of_nothing_is_a_page():
     assert "Insufficient evidence" in page_of(found_from())
+
+
+@pytest.mark.parametrize(
+    ("facts", "label"),
+    [
+        ({"device": "cpu"}, "compute_bound_batch"),
+        ({"device": "cuda"}, "verify_not_parallel"),
+        ({"device": "cpu", "batch_linearity": 0.0}, "verify_not_parallel"),
+        ({"device": "cuda", "batch_linearity": 0.25}, "compute_bound_batch"),
+    ],
+)
+def test_an_expensive_pass_is_the_batchs_or_the_kernels(facts: dict[str, object], label: str):
+    known = {"k": 4, "batch": 8, "acceptance_length": 2.6, "cycle_cost": 3.4}
+    found = found_from(**known, draft_cost=0.08, verify_cost=2.7, **facts)
+    assert found.suspects[0].scored.cause.label == label

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -218,3 +218,29 @@ def test_a_trace_of_rejections_is_a_problem_and_one_of_acceptance_is_healthy(tmp
     ]
     good = diagnose(read_trace_evidence(written(tmp_path / "g.jsonl", records)))
     assert good.verdict == "healthy"
+
+
+def batch_of_eight(step: StepRecord, start: int) -> Iterator[StepRecord]:
+    """The same step in 30 cycles of eight requests."""
+    for cycle in range(start, start + 30):
+        for number in range(8):
+            yield replace(step, cycle_id=cycle, t_s=cycle, step=cycle, request_id=str(number))
+
+
+@pytest.mark.parametrize(
+    ("plain_s", "verify_s", "growth", "worse"),
+    # One sequence: 10 ms plain, 20 ms with drafts. Eight: 45 and 158 ms; 11 and 22 ms.
+    [(0.045, 0.150, 3.5 / 7, True), (0.011, 0.014, 0.1 / 7, False)],
+)
+def test_many_sequences_are_compared_with_one(
+    tmp_path: Path, plain_s: float, verify_s: float, growth: float, worse: bool
+):
+    steps = [
+        *(drafted(i, i % 5) for i in range(30)),
+        *(undrafted(i) for i in range(30, 60)),
+        *batch_of_eight(drafted(0, 2, verify_s=verify_s, batch_rows=40), 100),
+        *batch_of_eight(undrafted(0, verify_s=plain_s - 0.001, batch_rows=8), 200),
+    ]
+    found = read(tmp_path / "run.jsonl", [HEADER, *steps])
+    assert found.number("batch_linearity") == pytest.approx(growth)
+    assert found.flag("slower_with_batch") is worse

@@ -123,6 +123,8 @@ ALIGNMENT: tuple[Cause, ...] = (
             Sign(fact="changed", word="engine", yes=-1.0),
             Sign(fact="unchanged", word="target", yes=-3.0),
             Sign(fact="weights_reloaded", yes=1.5),
+            Sign(fact="draft_of_other_target", yes=3.5, no=-1.0),
+            Sign(fact="card_ratio", ramp=(0.9, 0.7), yes=1.0, no=-1.0),
             Sign(fact="acceptance_dropped", yes=1.5, no=-1.0),
             Sign(fact="reference_ratio", ramp=(0.97, 0.7), yes=0.5, no=-1.0),
             Sign(fact="acceptance_differs_by_backend", yes=-1.5),
@@ -192,6 +194,7 @@ ALIGNMENT: tuple[Cause, ...] = (
         why="Beyond them the draft sees positions it never learnt, or loses the text before.",
         signs=(
             Sign(fact="context_over_window", ramp=(0.9, 1.05), yes=3.5, no=-3.0),
+            Sign(fact="context_ratio", ramp=(0.95, 0.75), yes=3.0, no=-1.0),
             Sign(fact="acceptance_falls_with_context", yes=2.2, no=-2.0),
             Sign(fact="slower_with_context", yes=1.3, no=-0.7),
             Sign(fact="acceptance_fine", yes=-1.0),

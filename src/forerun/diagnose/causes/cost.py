@@ -85,7 +85,8 @@ COST: tuple[Cause, ...] = (
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=1.5, no=-1.5),
             Sign(fact="batch", ramp=(2.0, 16.0), yes=-1.5, no=0.3),
-            Sign(fact="rows", ramp=(32.0, 192.0), yes=-1.5),
+            Sign(fact="rows_over_free", ramp=(0.25, 1.5), yes=-1.5),
+            Sign(fact="verify_over_batch", ramp=(1.0, 2.5), yes=1.0, no=-2.0),
             Sign(fact="target_quantised", yes=0.7),
             Sign(fact="target_moe", yes=-0.7),
             Sign(fact="slower_with_k", yes=0.5),
@@ -109,11 +110,13 @@ COST: tuple[Cause, ...] = (
         label="compute_bound_batch",
         family="cost",
         what="The batch alone keeps the device busy, so every drafted row costs its share.",
-        why="Below batch x (K + 1) of some hundred rows the pass waits for weights and rows are "
-        "free; above it they are not.",
+        why="Below some hundred rows, on a CPU some ten, the pass waits for weights and further "
+        "rows are free; with batch x (K + 1) above it they are not.",
         signs=(
             Sign(fact="slower_with_batch", yes=2.5, no=-1.5),
-            Sign(fact="rows", ramp=(16.0, 128.0), yes=1.5, no=-1.0),
+            Sign(fact="rows_over_free", ramp=(0.125, 1.0), yes=1.5, no=-1.0),
+            Sign(fact="batch_linearity", ramp=(0.05, 0.25), yes=1.5, no=-1.5),
+            Sign(fact="verify_over_batch", ramp=(2.5, 1.0), yes=1.0, no=-1.0),
             Sign(fact="batch", ramp=(2.0, 16.0), yes=1.5, no=-1.0),
             Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=1.0, no=-1.5),
             Sign(fact="acceptance_falls_with_batch", yes=-2.0, no=0.3),

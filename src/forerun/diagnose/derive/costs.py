@@ -71,13 +71,38 @@ def add_linearity(evidence: Evidence) -> None:
     if k and c is not None:
         evidence.add("draft_cost_total", k * c, "K c")
     if k and batch:
-        evidence.add("rows", batch * (k + 1), "batch x (K + 1)")
+        add_rows(evidence, k, batch)
     rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")
     if len(rows) > 1 and len(rows) == len(costs) and rows[-1] > rows[0]:
         slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
         evidence.add("verify_linearity", slope, "slope of v over rows per sequence")
     elif k and v is not None:
         evidence.add("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
+
+
+FREE_ROWS = 128.0
+"""Where passes of usual accelerators turn from waiting for weights to computing; some hundred."""
+FREE_ROWS_CPU = 16.0
+MIN_GROWTH = 0.05
+"""Of a pass: less is not told from nothing."""
+
+
+def add_rows(evidence: Evidence, k: float, batch: float) -> None:
+    """Rows of a pass, whether they are many for the device, and whether the batch explains them.
+
+    Where n sequences take 1 + s (n - 1) of the plain step of one, a pass over n (K + 1) rows that
+    is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
+    """
+    rows = batch * (k + 1)
+    evidence.add("rows", rows, "batch x (K + 1)")
+    on_cpu = any(name.startswith("cpu") for name in evidence.words("device"))
+    free = FREE_ROWS_CPU if on_cpu else FREE_ROWS
+    evidence.add("rows_over_free", rows / free, f"rows over {free:g}")
+    slope, v = evidence.number("batch_linearity"), evidence.number("verify_cost")
+    if slope is not None and v is not None and batch > 1.0:
+        as_batch = (1.0 + slope * (rows - 1.0)) / (1.0 + slope * (batch - 1.0))
+        share = max(0.0, v - 1.0) / max(MIN_GROWTH, as_batch - 1.0)
+        evidence.add("verify_over_batch", share, f"v {v:.2f}, by the batch alone {as_batch:.2f}")
 
 
 RATIOS = (

@@ -47,6 +47,10 @@ SPEEDS: tuple[FactKind, ...] = (
     number("draft_cost", "c: one drafted token in plain decode steps"),
     number("verify_cost", "v(K + 1): the target pass of a drafting step in plain decode steps"),
     number("overhead", "o: the rest of a drafting step in plain decode steps"),
+    number(
+        "batch_linearity",
+        "growth of a plain step with its sequences: 0 where more of them are free, 1 in proportion",
+    ),
     number("speedup", "decode rate with speculation over without: tau / kappa"),
     number("ttft_s", "time to the first token, speculation on", "s"),
     number("ttft_s_plain", "time to the first token, speculation off", "s"),
@@ -94,6 +98,8 @@ PROBED: tuple[FactKind, ...] = (
     number("target_entropy", "mean entropy of the target's law at verified positions", "nats"),
     number("distinct_4gram_share", "distinct 4-grams of the output over all of them", high=1.0),
     number("accept_rule_ratio", "accepted tokens over what sum(min(p, q)) would accept"),
+    number("card_ratio", "replayed acceptance probability over the one on the draft's card"),
+    number("context_ratio", "replayed acceptance with all context over that with its last part"),
     numbers("verify_rows", "row counts at which verify_costs were measured"),
     numbers("verify_costs", "target pass over so many rows, in plain decode steps"),
 )
@@ -103,6 +109,14 @@ DERIVED: tuple[FactKind, ...] = (
     number("later_over_first", "lowest conditional acceptance after position 1 over alpha_1"),
     number("mean_drafted", "draft tokens proposed per drafting step"),
     number("rows", "rows of a verifying pass: batch x (K + 1)"),
+    number(
+        "rows_over_free",
+        "rows over those that a pass takes for about the price of one: 128, on a CPU 16",
+    ),
+    number(
+        "verify_over_batch",
+        "what verified rows add to a pass over what as many more sequences would add to it",
+    ),
     number("draft_cost_total", "K c: all drafting of a step in plain decode steps"),
     number("verify_linearity", "(v - 1) / (rows per sequence - 1): 0 parallel, 1 one by one"),
     number("draft_size_ratio", "draft parameters over target parameters"),

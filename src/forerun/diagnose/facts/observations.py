@@ -90,6 +90,7 @@ SETUP: tuple[FactKind, ...] = (
     flag("draft_self_trained", "the draft was trained by whoever runs it"),
     flag("open_ended_text", "creative or open-ended text, or a high-entropy target"),
     flag("vocabularies_differ", "draft and target map ids to different strings"),
+    flag("draft_of_other_target", "the draft's card names other weights of the target"),
     flag("template_differs", "the draft was trained with another prompt format than it is given"),
     flag("template_has_modes", "the target is served in several modes, such as thinking or not"),
     flag("draft_nan", "the draft yields NaN or random text"),

@@ -18,6 +18,8 @@ MIN_DROP = 0.15
 MIN_Z = 5.0
 """Steps of one request depend on each other, so this asks for more than independent ones would."""
 MAX_POINTS = 60
+FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
+"""Tags `key:value` of these keys say how a prompt was put, others what it is about."""
 
 
 def add_contrasts(
@@ -31,6 +33,9 @@ def add_contrasts(
     # at least as much as one after less, unless the state it drafts from is wrong.
     add_drop(evidence, "acceptance_falls_after_partial", none, partial, source)
     add_drop(evidence, "acceptance_falls_after_full", partial, full, source)
+    paused = hits.get("paused", {})
+    again, settled = paused.get("again", Hits()), paused.get("settled", Hits())
+    add_drop(evidence, "acceptance_falls_after_handoff", settled, again, source)
     add_ends(evidence, "acceptance_falls_with_context", hits.get("context", {}), source)
     add_ends(evidence, "acceptance_falls_with_generation", hits.get("index", {}), source)
     company = hits.get("company", {})
@@ -87,12 +92,16 @@ def add_tags(
     evidence.series["tag"] = tuple(
         (tag[:60], hits.alpha_1, float(hits.num_steps)) for tag, hits in ordered[:MAX_POINTS]
     )
-    if len(ordered) > 1:
-        (low_tag, low), (high_tag, high) = ordered[0], ordered[-1]
-        name = "acceptance_differs_by_domain"
-        found = drop(high, low)
-        sides = f"{high_tag[:60]} {high.alpha_1:.2f}, {low_tag[:60]} {low.alpha_1:.2f}"
-        evidence.add(name, found, f"{source}: alpha_1 of {sides}")
+    formats = [(tag, hits) for tag, hits in ordered if tag.partition(":")[0] in FORMATS]
+    domains = [(tag, hits) for tag, hits in ordered if tag.partition(":")[0] not in FORMATS]
+    for name, found in (
+        ("acceptance_differs_by_template", formats),
+        ("acceptance_differs_by_domain", domains),
+    ):
+        if len(found) > 1:
+            (low_tag, low), (high_tag, high) = found[0], found[-1]
+            sides = f"{high_tag[:60]} {high.alpha_1:.2f}, {low_tag[:60]} {low.alpha_1:.2f}"
+            evidence.add(name, drop(high, low), f"{source}: alpha_1 of {sides}")
 
 
 def add_temperatures(

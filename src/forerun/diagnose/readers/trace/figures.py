@@ -16,6 +16,8 @@ from forerun.trace.costs import MIN_PLAIN_STEPS
 __all__ = ["add_figures"]
 
 Z95 = 1.96
+MIN_RISES = 0.03
+"""Of steps, the share with a larger K than the one before, from which on K is being chosen."""
 
 
 def add_figures(
@@ -98,7 +100,36 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     if compared:
         plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
         evidence.add("plain_step_s", plain_s / used.num_cycles, source)
+        add_batch(evidence, compared, plain_step_s, source)
         add_verify_curve(evidence, totals, plain_step_s, source)
+
+
+MIN_CYCLES = 20
+DEARER, AS_DEAR = 1.15, 1.05
+"""kappa at many sequences over that at few: the gain shrinks, or it does not."""
+FAR = 2.0
+"""Many are at least so many times few: nearer ones tell nothing."""
+
+
+def add_batch(
+    evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
+) -> None:
+    """How plain steps grow with their sequences, and kappa, from the fewest to the most."""
+    few, many = min(plain_step_s), max(plain_step_s)
+    if many >= FAR * few:
+        growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
+        evidence.add("batch_linearity", max(0.0, growth), f"{source}: {few} and {many} sequences")
+    kappas = {
+        size: total.total_s / total.num_cycles / plain_step_s[size]
+        for size, total in sorted(drafting.items())
+        if total.num_cycles >= MIN_CYCLES
+    }
+    few, many = min(kappas, default=0), max(kappas, default=0)
+    if few and many >= FAR * few:
+        ratio = kappas[many] / kappas[few]
+        answer = True if ratio >= DEARER else False if ratio <= AS_DEAR else None
+        words = f"kappa {kappas[few]:.2f} for {few}, {kappas[many]:.2f} for {many}"
+        evidence.add("slower_with_batch", answer, f"{source}: {words}")
 
 
 def add_verify_curve(
@@ -151,6 +182,9 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         evidence.add("k0_share", max(0.0, 1.0 - drafted / steps), source)
     if totals.num_pairs:
         evidence.add("k_change_share", totals.num_k_changes / totals.num_pairs, source)
+        rises = totals.num_k_rises / totals.num_pairs
+        if rises > MIN_RISES:
+            evidence.add("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
     if graphs := totals.graph_hits.total():
         evidence.add("graph_hit_share", totals.graph_hits[True] / graphs, source)
 

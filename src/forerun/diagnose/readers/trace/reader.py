@@ -9,9 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading
+from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.trace.contrasts import add_contrasts
 from forerun.diagnose.readers.trace.figures import add_figures
+from forerun.diagnose.readers.trace.setting import add_asked, add_setup
 from forerun.diagnose.readers.trace.totals import TraceTotals
 from forerun.theory.record import RequestRecord, TraceHeader
 from forerun.trace.columns import Piece, read_columns
@@ -62,33 +63,9 @@ def read_trace_evidence(path: Path) -> Evidence:
     source = f"trace {path.name}"
     add_figures(evidence, read.totals, read.requests, source)
     add_contrasts(evidence, read.totals, read.requests, source)
-    add_setup(evidence, read, source)
+    add_setup(evidence, read.headers, read.totals.hits.get("method", {}), source)
+    add_asked(evidence, read.requests, source)
     return evidence
-
-
-METHODS = {"draft_model": "draft_model", "suffix": "ngram"}
-"""Ours under the names of the vocabulary."""
-
-
-def add_setup(evidence: Evidence, read: TraceRead, source: str) -> None:
-    """What ran, where all headers say the same, and how most steps drafted."""
-    if not read.headers:
-        return
-    evidence.add("engine", "forerun", source)
-    for name, values in (
-        ("target_name", {header.target for header in read.headers}),
-        ("draft_name", {header.draft for header in read.headers}),
-        ("target_hash", {header.target_hash for header in read.headers}),
-        ("draft_hash", {header.draft_hash for header in read.headers}),
-        ("engine_version", {header.versions.get("forerun") for header in read.headers}),
-        ("device", {header.device for header in read.headers}),
-    ):
-        value = values.pop() if len(values) == 1 else None
-        if value is not None and len(value) <= MAX_WORD:
-            evidence.add(name, value, source)
-    if methods := read.totals.hits.get("method"):
-        most = max(methods, key=lambda method: methods[method].num_steps)
-        evidence.add("method", METHODS.get(most, "other"), source)
 
 
 def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:

@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 
 __all__ = ["Hits", "Seconds", "TraceTotals"]
 
+SOON, LONG = 3, 5
+"""Drafting steps behind a plain one that still feel it, and those that should not any more."""
 SLICES = 16
 """Points in time that a block gives: enough to see when something changed."""
 
@@ -71,11 +73,13 @@ class TraceTotals:
         acceptance: steps per (K, depth drafted, accepted, drafted nodes), drafting ones only.
         cycles: by kind (plain, drafting, prefill) and number of requests in them.
         rows: of drafting cycles by requests and rows per request.
-        hits: drafting steps by what came before, context, index, company and request.
+        hits: drafting steps by what came before, whether a pause did, context, index, company and
+            request.
         request_steps: decode steps of each request, plain ones included.
         over_time: mean time and hits of slices of the trace.
         num_pairs: consecutive steps of a request.
         num_k_changes: those of them whose K differs.
+        num_k_rises: those of them whose K is larger; at the end of a request K only falls.
         graph_hits: passes by whether they replayed a graph.
         expected: sum of expected_accepted over drafting steps.
         squares: sum over them of (accepted - expected) squared.
@@ -92,6 +96,7 @@ class TraceTotals:
     over_time: list[tuple[float, Hits]] = field(default_factory=list)
     num_pairs: int = 0
     num_k_changes: int = 0
+    num_k_rises: int = 0
     graph_hits: Counter[bool] = field(default_factory=Counter)
     expected: float = 0.0
     squares: float = 0.0
@@ -174,11 +179,16 @@ class TraceTotals:
         changed = pc.not_equal(steps["k_budget"], steps["previous_k"]).drop_null()
         self.num_pairs += len(changed)
         self.num_k_changes += pc.sum(changed).as_py() or 0
+        risen = pc.and_(
+            pc.greater(steps["k_budget"], steps["previous_k"]), pc.greater(steps["since_start"], 1)
+        )
+        self.num_k_rises += pc.sum(risen).as_py() or 0
 
     def _add_hits(self, drafting: pa.Table) -> None:
         rows = pc.divide(drafting["batch_rows"], pc.add(drafting["depth_drafted"], 1))
         keys = {
             "previous": drafting["previous"],
+            "paused": drafting["paused"],
             "context": bucket(drafting["context_tokens"]),
             "index": bucket(drafting["step"]),
             "company": pc.if_else(pc.greater_equal(rows, 2), "several", "one"),
@@ -218,9 +228,32 @@ def with_previous(steps: pa.Table) -> pa.Table:
     )
     previous = pc.if_else(follows, outcome, pa.scalar(None, pa.string()))
     previous_k = pc.if_else(follows, before["k_budget"], pa.scalar(None, pa.int64()))
-    return steps.append_column("previous", after_nothing(previous, pa.string())).append_column(
+    steps = steps.append_column("previous", after_nothing(previous, pa.string())).append_column(
         "previous_k", after_nothing(previous_k, pa.int64())
     )
+    return with_pauses(steps)
+
+
+def with_pauses(steps: pa.Table) -> pa.Table:
+    """Ordered steps, each with its place in its request and whether a plain step is not far behind.
+
+    "again" where one is among the last few, "settled" where all steps since the request began, or
+    since a plain step, have drafted for a while; None in between and at the beginning.
+    """
+    places = pa.array(range(steps.num_rows), pa.int64())
+    begins = pc.is_null(steps["previous"]).combine_chunks()
+    plain = pc.equal(steps["depth_drafted"], 0).combine_chunks()
+    start = pc.cumulative_max(pc.if_else(begins, places, 0))
+    pause = pc.cumulative_max(pc.if_else(pc.or_(plain, begins), places, 0))
+    since_start, since_pause = pc.subtract(places, start), pc.subtract(places, pause)
+    again = pc.and_(pc.less_equal(since_pause, SOON), pc.greater(pause, start))
+    settled = pc.greater(since_pause, LONG)
+    paused = pc.if_else(
+        again,
+        pa.scalar("again"),
+        pc.if_else(settled, pa.scalar("settled"), pa.scalar(None, pa.string())),
+    )
+    return steps.append_column("since_start", since_start).append_column("paused", paused)
 
 
 def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
