@@ -103,6 +103,7 @@ def probe_for(comparison: Comparison) -> ProbeConfig:
         contexts=tuple(c for c in defaults.contexts if c <= longest) or (max(1, longest // 2),),
         drafted=(1, config.max_k) if config.max_k > 1 else (1,),
         max_pass_rows=max(defaults.max_pass_rows, max(config.batches) * (config.max_k + 1)),
+        read=(),
         budget_s=BUDGET_S,
     )
 

@@ -46,6 +46,10 @@ def parts(profile: Profile) -> Table:
         for size in sizes_of(profile, quantity):
             name = f"draft chain of {size}" if quantity is Quantity.DRAFT_CHAIN else "draft pass"
             table.add_row(name, *(cell(profile, quantity, line, size) for line in lines))
+    if profile.reading is not None:
+        for name, seconds in (("", profile.reading.target_s), (", draft", profile.reading.draft_s)):
+            for size, time_s in zip(profile.reading.tokens[1:], seconds[1:], strict=True):
+                table.add_row(f"reading {size}{name}", milliseconds(time_s))
     for quantity in (Quantity.GREEDY_OVERHEAD, Quantity.SAMPLED_OVERHEAD):
         temperature = "T=0" if quantity is Quantity.GREEDY_OVERHEAD else "T=1"
         for k in sizes_of(profile, quantity):

@@ -64,7 +64,7 @@ def run(options: SimulateOptions) -> int:
 
     workload = load_workload(options.workload)
     profile = load_profile(options.profile)
-    costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
+    costs = Costs(greedy=profile.greedy, sampled=profile.sampled, reading=profile.reading)
     results, oracle = simulated(options, workload, costs)
     if options.json:
         print(json.dumps(content(options, workload, results, oracle)))

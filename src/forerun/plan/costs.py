@@ -8,16 +8,24 @@ from dataclasses import dataclass, replace
 
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
+from forerun.theory.reading_cost import ReadingCost
 
 __all__ = ["Costs", "with_batches", "with_draft_cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Cost tables of one draft beside the target, with greedy and with sampled drafts."""
+    """Cost tables of one draft beside the target, with greedy and with sampled drafts.
+
+    Attributes:
+        greedy: where every draft is greedy.
+        sampled: where drafts are drawn.
+        reading: of prompts, where it was measured.
+    """
 
     greedy: CostTable
     sampled: CostTable
+    reading: ReadingCost | None = None
 
     def at(self, temperature: float) -> CostTable:
         """The table that holds at a temperature."""

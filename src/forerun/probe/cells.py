@@ -15,6 +15,7 @@ __all__ = [
     "Quantity",
     "chain_cells",
     "pass_cells",
+    "read_cells",
     "sizes",
     "step_cells",
     "without",
@@ -30,6 +31,10 @@ class Quantity(StrEnum):
     """A forward of the draft; size: rows per sequence."""
     DRAFT_CHAIN = "draft_chain"
     """One greedy chain of the draft; size: its tokens."""
+    TARGET_READ = "target_read"
+    """A forward of the target over tokens of one sequence, as in prefill; size: tokens."""
+    DRAFT_READ = "draft_read"
+    """The same of the draft."""
     GREEDY_STEP = "greedy_step"
     """A whole engine step at T=0; size: K, 0 for a plain step."""
     SAMPLED_STEP = "sampled_step"
@@ -47,6 +52,8 @@ OVERHEAD_OF: Mapping[Quantity, Quantity] = MappingProxyType(
     }
 )
 """What of a step is outside both models; the same steps tell both."""
+SHORTENED = frozenset({Quantity.TARGET_PASS, Quantity.TARGET_READ, Quantity.DRAFT_READ})
+"""What is measured up to the size that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,12 @@ def chain_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
             yield Cell(quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length)
 
 
+def read_cells(config: ProbeConfig, quantity: Quantity) -> Iterator[Cell]:
+    """Passes of one model that read, at the shortest context."""
+    for size in config.read:
+        yield Cell(quantity=quantity, batch=1, context=config.contexts[0], size=size)
+
+
 def step_cells(config: ProbeConfig) -> Iterator[Cell]:
     """Engine steps, plain and speculative, and their overhead, at the shortest context."""
     for quantity in OVERHEAD_OF:
@@ -104,7 +117,7 @@ def without(cells: Collection[Cell], failed: Cell) -> list[Cell]:
     goes altogether, and larger batches with it, so that what remains is still a grid.
     """
     smallest = min(c.size for c in cells if alike(c, failed))
-    if failed.size > smallest and failed.quantity is Quantity.TARGET_PASS:
+    if failed.size > smallest and failed.quantity in SHORTENED:
         return [c for c in cells if not (alike(c, failed) and c.size >= failed.size)]
     return [c for c in cells if c.batch < failed.batch]
 

@@ -20,6 +20,8 @@ class ProbeConfig:
         contexts: committed tokens of every sequence.
         drafted: K of the greedy chains and of the engine steps; a straight line through them tells
             what a drafted token adds from what a cycle takes anyway.
+        read: tokens of one sequence in a pass that reads them; fewer than two sizes: reading is not
+            measured.
         max_pass_rows: passes of more rows, over all sequences, are left out.
         target_error: done when half of every 95% interval is below this share of its estimate,
             which takes at least six samples of each.
@@ -31,6 +33,7 @@ class ProbeConfig:
     batches: tuple[int, ...] = (1, 8)
     contexts: tuple[int, ...] = (64, 512)
     drafted: tuple[int, ...] = (1, 4)
+    read: tuple[int, ...] = (1, 64, 256)
     max_pass_rows: int = 128
     target_error: float = 0.02
     min_rounds: int = 3
@@ -42,6 +45,8 @@ class ProbeConfig:
             values = getattr(self, name)
             if not values or values[0] < 1 or any(b <= a for a, b in pairwise(values)):
                 raise InvalidRequest(f"{name} is {list(values)}; it must ascend from 1 or more")
+        if any(b <= a for a, b in pairwise((0, *self.read))) or self.read[:1] not in ((), (1,)):
+            raise InvalidRequest(f"read is {list(self.read)}; it must ascend from 1, or be empty")
         if self.rows[0] != 1:
             raise InvalidRequest(f"rows is {list(self.rows)}; it must begin at 1, a plain pass")
         if self.max_pass_rows < self.batches[-1] * (self.drafted[-1] + 1):

@@ -17,8 +17,8 @@ from forerun.sampling.config import SamplingParams
 
 __all__ = ["EngineRig"]
 
-NUM_WARM_STEPS = 5
-"""The first reads the prompt, the second lets the draft read it; the next find cold caches."""
+NUM_WARM_STEPS = 4
+"""After all prompts were read: the first lets the draft read them, the next find cold caches."""
 NUM_STEPS = 6
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
@@ -73,6 +73,9 @@ class EngineRig:
         prompt = some_tokens(cell.context, self.target.vocab_size)
         requests = [engine.add_request(prompt, params) for _ in range(cell.batch)]
         try:
+            unread = set(requests)
+            while unread:
+                unread -= {chunk.request_id for chunk in engine.step()}
             for _ in range(NUM_WARM_STEPS):
                 engine.step()
             times = [self._timed_step(engine) for _ in range(NUM_STEPS)]

@@ -9,8 +9,9 @@ from forerun.probe.cells import Cell, Quantity, sizes
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine, Reading, interpolate
 from forerun.theory.intervals import Interval
+from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["cost_table", "straight_line"]
+__all__ = ["cost_table", "reading_cost", "straight_line"]
 
 Estimates = Mapping[Cell, Interval]
 
@@ -66,6 +67,22 @@ def cost_line(found: Estimates, batch: int, context: int, *, sampled: bool) -> C
         draft_error_s=draft.error_s,
         overhead_s=overhead.s,
         overhead_error_s=overhead.error_s,
+    )
+
+
+def reading_cost(found: Estimates) -> ReadingCost | None:
+    """What reading costs; None where it was measured at fewer than two sizes of both models."""
+    target, draft = (
+        {cell.size: interval.estimate for cell, interval in found.items() if cell.quantity is kind}
+        for kind in (Quantity.TARGET_READ, Quantity.DRAFT_READ)
+    )
+    common = sorted(target.keys() & draft.keys())
+    if len(common) < 2:
+        return None
+    return ReadingCost(
+        tokens=tuple(common),
+        target_s=tuple(target[size] for size in common),
+        draft_s=tuple(draft[size] for size in common),
     )
 
 

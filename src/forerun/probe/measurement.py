@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from forerun.probe.bandwidth import Bandwidth, read_bandwidth
-from forerun.probe.cells import chain_cells, pass_cells, step_cells
+from forerun.probe.cells import Quantity, chain_cells, pass_cells, read_cells, step_cells
 from forerun.probe.config import ProbeConfig
 from forerun.probe.engine_rig import EngineRig
-from forerun.probe.fit import cost_table
+from forerun.probe.fit import cost_table, reading_cost
 from forerun.probe.pair import Facts, Pair, num_threads_of, setup_of
 from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.profile import Measured, Profile, ReadLimit
@@ -62,6 +62,7 @@ def measure_pair(
         stable=rounds.stable,
         greedy=cost_table(found, sampled=False),
         sampled=cost_table(found, sampled=True),
+        reading=reading_cost(found),
     )
 
 
@@ -69,6 +70,7 @@ def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]
     """Everything to be measured, by the set-up it needs."""
     target_prefixes = prefixes(pair.target, config.contexts)
     draft_prefixes = prefixes(pair.draft, config.contexts)
+    shortest = config.contexts[0]
     passes = [
         PassRig(pair.target, list(pass_cells(config, context)), prefix, stopwatch)
         for context, prefix in target_prefixes.items()
@@ -77,6 +79,14 @@ def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]
         PassRig(pair.draft, list(chain_cells(config, context)), prefix, stopwatch)
         for context, prefix in draft_prefixes.items()
     ]
+    texts = [
+        PassRig(model, list(read_cells(config, quantity)), found[shortest], stopwatch)
+        for model, quantity, found in (
+            (pair.target, Quantity.TARGET_READ, target_prefixes),
+            (pair.draft, Quantity.DRAFT_READ, draft_prefixes),
+        )
+        if config.read
+    ]
     steps = EngineRig(
         target=timed(pair.target, stopwatch),
         draft=timed(pair.draft, stopwatch),
@@ -84,7 +94,7 @@ def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]
         config=pair.engine,
         cells=list(step_cells(config)),
     )
-    return [*passes, *chains, steps]
+    return [*passes, *chains, *texts, steps]
 
 
 def read_limit(before: Bandwidth, after: Bandwidth, target: Facts, draft: Facts) -> ReadLimit:

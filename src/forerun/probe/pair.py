@@ -86,7 +86,7 @@ def load_pair(
         IncompatibleDraft: the tokenizers differ.
         NotEnoughMemory: not even the smallest batch fits.
     """
-    config = replace(config, contexts=held_contexts((target, draft), config))
+    config = held((target, draft), config)
     batches = config.batches
     while True:
         room = with_room(engine, config)
@@ -104,33 +104,40 @@ def load_pair(
     return Pair(target=model, draft=small[0], tokenizer=tokenizer, engine=room), config
 
 
-def held_contexts(names: Sequence[str], config: ProbeConfig) -> tuple[int, ...]:
-    """The contexts behind which both models have room for the longest pass."""
+def held(names: Sequence[str], config: ProbeConfig) -> ProbeConfig:
+    """The settings less contexts, and texts to read, for which not both models have room."""
     checkpoints = [read_checkpoint(model_folder(name)) for name in names]
     most = min(read_config(checkpoint)[1].max_positions for checkpoint in checkpoints)
-    held = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
-    if not held:
+    contexts = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
+    if not contexts:
         raise InvalidRequest(
             f"no context of {list(config.contexts)} tokens fits with {config.rows[-1]} rows behind "
             f"it: the pair holds {most} tokens; give shorter contexts or fewer rows"
         )
-    return held
+    read = tuple(size for size in config.read if contexts[0] + size <= most)
+    return replace(config, contexts=contexts, read=read)
 
 
 def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
     """Room for the largest batch, the longest context and the most rows behind it."""
-    steps = config.contexts[0] + ENGINE_STEPS * (config.drafted[-1] + 1)
+    most_rows = max(engine.max_step_rows, config.batches[-1] * config.rows[-1])
+    chunk = min(engine.prefill_chunk, most_rows // config.batches[-1])
+    num_steps = ENGINE_STEPS + -(-config.contexts[0] // chunk)  # whoever is read first goes on
+    steps = config.contexts[0] + num_steps * (config.drafted[-1] + 1)
+    text = config.contexts[0] + max(config.read, default=0)
     return replace(
         engine,
         num_speculative_tokens=config.rows[-1] - 1,
         max_batch=config.batches[-1],
-        max_context=max(config.contexts[-1] + config.rows[-1], steps),
-        max_step_rows=config.batches[-1] * config.rows[-1],
+        max_context=max(config.contexts[-1] + config.rows[-1], steps, text),
+        max_step_rows=most_rows,
     )
 
 
-def facts_of(name: str, model: LanguageModel, dtype: str) -> Facts:
-    """What a model's files and sizes say; reads the weight files once to hash them."""
+def facts_of(
+    name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
+) -> Facts:
+    """What a model's files and sizes say; reads the weight files unless their hash is known."""
     checkpoint = read_checkpoint(model_folder(name))
     settings, architecture = read_config(checkpoint)
     chosen = choose_dtype(dtype, checkpoint)
@@ -140,7 +147,7 @@ def facts_of(name: str, model: LanguageModel, dtype: str) -> Facts:
     num_kv = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
     return Facts(
         name=name,
-        content_hash=content_hash(name),
+        content_hash=known_hash or content_hash(name),
         dtype=str(chosen).removeprefix("torch."),
         pass_bytes=num_read * chosen.itemsize,
         kv_token_bytes=num_kv * chosen.itemsize,

@@ -87,7 +87,10 @@ class PassRig:
             batch = self._rows(slots, num_nodes=0)
             vocab_size = self.model.vocab_size
             return lambda: self.model.greedy_chain(batch, cell.size, vocab_size)
-        batch = self._rows(slots, num_nodes=cell.size - 1)
+        if cell.quantity in (Quantity.TARGET_READ, Quantity.DRAFT_READ):
+            batch = self._text(slots[0], cell.size)
+        else:
+            batch = self._rows(slots, num_nodes=cell.size - 1)
         return lambda: self.model.forward(batch)
 
     def _rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
@@ -98,6 +101,13 @@ class PassRig:
         num_rows = len(slots) * (1 + num_nodes)
         tokens = torch.tensor(some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
         return pack(spans, tokens, range(num_rows), self.model.device)
+
+    def _text(self, slot: int, num_tokens: int) -> RowBatch:
+        """So many tokens more of one sequence; logits for the last one."""
+        start, tree = self.prefix.num_tokens, TokenTree.chain(0)
+        span = Span(slot=slot, start=start, num_chain=num_tokens, tree=tree)
+        tokens = torch.tensor(some_tokens(num_tokens, self.model.vocab_size), dtype=torch.int64)
+        return pack([span], tokens, [num_tokens - 1], self.model.device)
 
 
 def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPrefix]:

@@ -9,10 +9,11 @@ from typing import Any
 from forerun.probe.cells import Cell, Quantity
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
+from forerun.theory.reading_cost import ReadingCost
 
 __all__ = ["FORMAT", "Measured", "Profile", "ReadLimit", "Setup"]
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever an older program could misread a file."""
 DIGITS = 5
 
@@ -125,6 +126,7 @@ class Profile:
         stable: whether every interval got as narrow as asked.
         greedy: costs at T=0.
         sampled: costs at T=1.
+        reading: of prompts; None where it was not measured, as in profiles of format 1.
     """
 
     target: str
@@ -137,6 +139,7 @@ class Profile:
     stable: bool
     greedy: CostTable
     sampled: CostTable
+    reading: ReadingCost | None = None
 
     @property
     def num_rounds(self) -> int:
@@ -171,6 +174,7 @@ class Profile:
             "stable": self.stable,
             "greedy": self.greedy.to_dict(),
             "sampled": self.sampled.to_dict(),
+            "reading": None if self.reading is None else self.reading.to_dict(),
             "left_out": [asdict(cell) for cell in self.left_out],
             "measured": [measured.to_dict() for measured in self.measured],
         }
@@ -184,6 +188,7 @@ class Profile:
             TypeError: a part is of another kind.
             ValueError: a part is malformed.
         """
+        reading = values["reading"] if values["format"] > 1 else None
         return cls(
             target=str(values["target"]),
             draft=str(values["draft"]),
@@ -195,6 +200,7 @@ class Profile:
             stable=bool(values["stable"]),
             greedy=CostTable.from_dict(values["greedy"]),
             sampled=CostTable.from_dict(values["sampled"]),
+            reading=None if reading is None else ReadingCost.from_dict(reading),
         )
 
 

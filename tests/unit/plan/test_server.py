@@ -27,6 +27,7 @@ from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
+from forerun.theory.reading_cost import ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import acceptance_length, constant_acceptance_length
 from forerun.theory.stop_rule import StopRule
@@ -74,6 +75,36 @@ def test_a_plain_request_takes_its_prompt_and_one_step_per_token():
     assert found.phases[0].acceptance_length == 1.0
 
 
+def test_measured_reading_is_what_prompts_take():
+    reading = ReadingCost(tokens=(1, 9), target_s=(0.010, 0.012), draft_s=(0.001, 0.005))
+    work = workload(
+        arrivals=Recorded(times_s=(0.0, 0.0)), requests=2, output_tokens=Fixed(tokens=7)
+    )
+    found = simulate(
+        work, traffic_of(work, 1), Times(TABLE, reading), FixedController(4), "c", None
+    )
+    # Both prompts in one pass, 16 tokens on a line through the two points; 1 ms beside it.
+    assert found.ttft_s.p50 == pytest.approx(0.010 + 15 * 0.002 / 8 + 0.001)
+    # Both drafts read 9 tokens for one each; then K=4, then the last token plainly.
+    cycle_s = 4 * 0.002 + 0.010 + 8 * 0.001 + 0.001
+    assert found.tpot_s.p50 * 6 == pytest.approx(2 * 0.004 + cycle_s + 0.011)
+
+
+def test_prompts_beside_decoding_add_what_reading_adds():
+    reading = ReadingCost(tokens=(1, 9), target_s=(0.010, 0.018), draft_s=(0.001, 0.001))
+    work = workload(
+        requests=2,
+        arrivals=Recorded(times_s=(0.0, 0.020)),
+        prompt_tokens=Fixed(tokens=9),
+        output_tokens=Fixed(tokens=3),
+    )
+    found = simulate(
+        work, traffic_of(work, 1), Times(TABLE, reading), FixedController(0), "c", None
+    )
+    # 19 ms of prompt; a step of 11 in which the second comes; 8 more for its prompt.
+    assert found.total_s == pytest.approx(0.019 + 0.011 + 0.011 + 0.008 + 2 * 0.011)
+
+
 def test_a_perfect_draft_emits_every_token_and_the_bonus():
     found = run(workload(), k=4)
     cycle_s = 4 * 0.002 + 0.010 + 0.004 + 0.001
@@ -115,7 +146,8 @@ def test_tokens_per_step_are_what_theory_says(k):
 def test_a_batch_shares_its_passes():
     found = run(workload(requests=4, prompt_tokens=Fixed(tokens=1)), k=0)
     assert found.mean_batch == pytest.approx(4 * 20 / 21)
-    assert found.total_s == pytest.approx(21 * 0.011)
+    prompts_s = 0.010 + 0.003 + 0.001  # four prompts of one token
+    assert found.total_s == pytest.approx(prompts_s + 20 * 0.011)
 
 
 def test_whoever_finds_no_place_waits():

@@ -17,6 +17,7 @@ SMALL = ProbeConfig(
     batches=(1, 3),
     contexts=(9, 40),
     drafted=(1, 3),
+    read=(1, 4, 16),
     max_pass_rows=24,
     target_error=0.01,
     min_rounds=1,

@@ -67,6 +67,20 @@ def test_every_pass_is_found(exact):
         assert m.seconds.estimate == pytest.approx(expected, rel=1e-6)
 
 
+def test_what_reading_costs_is_found(exact):
+    assert exact.reading is not None
+    assert exact.reading.tokens == SMALL.read
+    for size, seconds in zip(SMALL.read, exact.reading.target_s, strict=True):
+        assert seconds == pytest.approx(planted_pass_s(1, SMALL.contexts[0], size), rel=1e-6)
+    assert exact.reading.target_more_s(16) == pytest.approx(15 * ROW_S, rel=1e-6)
+
+
+def test_reading_is_not_measured_where_nobody_wants_it():
+    found = profile_of(target_costs(), draft_costs(), replace(BRIEF, read=()))
+    assert found.reading is None
+    assert Profile.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
 def test_plain_steps_draft_and_overhead_are_found(exact):
     for line in exact.greedy.lines:
         plain_s = planted_pass_s(line.batch, line.context, 1) + line.batch * COMMIT_S

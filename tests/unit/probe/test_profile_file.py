@@ -12,6 +12,7 @@ from forerun.probe.profile_file import check_setup, load_profile, write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval
+from forerun.theory.reading_cost import ReadingCost
 
 SETUP = Setup(
     cpu="Imaginary 9000",
@@ -48,6 +49,7 @@ PROFILE = Profile(
     stable=True,
     greedy=TABLE,
     sampled=TABLE,
+    reading=ReadingCost(tokens=(1, 64), target_s=(0.010, 0.030), draft_s=(0.001, 0.002)),
 )
 OTHERS = {
     "cpu": "Real 100",
@@ -101,6 +103,13 @@ def test_a_newer_format_is_refused(file):
         load_profile(file)
 
 
+def test_the_first_format_knows_nothing_of_reading(file):
+    values = json.loads(file.read_text())
+    del values["reading"]
+    file.write_text(json.dumps(values | {"format": 1}))
+    assert load_profile(file) == replace(PROFILE, reading=None)
+
+
 @pytest.mark.parametrize("name", sorted(PROFILE.to_dict().keys() - {"format"}))
 def test_a_file_that_lacks_a_part_is_damaged(file, name):
     values = json.loads(file.read_text())
@@ -115,6 +124,7 @@ def test_a_file_that_lacks_a_part_is_damaged(file, name):
     [
         ("greedy", {"lines": []}),
         ("greedy", 3),
+        ("reading", {"tokens": [1]}),
         ("setup", {"cpu": "x"}),
         ("measured", [3]),
         ("measured", "none"),

@@ -131,10 +131,12 @@ class Flow:
         chunk = self.server.prefill_chunk
         full, rest = divmod(num_prompt, chunk)
         parts = [(chunk, full), (rest, 1 if rest else 0)]
-        others = num_running * (self.k + 1)
-        alone_s = times.pass_s(others) if others else -(times.plain_s - times.pass_s(1))
-        read_s = sum(count * (times.pass_s(others + rows) - alone_s) for rows, count in parts)
-        return read_s + (self.times.reading_s(num_prompt) if self.k else 0.0)
+        reading, beside_s = self.times.reading, 0.0
+        pass_s = reading.target_more_s
+        if not num_running:
+            pass_s, beside_s = reading.target_pass_s, max(0.0, times.plain_s - times.pass_s(1))
+        read_s = sum([count * (pass_s(rows) + beside_s) for rows, count in parts if count])
+        return read_s + (reading.draft_more_s(num_prompt) if self.k else 0.0)
 
     def finish(self) -> None:
         """The request that ends first has its last token."""

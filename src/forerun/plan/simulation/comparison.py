@@ -44,7 +44,7 @@ class Comparison:
         self.overlap = overlap
         self.coarse = coarse
         self.traffic = traffic_of(workload, seed)
-        self.times = Times(costs.at(workload.temperature))
+        self.times = Times(costs.at(workload.temperature), costs.reading)
         self._results: dict[str, Result] = {}
 
     def check(self, names: Iterable[str]) -> None:

@@ -138,12 +138,10 @@ class Cycle:
         other_s: everything else.
         num_rows: rows of the pass.
         num_prefill_rows: those of them that fed prompts.
-        num_fed_prompts: requests they are of.
     """
 
     __slots__ = (
-        "draft_s", "num_fed_prompts", "num_prefill_rows", "num_rows", "number", "other_s",
-        "started_s", "verify_s",
+        "draft_s", "num_prefill_rows", "num_rows", "number", "other_s", "started_s", "verify_s",
     )  # fmt: skip
 
     def __init__(self, number: int, started_s: float) -> None:
@@ -154,7 +152,11 @@ class Cycle:
         self.other_s = 0.0
         self.num_rows = 0
         self.num_prefill_rows = 0
-        self.num_fed_prompts = 0
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of the pass that verify."""
+        return self.num_rows - self.num_prefill_rows
 
     @property
     def total_s(self) -> float:

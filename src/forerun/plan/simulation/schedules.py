@@ -33,7 +33,7 @@ class Sequential:
     def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
         """Say what a cycle takes in which somebody drafts."""
         cycle.draft_s += sum(times.draft_s[b] for b in levels(requests))
-        cycle.verify_s = times.pass_s(cycle.num_rows)
+        cycle.verify_s = times.pass_s(cycle.num_decode_rows)
         cycle.other_s = times.overhead_s
 
 
@@ -48,7 +48,7 @@ class Early(Sequential):
         first, *others = (times.draft_s[b] for b in levels(requests))
         alive = sum(request.depth > 1 and request.num_accepted > 0 for request in requests)
         num_later = sum(request.depth - 1 for request in requests if request.num_accepted)
-        num_first = cycle.num_rows - sum(max(0, request.depth - 1) for request in requests)
+        num_first = cycle.num_decode_rows - sum(max(0, request.depth - 1) for request in requests)
         check_s = times.pass_s(num_first)
         if alive:
             cycle.draft_s += first + max(0.0, sum(others) - check_s)
@@ -90,7 +90,7 @@ class Pearl(Sequential):
     def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
         """The longer of drafting and verifying."""
         draft_s = cycle.draft_s + sum(times.draft_s[b] for b in levels(requests))
-        cycle.verify_s = times.pass_s(cycle.num_rows)
+        cycle.verify_s = times.pass_s(cycle.num_decode_rows)
         cycle.draft_s = max(0.0, draft_s - cycle.verify_s)
         cycle.other_s = times.overhead_s
 

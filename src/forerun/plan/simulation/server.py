@@ -85,8 +85,7 @@ class Server:
         if len(decoding) < len(running):
             emitting = decoding + self._read_prompts(decoding, cycle)
         drafting = [request for request in decoding if request.depth]
-        num_fed = len(decoding) + cycle.num_fed_prompts
-        times = self.times.at(num_fed, self.num_tokens)
+        times = self.times.at(max(1, len(decoding)), self._num_decoding_tokens(decoding))
         cycle.num_rows = cycle.num_prefill_rows + self.schedule.num_rows(decoding, drafting)
         if drafting:
             gained = [self.schedule.advance(request) for request in decoding]
@@ -94,13 +93,22 @@ class Server:
             self.schedule.spend(cycle, times, drafting)
         else:
             gained = [1] * len(decoding)
-            alone_s = times.pass_s(num_fed)
-            within_s = min(alone_s, times.plain_s)
-            cycle.verify_s = within_s + times.pass_s(cycle.num_rows) - alone_s
+            within_s = min(times.pass_s(len(decoding)), times.plain_s)
+            cycle.verify_s = within_s if decoding else 0.0
             cycle.other_s = times.plain_s - within_s
+        if cycle.num_prefill_rows:
+            reading = self.times.reading
+            read_s = reading.target_more_s if decoding else reading.target_pass_s
+            cycle.verify_s += read_s(cycle.num_prefill_rows)
         self._commit(decoding, gained, emitting, cycle)
         self.controller.observe(Records(cycle, emitting))
         self.num_cycles += 1
+
+    def _num_decoding_tokens(self, decoding: Sequence[SimulatedRequest]) -> int:
+        """Committed tokens of those that decode."""
+        if len(decoding) == len(self.running):
+            return self.num_tokens
+        return sum([request.num_committed for request in decoding])
 
     def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
         """The controller's plans, cut to what may still be emitted and to the largest K."""
@@ -131,7 +139,6 @@ class Server:
                 fed = min(request.num_unread, self.config.prefill_chunk, budget)
                 budget -= fed
                 cycle.num_prefill_rows += fed
-                cycle.num_fed_prompts += 1
                 request.num_unread -= fed
                 if not request.num_unread:
                     request.rest()
@@ -143,7 +150,7 @@ class Server:
         for request in drafting:
             num_missed = request.num_committed - request.num_read
             if num_missed > 1:
-                cycle.draft_s += self.times.reading_s(num_missed)
+                cycle.draft_s += self.times.reading.draft_more_s(num_missed)
             request.num_read = request.num_committed
 
     def _commit(

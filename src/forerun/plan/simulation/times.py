@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forerun.theory.cost import CostTable
+from forerun.theory.reading_cost import ReadingCost
 
 __all__ = ["CycleTimes", "Times"]
 
@@ -57,13 +58,13 @@ class Times:
 
     Args:
         table: of drafter and target.
+        reading: what prompts take; None: made of the table.
     """
 
-    def __init__(self, table: CostTable) -> None:
+    def __init__(self, table: CostTable, reading: ReadingCost | None = None) -> None:
         self.table = table
+        self.reading = reading or reading_as_verified(table)
         self._found: dict[tuple[int, int], CycleTimes] = {}
-        self._alone = CycleTimes(table, 1, 0)
-        self._share = self._alone.draft_s[1] / self._alone.plain_s
 
     def at(self, batch: int, num_tokens: int) -> CycleTimes:
         """Times of a pass.
@@ -79,10 +80,15 @@ class Times:
             found = self._found[batch, bucket] = CycleTimes(self.table, batch, context)
         return found
 
-    def reading_s(self, num_tokens: int) -> float:
-        """The draft reads tokens it has missed.
 
-        No profile has this. It is taken to cost as much less than in the target as a drafted token
-        costs less than a plain step.
-        """
-        return self._share * (self._alone.pass_s(num_tokens) - self._alone.pass_s(1))
+def reading_as_verified(table: CostTable) -> ReadingCost:
+    """Reading, where nobody has measured it: dearer than it is.
+
+    The target is taken to read as it verifies, and the draft to read for as much less as a drafted
+    token costs less than a plain step.
+    """
+    rows = table.lines[0].rows
+    share = table.draft_cost()
+    target_s = tuple(table.verify_step_s(num_rows) for num_rows in rows)
+    draft_s = tuple(share * seconds for seconds in target_s)
+    return ReadingCost(tokens=rows, target_s=target_s, draft_s=draft_s)

@@ -1,0 +1,91 @@
+"""What reading a text costs: passes over tokens of which only the last one's law is wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+
+from forerun.theory.cost_line import Reading, interpolate
+
+__all__ = ["ReadingCost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingCost:
+    """Seconds of a pass that reads so many tokens of one sequence, by target and by draft.
+
+    A verify pass of as many rows takes longer, for it yields a law at every row. Between
+    measurements everything is linear; beyond the most tokens the last slope goes on.
+
+    Attributes:
+        tokens: measured numbers of tokens, ascending from 1.
+        target_s: a pass of the target, per number.
+        draft_s: the same of the draft.
+
+    Raises:
+        ValueError: lengths disagree, an order is broken, or a time is no time.
+    """
+
+    tokens: tuple[int, ...]
+    target_s: tuple[float, ...]
+    draft_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be read."""
+        if not self.tokens or self.tokens[0] != 1 or any(b <= a for a, b in pairwise(self.tokens)):
+            raise ValueError(f"tokens is {list(self.tokens)}; it must ascend from 1")
+        for name in ("target_s", "draft_s"):
+            times = getattr(self, name)
+            if len(times) != len(self.tokens):
+                raise ValueError(f"{name} has {len(times)} entries for {len(self.tokens)} numbers")
+            if not all(0.0 <= seconds < math.inf for seconds in times):
+                raise ValueError(f"{name} is {list(times)}; times are finite and 0 or more")
+
+    def target_pass_s(self, num_tokens: int) -> float:
+        """The target reads, and nothing else is in its pass."""
+        return self._at(self.target_s, num_tokens)
+
+    def target_more_s(self, num_tokens: int) -> float:
+        """What reading adds to a pass of the target that would happen anyway."""
+        return max(0.0, self.target_pass_s(num_tokens) - self.target_s[0])
+
+    def draft_more_s(self, num_tokens: int) -> float:
+        """What it costs that the draft reads so many tokens instead of one before it drafts."""
+        return max(0.0, self._at(self.draft_s, num_tokens) - self.draft_s[0])
+
+    def _at(self, times: Sequence[float], num_tokens: int) -> float:
+        return interpolate(self.tokens, [Reading(seconds) for seconds in times], num_tokens).s
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> ReadingCost:
+        """What `to_dict` wrote, tuples or lists alike.
+
+        Raises:
+            ValueError: a field is missing, unknown or not of numbers, or a value is impossible.
+        """
+        names = {item.name for item in fields(cls)}
+        if values.keys() != names:
+            raise ValueError(
+                f"a reading cost has {', '.join(sorted(names))}; this one {', '.join(values)}"
+            )
+        found = {name: _numbers(name, values[name]) for name in names}
+        return cls(
+            tokens=tuple(map(int, found["tokens"])),
+            target_s=found["target_s"],
+            draft_s=found["draft_s"],
+        )
+
+
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} is {values!r}; it must be a list")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} contains {value!r}; it must be a number")
+    return tuple(map(float, values))
