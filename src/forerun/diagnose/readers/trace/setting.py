@@ -1,0 +1,86 @@
+"""What a trace says of its setting: what ran, how requests asked, what their tokens were like."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from forerun.diagnose.evidence import MAX_WORD, Evidence
+from forerun.diagnose.readers.trace.totals import HitsBy
+from forerun.theory.record import RequestRecord, TraceHeader
+
+__all__ = ["add_asked", "add_setup"]
+
+METHODS = {"draft_model": "draft_model", "suffix": "ngram"}
+"""Ours under the names of the vocabulary."""
+MIN_PROMPT_TOKENS = 200
+"""Fewer prompt tokens do not tell a text from a list of random ids."""
+COMMON = 10
+"""In any text the ten commonest tokens are a good part of it; of random ids they are next to none."""
+
+
+def add_setup(
+    evidence: Evidence, headers: Sequence[TraceHeader], methods: HitsBy, source: str
+) -> None:
+    """What ran, where all headers say the same, what changed between them, how most steps drafted.
+
+    Args:
+        evidence: takes the facts.
+        headers: of the trace, in order.
+        methods: drafting steps by drafter.
+        source: name of the trace.
+    """
+    if not headers:
+        return
+    evidence.add("engine", "forerun", source)
+    for name, values in (
+        ("target_name", {header.target for header in headers}),
+        ("draft_name", {header.draft for header in headers}),
+        ("target_hash", {header.target_hash for header in headers}),
+        ("draft_hash", {header.draft_hash for header in headers}),
+        ("engine_version", {header.versions.get("forerun") for header in headers}),
+        ("device", {header.device for header in headers}),
+    ):
+        value = values.pop() if len(values) == 1 else None
+        if value is not None and len(value) <= MAX_WORD:
+            evidence.add(name, value, source)
+    add_change(evidence, headers, source)
+    if methods:
+        most = max(methods, key=lambda method: methods[method].num_steps)
+        evidence.add("method", METHODS.get(most, "other"), source)
+
+
+def add_change(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
+    """The one thing that changed while the trace went on; several arms of a comparison are none."""
+    drafts = {header.draft_hash for header in headers}
+    targets = {header.target_hash for header in headers}
+    if len(targets) == 2 and len(drafts) == 1:
+        evidence.add("changed", ["target"], f"{source}: its headers name two targets, one draft")
+
+
+def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    """How draws were verified, where all requests asked alike, and what prompts were like."""
+    rules = {
+        (r.parameters.get("verification"), r.parameters.get("draft_temperature"))
+        for r in requests
+        if r.parameters.get("temperature") != 0
+    }
+    if len(rules) == 1 and "draft_model" in evidence.words("method"):
+        rule, draft_temperature = rules.pop()
+        evidence.add("draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature")
+        if rule in ("walk", "block", "token"):
+            evidence.add("exact_match_rule", rule == "walk", f"{source}: verification {rule}")
+    add_prompts(evidence, requests, source)
+
+
+def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
+    """Whether prompts are random tokens, where the trace keeps them."""
+    counts: Counter[int] = Counter()
+    for request in requests:
+        counts.update(request.prompt_token_ids or ())
+    total = counts.total()
+    if total < MIN_PROMPT_TOKENS:
+        return
+    share = sum(count for _, count in counts.most_common(COMMON)) / total
+    answer = True if share < 0.05 else False if share > 0.12 else None
+    evidence.add("random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens")
