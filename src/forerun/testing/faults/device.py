@@ -1,0 +1,181 @@
+"""A device whose speed is ours to choose, and its clock.
+
+On a CPU the shipped pair gains little: its weights stay in the cache, and every row is paid for. A
+laboratory wants the opposite, a device bound by memory, on which speculation pays unless something
+is wrong; and it wants the same figures on a busy machine as on an idle one. So passes are computed
+as ever, but the clock is told how long they take on that device. What the engine does around them
+is measured, in CPU time of its thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from forerun.models.base import LanguageModel, RowBatch, SampledChains, SampledTokens, Scores
+from forerun.models.wrapped import WrappedModel
+from forerun.theory.stop_rule import StopRule
+
+__all__ = ["DRAFT_PACE", "TARGET_PACE", "Device", "Pace", "Spent", "on_device"]
+
+Role = Literal["target", "draft"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds of a pass: weights are read or rows computed, whichever takes longer; then caches.
+
+    Attributes:
+        pass_s: reading the weights once.
+        free_rows: rows that are computed in that time.
+        context_s: reading one token of a cache for one query row.
+    """
+
+    pass_s: float
+    free_rows: float = 48.0
+    context_s: float = 0.0
+
+    def seconds(self, num_rows: int, num_pairs: int) -> float:
+        """Of one pass.
+
+        Args:
+            num_rows: its rows.
+            num_pairs: cached tokens read, summed over its rows.
+        """
+        return self.pass_s * max(1.0, num_rows / self.free_rows) + self.context_s * num_pairs
+
+    def times(self, factor: float) -> Pace:
+        """Slower by a factor."""
+        return replace(self, pass_s=self.pass_s * factor, context_s=self.context_s * factor)
+
+
+TARGET_PACE = Pace(pass_s=10e-3)
+DRAFT_PACE = Pace(pass_s=5e-4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds, since the beginning or between two moments.
+
+    Attributes:
+        draft_s: passes of drafts, as long as the device takes them.
+        target_s: passes of targets, likewise.
+        host_s: everything else.
+    """
+
+    draft_s: float
+    target_s: float
+    host_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.draft_s + self.target_s + self.host_s
+
+    def since(self, before: Spent) -> Spent:
+        """What was spent after another moment."""
+        return Spent(
+            draft_s=self.draft_s - before.draft_s,
+            target_s=self.target_s - before.target_s,
+            host_s=self.host_s - before.host_s,
+        )
+
+
+@dataclass(slots=True)
+class Device:
+    """What models run on, and its clock.
+
+    Attributes:
+        pass_s: time of passes so far, by whose they are.
+        hidden_s: CPU time that computing them took, which the clock does not count.
+        waited_s: time that somebody waited without computing.
+    """
+
+    pass_s: dict[Role, float] = field(default_factory=lambda: {"target": 0.0, "draft": 0.0})
+    hidden_s: float = 0.0
+    waited_s: float = 0.0
+
+    def spent(self) -> Spent:
+        """Up to now."""
+        host_s = time.thread_time() - self.hidden_s + self.waited_s
+        return Spent(draft_s=self.pass_s["draft"], target_s=self.pass_s["target"], host_s=host_s)
+
+
+class DeviceModel(WrappedModel):
+    """A LanguageModel on a device.
+
+    Args:
+        model: does the work.
+        pace: of its passes.
+        device: whose clock is told.
+        role: target or draft.
+    """
+
+    def __init__(self, model: LanguageModel, pace: Pace, device: Device, role: Role) -> None:
+        super().__init__(model)
+        self.pace = pace
+        self.runs_on = device
+        self.role: Role = role
+
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass of the model."""
+        start_s = time.thread_time()
+        scores = self.model.forward(batch)
+        self._tell(start_s, self._seconds(batch))
+        return scores
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """A greedy chain of the model: as many passes as tokens."""
+        start_s = time.thread_time()
+        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
+        self._tell(start_s, self._chain_seconds(batch, num_tokens))
+        return tokens
+
+    def _seconds(self, batch: RowBatch) -> float:
+        num_pairs = sum(span.num_rows * (span.start + span.num_rows) for span in batch.spans)
+        return self.pace.seconds(len(batch.tokens), num_pairs)
+
+    def _chain_seconds(self, batch: RowBatch, num_tokens: int) -> float:
+        num_pairs = sum(span.start + span.num_rows for span in batch.spans)
+        later_s = self.pace.seconds(len(batch.spans), num_pairs)
+        return self._seconds(batch) + (num_tokens - 1) * later_s
+
+    def _tell(self, start_s: float, seconds: float) -> None:
+        self.runs_on.hidden_s += time.thread_time() - start_s
+        self.runs_on.pass_s[self.role] += seconds
+
+
+class SampledDeviceModel(DeviceModel):
+    """A DeviceModel over one that draws whole chains."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
+        """A sampled chain of the model: as many passes as were drawn."""
+        assert isinstance(self.model, SampledChains)
+        start_s = time.thread_time()
+        drawn = self.model.sampled_chain(
+            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
+        )
+        self._tell(start_s, self._chain_seconds(batch, len(drawn.tokens)))
+        return drawn
+
+
+def on_device(model: LanguageModel, pace: Pace, device: Device, role: Role) -> LanguageModel:
+    """The model on a device, with all that it can do."""
+    kind = SampledDeviceModel if isinstance(model, SampledChains) else DeviceModel
+    return kind(model, pace, device, role)

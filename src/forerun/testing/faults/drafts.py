@@ -1,0 +1,130 @@
+"""Drafters that go wrong between steps: what they believe to be the text is not what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.control.base import Plan
+from forerun.drafters.base import DraftRequest, Outcome, Pause
+from forerun.drafters.draft_model import DraftModel
+from forerun.errors import DrafterError
+from forerun.models.base import LanguageModel
+from forerun.models.context import Context
+from forerun.sampling.proposal import Proposal
+
+__all__ = ["Broken", "ForgetsOnPause", "KeepsRejected", "MissesBonus"]
+
+
+class OwnText(DraftModel):
+    """A draft model with a text of its own per request, which should be the committed one."""
+
+    def __init__(self, model: LanguageModel, vocab_size: int) -> None:
+        super().__init__(model, vocab_size)
+        self._taken: dict[str, int] = {}
+        self._proposed: dict[str, list[int]] = {}
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        """Take in what was committed since, then draft."""
+        for request in requests:
+            branch = self._branches.get(request.request_id)
+            if branch is not None:
+                branch.context.ids += request.ids[self._taken[request.request_id] :]
+            self._taken[request.request_id] = len(request.ids)
+        proposals = super().propose(requests, plans)
+        for request, proposal in zip(requests, proposals, strict=True):
+            tokens = [] if proposal is None else proposal.tokens.tolist()
+            self._proposed[request.request_id] = tokens
+        return proposals
+
+    def _open(self, request: DraftRequest) -> Context:
+        return Context(self.model.store, [*request.ids])
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep the rows that `kept` says, and the text that belongs to them."""
+        for outcome in outcomes:
+            branch = self._branches[outcome.request_id]
+            proposed = self._proposed[outcome.request_id]
+            num_kept = self.num_kept(outcome.verdict.num_accepted, proposed)
+            branch.context.ids += proposed[:num_kept]
+            branch.commit(num_kept)
+            self._taken[outcome.request_id] += outcome.verdict.num_accepted
+
+    def num_kept(self, num_accepted: int, proposed: Sequence[int]) -> int:
+        """How many drafted tokens stay in the draft's text."""
+        return num_accepted
+
+    def forget(self, request_id: str) -> None:
+        """Drop all state of a request."""
+        super().forget(request_id)
+        self._taken.pop(request_id, None)
+        self._proposed.pop(request_id, None)
+
+
+class KeepsRejected(OwnText):
+    """Off by one after a partial rejection: the rejected token's row stays in the cache."""
+
+    def num_kept(self, num_accepted: int, proposed: Sequence[int]) -> int:
+        """One more where some were accepted and some rejected."""
+        partial = 0 < num_accepted < len(proposed)
+        return num_accepted + 1 if partial else num_accepted
+
+
+class MissesBonus(OwnText):
+    """The row of the last drafted token is never made up for after a full acceptance."""
+
+    def num_kept(self, num_accepted: int, proposed: Sequence[int]) -> int:
+        """One fewer where all were accepted: drafting does not feed its last token."""
+        full = bool(proposed) and num_accepted == len(proposed)
+        return num_accepted - 1 if full else num_accepted
+
+
+class ForgetsOnPause(OwnText):
+    """Loses its cache whenever a step goes by without it, and goes on from the last few tokens.
+
+    Args:
+        model: of the draft.
+        vocab_size: of the target.
+        num_left: tokens it begins again with.
+    """
+
+    def __init__(self, model: LanguageModel, vocab_size: int, num_left: int) -> None:
+        super().__init__(model, vocab_size)
+        self.num_left = num_left
+        self._lost: set[str] = set()
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        """Lose what was paused, then draft."""
+        for request in requests:
+            name = request.request_id
+            known = name in self._branches
+            # A step it took part in yields one token that it has not been told of yet.
+            if known and len(request.ids) > self._taken[name] + 1:
+                self.forget(name)
+                self._lost.add(name)
+        return super().propose(requests, plans)
+
+    def _open(self, request: DraftRequest) -> Context:
+        lost = request.request_id in self._lost
+        return Context(self.model.store, request.ids[-self.num_left :] if lost else [*request.ids])
+
+
+class Broken:
+    """A drafter that fails at once, so that everything is decoded plainly."""
+
+    method = "draft_model"
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> Sequence[Proposal | Pause | None]:
+        """Fail."""
+        raise DrafterError("the draft cannot be reached")
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing was proposed."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""

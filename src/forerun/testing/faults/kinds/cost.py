@@ -1,0 +1,116 @@
+"""Faults of what a step costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forerun.testing.faults.device import DRAFT_PACE, TARGET_PACE
+from forerun.testing.faults.dice import Dice
+from forerun.testing.faults.lab import DRAFT, Lab
+from forerun.testing.faults.laws import SlowJudge
+from forerun.testing.faults.passes import RowByRow
+from forerun.testing.faults.scene import Fault, Scene
+from forerun.testing.faults.workload import long_prompts, requests, scene_of
+
+__all__ = ["COST"]
+
+
+def slow_draft(lab: Lab, dice: Dice) -> Scene:
+    """Every drafted token takes a large part of a target pass."""
+    pace = DRAFT_PACE.times(dice.uniform(7.0, 10.0))
+    engine = lab.engine(lab.drafter(DRAFT, pace), dice.integer(2, 4))
+    return scene_of(lab, engine, requests(lab, dice))
+
+
+def separate_passes(lab: Lab, dice: Dice) -> Scene:
+    """The target takes the rows of a step one by one."""
+    pace = TARGET_PACE.times(dice.uniform(0.6, 1.0))
+    engine = lab.engine(
+        lab.drafter(DRAFT), dice.integer(2, 4), target=RowByRow(lab.target(pace=pace))
+    )
+    return scene_of(lab, engine, requests(lab, dice))
+
+
+def host_sync(lab: Lab, dice: Dice) -> Scene:
+    """The engine waits once per emitted token."""
+    judge = SlowJudge(lab.device, TARGET_PACE.pass_s * dice.uniform(0.3, 0.6))
+    engine = lab.engine(lab.drafter(), dice.integer(2, 4), judge=judge)
+    return scene_of(lab, engine, requests(lab, dice))
+
+
+def busy_batch(lab: Lab, dice: Dice) -> Scene:
+    """A batch whose plain rows alone keep the device busy."""
+    batch = dice.integer(6, 8)
+    pace = replace(TARGET_PACE, free_rows=batch * dice.uniform(0.8, 1.2))
+    engine = lab.engine(
+        lab.drafter(), dice.integer(3, 5), batch=batch, target=lab.target(pace=pace)
+    )
+    asked = requests(lab, dice, count=batch * max(1, 3 * lab.num_prompts // 10))
+    return scene_of(lab, engine, asked)
+
+
+def long_context(lab: Lab, dice: Dice) -> Scene:
+    """A kernel that reads the cache once per row."""
+    pace = replace(TARGET_PACE, context_s=TARGET_PACE.pass_s * dice.uniform(0.6, 0.9) / 1000)
+    texts = [
+        *long_prompts(lab, dice, dice.integer(40, 80), lab.num_prompts // 2),
+        *long_prompts(lab, dice, dice.integer(650, 850), lab.num_prompts // 2),
+    ]
+    asked = requests(lab, dice, texts=texts, count=len(texts))
+    engine = lab.engine(lab.drafter(), dice.integer(3, 5), target=lab.target(pace=pace))
+    return scene_of(lab, engine, asked)
+
+
+def prefill_only(lab: Lab, dice: Dice) -> Scene:
+    """Long prompts, a few tokens of output."""
+    pace = replace(TARGET_PACE, free_rows=24.0)
+    texts = long_prompts(lab, dice, dice.integer(400, 600), 2 * lab.num_prompts)
+    asked = requests(lab, dice, texts=texts, count=len(texts), max_tokens=dice.integer(5, 10))
+    engine = lab.engine(lab.drafter(), dice.integer(2, 4), target=lab.target(pace=pace))
+    return scene_of(lab, engine, asked)
+
+
+COST = (
+    Fault(
+        name="slow draft",
+        label="draft_too_slow",
+        what="a drafted token takes a third to a half of a target pass",
+        varies="K, temperature, how slow",
+        inject=slow_draft,
+    ),
+    Fault(
+        name="separate passes",
+        label="verify_not_parallel",
+        what="the rows of a verifying pass are taken one by one",
+        varies="K, temperature, seconds of a pass",
+        inject=separate_passes,
+    ),
+    Fault(
+        name="host sync per token",
+        label="engine_overhead",
+        what="a wait per emitted token between the pass and the commit",
+        varies="K, temperature, how long it waits",
+        inject=host_sync,
+    ),
+    Fault(
+        name="busy batch",
+        label="compute_bound_batch",
+        what="a device on which the plain batch takes all the rows that are free",
+        varies="K, temperature, batch, free rows",
+        inject=busy_batch,
+    ),
+    Fault(
+        name="cache read per row",
+        label="long_context_kv_cost",
+        what="a pass takes time for every cached token and row",
+        varies="K, temperature, prompt lengths, how much time",
+        inject=long_context,
+    ),
+    Fault(
+        name="prefill only",
+        label="prefill_dominated",
+        what="long prompts with outputs of a few tokens",
+        varies="K, temperature, lengths of both",
+        inject=prefill_only,
+    ),
+)

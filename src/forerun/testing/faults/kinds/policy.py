@@ -1,0 +1,74 @@
+"""Faults of the choice of K."""
+
+from __future__ import annotations
+
+from forerun.testing.faults.controllers import Oscillating
+from forerun.testing.faults.device import DRAFT_PACE
+from forerun.testing.faults.dice import Dice
+from forerun.testing.faults.lab import DRAFT, POOR_DRAFT, Lab
+from forerun.testing.faults.scene import Fault, Scene
+from forerun.testing.faults.workload import requests, scene_of
+
+__all__ = ["POLICY"]
+
+
+def k_too_large(lab: Lab, dice: Dice) -> Scene:
+    """Far more is drafted than is accepted."""
+    pace = DRAFT_PACE.times(dice.uniform(1.0, 1.6))
+    engine = lab.engine(lab.drafter(DRAFT, pace), dice.integer(12, 16))
+    return scene_of(lab, engine, requests(lab, dice))
+
+
+def k_too_large_poor(lab: Lab, dice: Dice) -> Scene:
+    """The same with a draft that is hardly ever right."""
+    engine = lab.engine(lab.drafter(POOR_DRAFT), dice.integer(12, 16))
+    asked = requests(lab, dice, temperature=dice.choice((0.9, 1.0, 1.2)))
+    return scene_of(lab, engine, asked, POOR_DRAFT)
+
+
+def k_too_small(lab: Lab, dice: Dice) -> Scene:
+    """One token per step of a draft that is nearly always right."""
+    pace = DRAFT_PACE.times(dice.uniform(1.0, 3.0))
+    drafter = lab.drafter("zoo:target", pace)
+    return scene_of(lab, lab.engine(drafter, 1), requests(lab, dice), "zoo:target")
+
+
+def oscillating(lab: Lab, dice: Dice) -> Scene:
+    """K swings between far too large and next to nothing."""
+    drafter = lab.drafter()
+    high = dice.integer(10, 16)
+    controller = Oscillating(drafter.method, dice.integer(0, 1), high, dice.integer(1, 2))
+    engine = lab.engine(drafter, high, controller=controller)
+    return scene_of(lab, engine, requests(lab, dice))
+
+
+POLICY = (
+    Fault(
+        name="K too large",
+        label="k_too_large",
+        what="K of 12 to 16 where three tokens are accepted at best",
+        varies="K, temperature, seconds of a drafted token",
+        inject=k_too_large,
+    ),
+    Fault(
+        name="K too large for a poor draft",
+        label="k_too_large",
+        what="K of 12 to 16 with a draft of other text",
+        varies="K, temperature",
+        inject=k_too_large_poor,
+    ),
+    Fault(
+        name="K too small",
+        label="k_too_small",
+        what="K of 1 with a draft that is as good as the target",
+        varies="temperature, seconds of a drafted token",
+        inject=k_too_small,
+    ),
+    Fault(
+        name="oscillating controller",
+        label="adaptive_policy_pathology",
+        what="a controller that swings between two K",
+        varies="both K, how long it stays, temperature",
+        inject=oscillating,
+    ),
+)

@@ -1,0 +1,75 @@
+"""Faults of what the draft is fed: its cache, its weights, its state after a pause."""
+
+from __future__ import annotations
+
+from forerun.testing.faults.controllers import Pausing
+from forerun.testing.faults.dice import Dice
+from forerun.testing.faults.drafts import ForgetsOnPause, KeepsRejected, MissesBonus
+from forerun.testing.faults.lab import DRAFT, TARGET, Lab
+from forerun.testing.faults.scene import Fault, Scene
+from forerun.testing.faults.weights import altered_copy, forgotten
+from forerun.testing.faults.workload import requests, scene_of
+
+__all__ = ["STATE"]
+
+
+def off_by_one(lab: Lab, dice: Dice) -> Scene:
+    """A rejected row stays after every partial rejection."""
+    drafter = KeepsRejected(lab.draft_model(), lab.model(TARGET).vocab_size)
+    return scene_of(lab, lab.engine(drafter, dice.integer(3, 5)), requests(lab, dice))
+
+
+def missing_bonus(lab: Lab, dice: Dice) -> Scene:
+    """The last drafted token is never fed after a full acceptance."""
+    drafter = MissesBonus(lab.draft_model(), lab.model(TARGET).vocab_size)
+    return scene_of(lab, lab.engine(drafter, dice.integer(1, 3)), requests(lab, dice))
+
+
+def misloaded(lab: Lab, dice: Dice) -> Scene:
+    """Part of the draft's matrices are what an initialiser left."""
+    seed = dice.integer(0, 1 << 30)
+    name = altered_copy(
+        DRAFT, lab.folder / f"draft-{seed}", forgotten(dice.uniform(0.4, 0.9), seed)
+    )
+    engine = lab.engine(lab.drafter(name), dice.integer(2, 4))
+    return scene_of(lab, engine, requests(lab, dice))
+
+
+def state_lost(lab: Lab, dice: Dice) -> Scene:
+    """After every plain step the draft begins again from the last few tokens."""
+    drafter = ForgetsOnPause(lab.draft_model(), lab.model(TARGET).vocab_size, dice.integer(1, 3))
+    k = dice.integer(2, 4)
+    controller = Pausing(drafter.method, k, dice.integer(3, 5))
+    return scene_of(lab, lab.engine(drafter, k, controller=controller), requests(lab, dice))
+
+
+STATE = (
+    Fault(
+        name="rejected row kept",
+        label="kv_position_misalignment",
+        what="the draft's cache keeps the rejected token's row after a partial rejection",
+        varies="K, temperature",
+        inject=off_by_one,
+    ),
+    Fault(
+        name="bonus row missing",
+        label="kv_position_misalignment",
+        what="the draft's cache lacks the last drafted token's row after a full acceptance",
+        varies="K, temperature",
+        inject=missing_bonus,
+    ),
+    Fault(
+        name="weights not loaded",
+        label="draft_weights_misloaded",
+        what="a share of the draft's matrices is as they are initialised",
+        varies="K, temperature, which matrices and how many",
+        inject=misloaded,
+    ),
+    Fault(
+        name="state lost at pauses",
+        label="drafter_state_loss",
+        what="after a step without it the draft goes on from the last few tokens only",
+        varies="K, temperature, how often it pauses, how many tokens are left",
+        inject=state_lost,
+    ),
+)

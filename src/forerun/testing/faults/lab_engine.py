@@ -1,0 +1,110 @@
+"""An engine for experiments: its verdicts can be replaced, its clock is the device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from forerun.engine.engine import Engine
+from forerun.engine.step import Stepper
+from forerun.engine.timing import StepClock
+from forerun.engine.turn import Turn
+from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.models.wrapped import WrappedModel
+from forerun.sampling.proposal import Verdict
+from forerun.testing.faults.device import Device
+from forerun.theory.record import StepRecord
+
+__all__ = ["Judge", "LabEngine"]
+
+Judge = Callable[[Turn, Tensor], Verdict]
+"""From a turn with its verdict, and the logits of its rows, to the verdict that counts."""
+
+
+class LastScores(WrappedModel):
+    """A model that remembers the logits of its last pass."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
+        self.logits: Tensor | None = None
+
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass of the model."""
+        scores = self.model.forward(batch)
+        self.logits = scores.logits
+        return scores
+
+
+class LabStepper(Stepper):
+    """A step whose verdicts a judge looks over before they are committed.
+
+    Args:
+        judge: says what counts; None leaves verdicts as they are.
+        device: whose clock fills the records.
+        target: of the engine.
+        parts: of the step.
+    """
+
+    def __init__(
+        self, *, judge: Judge | None, device: Device, target: LanguageModel, **parts: Any
+    ) -> None:
+        self.last = LastScores(target)
+        super().__init__(target=self.last, **parts)
+        self.judge = judge
+        self.device = device
+        self._began = device.spent()
+
+    def run(self) -> list[StepRecord]:
+        """Advance every running sequence once."""
+        self._began = self.device.spent()
+        return super().run()
+
+    def _decide(self, fed: Sequence[Turn], emitting: Sequence[Turn], clock: StepClock) -> None:
+        super()._decide(fed, emitting, clock)
+        if self.judge is None:
+            return
+        row = 0
+        for turn in emitting:
+            assert self.last.logits is not None
+            turn.verdict = self.judge(turn, self.last.logits[row : row + turn.num_rows])
+            row += turn.num_rows
+
+    def _records(
+        self, emitting: Sequence[Turn], fed: Sequence[Turn], clock: StepClock
+    ) -> list[StepRecord]:
+        spent = self.device.spent().since(self._began)
+        return [
+            replace(
+                record,
+                t_s=self._began.total_s,
+                draft_s=spent.draft_s,
+                verify_s=spent.target_s,
+                other_s=spent.host_s,
+            )
+            for record in super()._records(emitting, fed, clock)
+        ]
+
+
+class LabEngine(Engine):
+    """An engine with a judge behind its verifiers and another clock.
+
+    Args:
+        judge: None leaves the verdicts as they are.
+        device: that the models run on.
+        parts: of the engine.
+    """
+
+    def __init__(self, *, judge: Judge | None, device: Device, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._stepper = LabStepper(
+            judge=judge,
+            device=device,
+            target=self._stepper.target,
+            drafter=self._stepper.drafter,
+            controller=self._stepper.controller,
+            scheduler=self.scheduler,
+            config=self.config,
+        )
