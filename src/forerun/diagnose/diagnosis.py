@@ -13,7 +13,7 @@ from forerun.diagnose.derive.derive import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.experiments import Experiment, best_experiment, experiment_for
 from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, outlook_of, predict
-from forerun.diagnose.scoring import Scored, score_causes
+from forerun.diagnose.scoring import MIN_ALSO, Scored, score_causes
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
 
@@ -125,17 +125,19 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
         add_predictions(evidence, attribution, outlook)
     scored = score_causes(evidence, CAUSES.values())
     supported = [item for item in scored if item.is_supported]
+    verdict = verdict_of(supported)
+    named = [i for i in scored if i.reaches(MIN_ALSO)] if verdict == "problem" else supported
     suspects = tuple(
         Suspect(
             scored=item,
             next_test=experiment_for(item.cause, evidence),
             changes=changes_of(item, evidence, attribution, outlook),
         )
-        for item in supported[:MAX_SUSPECTS]
+        for item in named[:MAX_SUSPECTS]
     )
     weights = {item.cause.label: item.score for item in scored}
     return Diagnosis(
-        verdict=verdict_of(supported),
+        verdict=verdict,
         attribution=attribution,
         suspects=suspects,
         next_test=best_experiment(weights, CAUSES.values(), evidence),

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from forerun.diagnose.causes.base import Cause, Finding
 from forerun.diagnose.evidence import Evidence
 
-__all__ = ["MIN_SUPPORT", "Scored", "score_causes"]
+__all__ = ["MIN_ALSO", "MIN_SUPPORT", "Scored", "score_causes"]
 
 MIN_SUPPORT = 1.3
 """Evidence for a cause, in nats (nearly a factor of four), below which nothing is said."""
+MIN_ALSO = 0.5
+"""The same for a cause beside one that is supported: what else it may be is worth naming sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,12 @@ class Scored:
     @property
     def is_supported(self) -> bool:
         """Whether enough speaks for it, and more than against it."""
+        return self.reaches(MIN_SUPPORT)
+
+    def reaches(self, support: float) -> bool:
+        """Whether so much speaks for it, its rarity taken off, and more than against it."""
         against = -sum(finding.weight for finding in self.evidence_against)
-        return self.support >= MIN_SUPPORT and self.support > against
+        return self.support + min(0.0, self.cause.prior) >= support and self.support > against
 
 
 def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[Scored, ...]:
@@ -68,4 +74,4 @@ def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[Scored, .
         for log, cause, findings in found
     ]
     # A cause nothing speaks for may have nothing against it either; it is no finding.
-    return tuple(sorted(scored, key=lambda item: (-item.is_supported, -item.score)))
+    return tuple(sorted(scored, key=lambda i: (-i.is_supported, -i.reaches(MIN_ALSO), -i.score)))

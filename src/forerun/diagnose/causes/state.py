@@ -94,6 +94,8 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="method", word="mtp", yes=0.5),
             Sign(fact="method", word="draft_model", yes=-2.5),
             Sign(fact="method", word="ngram", yes=-4.0),
+            Sign(fact="acceptance_low", yes=0.8),
+            Sign(fact="draft_self_trained", yes=-0.5),
             Sign(fact="acceptance_zero", yes=-0.7),
             Sign(fact="acceptance_differs_by_backend", yes=-1.5),
             Sign(fact="acceptance_differs_by_domain", yes=-1.0),
@@ -121,6 +123,9 @@ STATE: tuple[Cause, ...] = (
         why="Missing, uninitialised or misread tensors make it emit noise: tau is pinned at 1.",
         signs=(
             Sign(fact="acceptance_zero", yes=2.5, no=-2.5),
+            Sign(fact="alpha_1", ramp=(0.25, 0.05), yes=1.2, no=-0.3),
+            Sign(fact="acceptance_below_reference", yes=1.0),
+            Sign(fact="changed", word="engine", yes=0.5),
             Sign(fact="weights_incomplete", yes=3.5, no=-1.0),
             Sign(fact="draft_nan", yes=1.2),
             Sign(fact="weights_reloaded", yes=1.5),

@@ -98,7 +98,7 @@ def add_nothing_accepted(evidence: Evidence) -> None:
     seen = drafts if drafts is not None else drafted
     rate = evidence.number("draft_acceptance_rate") or 0.0
     first = evidence.number("alpha_1") or 0.0
-    if rate > 0.05 or first > 0.1:
+    if rate > 0.05 or first > 0.15:
         evidence.add("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
     elif rate <= 0.02 and (seen is None or seen >= MIN_DRAFTS):
         evidence.add("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
