@@ -29,6 +29,7 @@ COMMANDS = {
     "profile": "measure what drafting and verifying cost on this machine",
     "plan": "say which drafter, K and batch to use, and what it should be worth",
     "align": "distil a draft to its target on your prompts, and prove what it gained",
+    "probe": "measure with the models at hand what tells causes apart, for diagnose",
     "diagnose": "say why speculation is slow or wrong, and what to change",
     "simulate": "serve a workload in simulated time under several controllers",
     "trace": "say what a trace holds: tokens and cost per step, acceptance by position",

@@ -24,7 +24,7 @@ from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
-__all__ = ["FORMAT", "KEY", "SCHEMA_PATH", "read_facts", "schema"]
+__all__ = ["FORMAT", "KEY", "SCHEMA_PATH", "facts_document", "read_facts", "schema"]
 
 FORMAT = 1
 KEY = "forerun_facts"
@@ -53,6 +53,23 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
         except ValueError as error:
             raise InvalidRequest(f"{name}: {error}") from error
     return evidence
+
+
+def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
+    """The facts file that says what evidence says; `read_facts` takes it back.
+
+    Args:
+        evidence: of whatever kind.
+        source: who or what says so.
+    """
+    facts: dict[str, Json] = {}
+    for fact in evidence:
+        value = list(fact.value) if isinstance(fact.value, tuple) else fact.value
+        entry: dict[str, Json] = {"value": value, "source": fact.source[:MAX_WORD]}
+        if fact.interval is not None:
+            entry["interval"] = [fact.interval.low, fact.interval.high]
+        facts[fact.name] = entry
+    return {KEY: FORMAT, "source": source[:MAX_WORD], "facts": facts}
 
 
 def add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:

@@ -18,7 +18,9 @@ from torch import Tensor
 from forerun.align.evaluation.teacher_forced import logits_of
 from forerun.diagnose.evidence import Evidence
 from forerun.models.base import LanguageModel
+from forerun.probe.evidence.hits import Hits
 from forerun.probe.evidence.replay import Replay
+from forerun.probe.evidence.state import StateTally, before_step
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
 from forerun.theory.intervals import Interval
 
@@ -27,8 +29,6 @@ __all__ = ["GreedyTally", "noise_width"]
 Z95 = 1.96
 MIN_TOKENS = 30
 """Fewer reached positions say nothing about acceptance."""
-MIN_WRONG = 3
-"""Fewer drafts that are not the draft's own may be ties that rounding decided."""
 TIE = 4.0
 """A gap of fewer noise widths may be closed by rounding."""
 SOURCE = "greedy text replayed with fresh caches"
@@ -47,9 +47,8 @@ class GreedyTally:
         num_reached: drafted positions whose predecessors were accepted.
         num_accepted: accepted ones among them.
         num_agreeing: those where the replayed draft agrees with the target.
-        squares: sum of squared differences between the two.
-        first_drafts: by what the step before did, [first drafted tokens, of those not the draft's
-            own by more than a tie].
+        num_apart: those where the two differ.
+        state: where first drafted tokens cease to be the draft's own, by more than a tie.
     """
 
     noise: float
@@ -60,15 +59,18 @@ class GreedyTally:
     num_reached: int = 0
     num_accepted: int = 0
     num_agreeing: int = 0
-    squares: float = 0.0
-    first_drafts: dict[str, list[int]] = field(default_factory=dict)
+    num_apart: int = 0
+    state: StateTally = field(default_factory=StateTally)
 
     def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
         """Take in one request and what plain decoding made of its prompt."""
         self.num_texts += 1
         self._compare(request, replayed, plain_ids)
-        for before, step in request.pairs():
-            self._add_draft(request, replayed, before, step)
+        wrong: dict[int, bool] = {}
+        for step in request.steps:
+            if (found := self._add_draft(request, replayed, step)) is not None:
+                wrong[step.record.context_tokens] = found
+        self.state.add(request, wrong)
 
     def _compare(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
         ids = request.token_ids
@@ -82,21 +84,19 @@ class GreedyTally:
             return
         self.num_parted += 1
         at = request.num_prompt + place
-        behind = [s for s in request.steps if s.record.context_tokens <= at]
-        last = behind[-2] if len(behind) > 1 else None
-        self.num_after_partial += last is not None and kind_of(last) in ("partial", "none")
+        kinds = [k for k, step in before_step(request) if step.record.context_tokens <= at]
+        self.num_after_partial += bool(kinds) and kinds[-1] in ("partial", "none")
 
-    def _add_draft(
-        self, request: TapedRequest, replayed: Replay, before: TapedStep | None, step: TapedStep
-    ) -> None:
+    def _add_draft(self, request: TapedRequest, replayed: Replay, step: TapedStep) -> bool | None:
+        """Count a draft; whether its first token is not the draft's own, None where unknown."""
         start = step.record.context_tokens - request.num_prompt
         proposal = step.proposal
         if proposal is None or not proposal.tree.is_chain or step.was_cut:
-            return
+            return None
         reached = min(step.num_reached, replayed.num_read - start)
         if reached < 1:
-            return
-        own = replayed.draft_logits[start : start + reached].argmax(-1).tolist()
+            return None
+        own = replayed.draft_probs[start : start + reached].argmax(-1).tolist()
         best = replayed.target_probs[start : start + reached].argmax(-1).tolist()
         for place in range(reached):
             accepted = place < step.record.num_accepted
@@ -104,14 +104,14 @@ class GreedyTally:
             self.num_reached += 1
             self.num_accepted += accepted
             self.num_agreeing += agrees
-            self.squares += float(accepted != agrees)
+            self.num_apart += accepted != agrees
         row, drafted = replayed.draft_logits[start], int(proposal.tokens[0])
-        is_wrong = float(row[own[0]] - row[drafted]) > TIE * self.noise
-        counts = self.first_drafts.setdefault(
-            "start" if before is None else kind_of(before), [0, 0]
-        )
-        counts[0] += 1
-        counts[1] += is_wrong
+        return float(row[own[0]] - row[drafted]) > TIE * self.noise
+
+    @property
+    def hits(self) -> Hits:
+        """Acceptance of reached positions."""
+        return Hits(num_reached=self.num_reached, num_accepted=self.num_accepted)
 
     def add_facts(self, evidence: Evidence) -> None:
         """What the counts come to."""
@@ -133,32 +133,15 @@ class GreedyTally:
                 f"{self.num_after_partial} of {self.num_parted} part after a rejection",
             )
         self._add_replay(evidence)
-        self._add_rollback(evidence)
 
     def _add_replay(self, evidence: Evidence) -> None:
         if self.num_reached < MIN_TOKENS or self.num_agreeing == 0:
             return
         ratio = self.num_accepted / self.num_agreeing
-        reach = Z95 * math.sqrt(self.squares) / self.num_agreeing
+        reach = Z95 * math.sqrt(self.num_apart) / self.num_agreeing
         interval = Interval(estimate=ratio, low=max(0.0, ratio - reach), high=ratio + reach)
         counts = f"{self.num_accepted} accepted, {self.num_agreeing} of {self.num_reached} replayed"
         evidence.add("replay_ratio", ratio, f"{SOURCE}: {counts}", interval)
-
-    def _add_rollback(self, evidence: Evidence) -> None:
-        later = [counts for kind, counts in self.first_drafts.items() if kind != "start"]
-        num, wrong = sum(c[0] for c in later), sum(c[1] for c in later)
-        if num < MIN_TOKENS:
-            return
-        words = ", ".join(f"{c[1]} of {c[0]} after {kind}" for kind, c in self.first_drafts.items())
-        share = wrong / num
-        answer = True if wrong >= MIN_WRONG and share > 0.02 else False if share < 0.01 else None
-        evidence.add("rollback_wrong", answer, f"first drafts that are not the draft's: {words}")
-
-
-def kind_of(step: TapedStep) -> str:
-    """What became of a step's draft."""
-    accepted = step.record.num_accepted
-    return "none" if not accepted else "full" if accepted == step.num_drafted else "partial"
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,10 @@ from forerun.theory.tree import TokenTree
 __all__ = ["Replay", "overlap", "replay"]
 
 
+NEAR = 64
+"""Prompt tokens left to a draft that is to do without the rest."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
     """Row i is what followed prompt and i output tokens, up to the last output token.
@@ -28,12 +33,15 @@ class Replay:
         target_probs: the target's law under the request's parameters.
         draft_logits: the draft's, over the target's ids; of as many rows as the draft can read.
         draft_probs: the draft's law under the parameters it drafts with; as many rows.
+        near_probs: the same where the draft sees the output and the last `NEAR` tokens of the
+            prompt; None where the prompt is not at least twice as long.
     """
 
     target_logits: Float[Tensor, "tokens vocab"]
     target_probs: Float[Tensor, "tokens vocab"]
     draft_logits: Float[Tensor, "read vocab"]
     draft_probs: Float[Tensor, "read vocab"]
+    near_probs: Float[Tensor, "read vocab"] | None
 
     @property
     def num_read(self) -> int:
@@ -56,23 +64,38 @@ def replay(
         draft: likewise; None where there is no model behind the drafter.
         eos_token_ids: the model's own.
     """
-    ids, first = list(request.ids), request.num_prompt - 1
+    ids, num_prompt = request.ids, request.num_prompt
     rows = histories_of(request, target.vocab_size, eos_token_ids)
-    target_logits = torch.cat([*logits_of(target, ids, first)]).float()
-    num_rows = len(target_logits)
-    draft_logits = target_logits[:0]
+    target_logits = torch.cat([*logits_of(target, ids, num_prompt - 1)]).float()
+    target_probs = laws(target_logits, request.params, rows)
+    draft_logits, draft_probs, near_probs = target_logits[:0], target_probs[:0], None
     if draft is not None:
-        num_read = next((i for i, t in enumerate(ids) if t >= draft.vocab_size), len(ids) - 1) + 1
-        read = ids[: min(num_read, draft.max_context)]
-        if len(read) > request.num_prompt:
-            raw = torch.cat([*logits_of(draft, read, first)]).float().to(target_logits.device)
-            draft_logits = fit_vocabulary(raw, target.vocab_size)[:num_rows]
+        asked, width = draft_params(request.params), target.vocab_size
+
+        def read(cut: int) -> Tensor:
+            logits = readable(draft, ids[cut:], num_prompt - 1 - cut)
+            return fit_vocabulary(logits.to(target_logits.device), width)
+
+        draft_logits = read(0)
+        if len(draft_logits):
+            draft_probs = laws(draft_logits, asked, rows[: len(draft_logits)])
+        if len(draft_logits) and num_prompt >= 2 * NEAR:
+            near_probs = laws(read(num_prompt - NEAR)[: len(draft_logits)], asked, rows)
     return Replay(
         target_logits=target_logits,
-        target_probs=laws(target_logits, request.params, rows),
+        target_probs=target_probs,
         draft_logits=draft_logits,
-        draft_probs=laws(draft_logits, draft_params(request.params), rows[: len(draft_logits)]),
+        draft_probs=draft_probs,
+        near_probs=near_probs,
     )
+
+
+def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tensor, "read vocab"]:
+    """Logits of rows `first` to the last but one, as far as the model has ids and positions."""
+    num_known = next((i for i, token in enumerate(ids) if token >= model.vocab_size), len(ids))
+    read = ids[: min(num_known + 1, len(ids), model.max_context)]
+    found = [*logits_of(model, read, first)] if len(read) > first + 1 else []
+    return torch.cat(found).float() if found else torch.empty(0, model.vocab_size)
 
 
 def histories_of(

@@ -19,6 +19,7 @@ from forerun.engine.intake import Prompt
 from forerun.models.base import LanguageModel
 from forerun.probe.evidence.config import EvidenceConfig
 from forerun.probe.evidence.costs import add_pass_costs, add_step_costs, pass_config
+from forerun.probe.evidence.files import add_card_ratio, add_files
 from forerun.probe.evidence.greedy import GreedyTally, noise_width
 from forerun.probe.evidence.own_draft import add_self_draft, drafting_for_itself
 from forerun.probe.evidence.replay import replay
@@ -91,14 +92,37 @@ def probe_engine(
     ids = chosen(probed.engine, prompts, config)
     asked = params_of(params or SamplingParams(), len(ids), config)
     tell("greedy text", 0.0)
-    probe_greedy(evidence, probed, ids, asked)
+    greedy, plain = probe_greedy(probed, ids, asked)
+    greedy.add_facts(evidence)
     tell("sampled text", 0.4)
-    probe_sampled(evidence, probed, ids, asked, config)
+    sampled = probe_sampled(probed, ids, asked, config)
+    sampled.add_facts(evidence)
+    add_both(evidence, greedy, sampled)
+    if probed.target_folder is not None and probed.draft_folder is not None:
+        add_files(evidence, probed.target_folder, probed.draft_folder)
+        if sampled.alphas:
+            alpha = sum(sampled.alphas) / len(sampled.alphas)
+            add_card_ratio(evidence, probed.draft_folder, asked[0].temperature, alpha)
     tell("the target as its own draft", 0.8)
     probe_self(evidence, probed, ids, asked, config)
     tell("costs of passes", 0.9)
-    probe_costs(evidence, probed, config)
+    if config.costs_s:
+        add_step_costs(evidence, plain)
+        probe_costs(evidence, probed, config)
     return evidence
+
+
+def add_both(evidence: Evidence, greedy: GreedyTally, sampled: SampledTally) -> None:
+    """Facts that take both halves.
+
+    Laws tell more of the draft's state than single tokens do, unless they are not what was drawn
+    from.
+    """
+    use_laws = sampled.state.onsets and evidence.flag("draft_probs_differ") is False
+    (sampled if use_laws else greedy).state.add_facts(evidence)
+    high, low = greedy.hits, sampled.hits
+    words = f"{high.words} accepted at temperature 0, {low.words} above"
+    evidence.add("acceptance_falls_with_temperature", low.is_below(high), words)
 
 
 def chosen(
@@ -145,11 +169,8 @@ def groups(engine: Engine, num: int) -> Iterator[range]:
 
 
 def probe_greedy(
-    evidence: Evidence,
-    probed: Probed,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-) -> None:
+    probed: Probed, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> tuple[GreedyTally, list[TapedRequest]]:
     """Greedy text beside plain decoding and beside replays."""
     engine, draft = probed.engine, probed.draft_model
     plain = engine.with_draft(None)
@@ -167,17 +188,15 @@ def probe_greedy(
                 tally = GreedyTally(noise_width(engine.target, request, replayed, rows))
             tally.add(request, replayed, other.token_ids)
     assert tally is not None
-    tally.add_facts(evidence)
-    add_step_costs(evidence, plain_steps)
+    return tally, plain_steps
 
 
 def probe_sampled(
-    evidence: Evidence,
     probed: Probed,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
-) -> None:
+) -> SampledTally:
     """Sampled text beside the laws it should follow."""
     engine, draft = probed.engine, probed.draft_model
     tally = SampledTally(Transform(config.seed))
@@ -185,7 +204,7 @@ def probe_sampled(
         some, asked = [prompts[i] for i in group], [params[i] for i in group]
         for request in run_taped(engine, some, asked):
             tally.add(request, replay(request, engine.target, draft, engine.eos_token_ids))
-    tally.add_facts(evidence)
+    return tally
 
 
 def probe_self(

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence
+from forerun.probe.evidence.hits import Hits
 from forerun.probe.evidence.replay import Replay, overlap
+from forerun.probe.evidence.state import StateTally
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
 from forerun.probe.evidence.transform import Transform
 from forerun.sampling.choice import Choice
@@ -27,6 +29,8 @@ CERTAIN = 0.001
 DOUBTFUL = 0.05
 MIN_NATS = 5.0
 """Log likelihood ratio that decides between two acceptance rules."""
+OTHER_LAW = 0.1
+"""Total variation that rounding does not come to."""
 TINY = 1e-9
 
 
@@ -44,14 +48,20 @@ class SampledTally:
         expected: what the engine's verifier expected.
         squares: of the differences, step by step.
         num_reached: drafted positions whose predecessors were accepted.
+        num_reached_accepted: accepted ones among them.
         overlaps: sum of min(p, q) there, q as recorded.
         variance: of as many coin tosses with these probabilities.
         match_nats: log likelihood of acceptance by exact match over that of min(1, p / q).
         alphas: acceptance probabilities of the replayed draft, at every position it could read.
-        draft_nats: its cross entropy there.
+        draft_nats: its cross entropy there, without processors.
+        chance_nats: of guessing among all tokens.
         entropies: of the target's law at emitted positions, in nats.
+        near: sum of the acceptance probabilities of a draft that sees the last few tokens only.
+        far: of the draft that sees everything, at the same positions.
+        num_near: these positions.
         num_one_hot: steps drafted greedily or without laws.
         num_sampled: steps drafted from recorded laws.
+        state: where recorded laws cease to be those of the replayed draft.
     """
 
     transform: Transform
@@ -69,26 +79,45 @@ class SampledTally:
     match_nats: float = 0.0
     alphas: list[float] = field(default_factory=list)
     draft_nats: list[float] = field(default_factory=list)
+    chance_nats: float = math.inf
     entropies: list[float] = field(default_factory=list)
+    near: float = 0.0
+    far: float = 0.0
+    num_near: int = 0
     num_one_hot: int = 0
     num_sampled: int = 0
+    state: StateTally = field(default_factory=StateTally)
 
     def add(self, request: TapedRequest, replayed: Replay) -> None:
         """Take in one request."""
         self._add_text(request, replayed)
+        wrong: dict[int, bool] = {}
+        drawn: list[tuple[Tensor, Tensor]] = []
         for step in request.steps:
-            if step.num_drafted:
-                record = step.record
-                if not step.was_cut:
-                    self.num_accepted += record.num_accepted
-                    self.expected += record.expected_accepted
-                    self.squares += (record.num_accepted - record.expected_accepted) ** 2
-                self._add_step(request, replayed, step)
+            if not step.num_drafted:
+                continue
+            self._add_count(step)
+            if (found := sampled_chain(step, replayed.target_probs.device)) is None:
+                continue
+            laws, tokens = found
+            # Coupled drafts meet the noise of a position again after a rejection: the first not.
+            once = 1 if is_coupled(step) else len(tokens)
+            drawn.append((laws[:once], tokens[:once]))
+            start = step.record.context_tokens - request.num_prompt
+            if start < replayed.num_read:
+                apart = 1.0 - float(overlap(laws[0], replayed.draft_probs[start]))
+                wrong[step.record.context_tokens] = apart > OTHER_LAW
+            self._add_step(request, replayed, step, laws, tokens)
+        self.state.add(request, wrong)
+        if drawn:
+            laws, tokens = (torch.cat(column) for column in zip(*drawn, strict=True))
+            self.drafted += self.transform.values(laws, tokens, laws)
 
     # --- the text
 
     def _add_text(self, request: TapedRequest, replayed: Replay) -> None:
         target, draft = replayed.target_probs, replayed.draft_probs
+        self.chance_nats = math.log(target.shape[-1])
         tokens = torch.tensor(request.token_ids[: len(target)], device=target.device)
         # Orders that depend on nothing but the text so far: else even a right law would look wrong.
         self.emitted += self.transform.values(target, tokens, target)
@@ -99,36 +128,47 @@ class SampledTally:
             self.alphas += overlap(read, draft).tolist()
             raw = replayed.draft_logits.log_softmax(-1).gather(-1, said[:, None])[:, 0]
             self.draft_nats += (-raw).tolist()
+        if replayed.near_probs is not None:
+            num_near = len(replayed.near_probs)
+            self.num_near += num_near
+            self.near += float(overlap(target[:num_near], replayed.near_probs).sum())
+            self.far += float(overlap(target[:num_near], draft[:num_near]).sum())
         self.entropies += torch.special.entr(target).sum(-1).tolist()
 
     # --- the steps
 
-    def _add_step(self, request: TapedRequest, replayed: Replay, step: TapedStep) -> None:
-        proposal = step.proposal
-        assert proposal is not None
-        if proposal.draft_probs is None or proposal.choice is Choice.DETERMINISTIC:
-            self.num_one_hot += 1
-            return
-        self.num_sampled += 1
-        if not proposal.tree.is_chain:
-            return
-        laws = proposal.draft_probs.float().to(replayed.target_probs.device)
-        tokens = proposal.tokens.to(laws.device)
-        # Coupled drafts meet the noise of a position again after a rejection: the first node not.
-        once = 1 if proposal.choice is Choice.COUPLED else len(tokens)
-        self.drafted += self.transform.values(laws[:once], tokens[:once], laws[:once])
-        start = step.record.context_tokens - request.num_prompt
+    def _add_count(self, step: TapedStep) -> None:
+        if not step.was_cut:
+            record = step.record
+            self.num_accepted += record.num_accepted
+            self.expected += record.expected_accepted
+            self.squares += (record.num_accepted - record.expected_accepted) ** 2
+        one_hot = step.proposal is not None and step.proposal.draft_probs is None
+        self.num_one_hot += one_hot
+        self.num_sampled += not one_hot
+
+    def _add_step(
+        self,
+        request: TapedRequest,
+        replayed: Replay,
+        step: TapedStep,
+        laws: Tensor,
+        tokens: Tensor,
+    ) -> None:
+        start, num_accepted = step.record.context_tokens - request.num_prompt, step.num_reached
         target = replayed.target_probs[start : start + len(tokens)]
-        if len(target) < min(step.num_reached, len(tokens)) or step.was_cut:
+        if len(target) < num_accepted or step.was_cut:
             return
         self._add_reached(step, target, laws, tokens)
-        if step.record.last_token_source == "recovered":
-            method = resolve_verification(request.params, proposal.choice)
-            place = start + step.record.num_accepted
-            left = residual_law(method, target, laws, tokens, step.record.num_accepted)
-            if left is not None:
-                emitted = torch.tensor([request.token_ids[place]], device=left.device)
-                self.residual += self.transform.values(left[None], emitted, left[None])
+        if step.record.last_token_source != "recovered":
+            return
+        assert step.proposal is not None
+        num_accepted = step.record.num_accepted
+        method = resolve_verification(request.params, step.proposal.choice)
+        left = residual_law(method, target, laws, tokens, num_accepted)
+        if left is not None:
+            emitted = torch.tensor([request.token_ids[start + num_accepted]], device=left.device)
+            self.residual += self.transform.values(left[None], emitted, left[None])
 
     def _add_reached(self, step: TapedStep, target: Tensor, laws: Tensor, tokens: Tensor) -> None:
         num = step.num_reached
@@ -146,14 +186,33 @@ class SampledTally:
 
     # --- the facts
 
+    @property
+    def hits(self) -> Hits:
+        """Acceptance of reached positions."""
+        return Hits(num_reached=self.num_reached, num_accepted=self.num_reached_accepted)
+
     def add_facts(self, evidence: Evidence) -> None:
         """What the counts come to."""
         self._add_calibration(evidence)
         self._add_rule(evidence)
         self._add_laws(evidence)
+        self._add_replayed(evidence)
+
+    def _add_replayed(self, evidence: Evidence) -> None:
+        """What both models think of the text, whatever the engine did."""
         if self.entropies:
             mean = sum(self.entropies) / len(self.entropies)
             evidence.add("target_entropy", mean, f"mean over {len(self.entropies)} emitted tokens")
+        if len(self.draft_nats) >= MIN_VALUES:
+            nats = sum(self.draft_nats) / len(self.draft_nats)
+            words = (
+                f"{nats:.2f} nats per token of the target's text, {self.chance_nats:.2f} by chance"
+            )
+            # Not better than guessing is also what NaN comes to.
+            evidence.add("draft_nan", not nats < self.chance_nats, f"the draft has {words}")
+        if self.num_near >= MIN_VALUES and self.near > 0.0:
+            words = f"replayed acceptance at {self.num_near} tokens, with all context and with some"
+            evidence.add("context_ratio", self.far / self.near, words)
 
     def _add_calibration(self, evidence: Evidence) -> None:
         if self.expected <= 0.0:
@@ -204,6 +263,21 @@ class SampledTally:
             return
         words = f"{len(self.residual)} tokens after a rejection, p = {p_value:.2g}"
         evidence.add("residual_wrong", answer, words)
+
+
+def sampled_chain(
+    step: TapedStep, device: torch.device
+) -> tuple[Float[Tensor, "nodes vocab"], Int64[Tensor, " nodes"]] | None:
+    """Laws and tokens of a chain that was drawn from recorded laws; None of any other."""
+    proposal = step.proposal
+    if proposal is None or proposal.draft_probs is None or not proposal.tree.is_chain:
+        return None
+    return proposal.draft_probs.float().to(device), proposal.tokens.to(device)
+
+
+def is_coupled(step: TapedStep) -> bool:
+    """Whether its draft shared the target's noise."""
+    return step.proposal is not None and step.proposal.choice is Choice.COUPLED
 
 
 def decided(p_value: float) -> bool | None:

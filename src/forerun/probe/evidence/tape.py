@@ -75,14 +75,6 @@ class TapedRequest:
         """Prompt and output."""
         return self.prompt_ids + self.token_ids
 
-    def pairs(self) -> Iterator[tuple[TapedStep | None, TapedStep]]:
-        """Every drafting step with the drafting step right before it, None for the first."""
-        before: TapedStep | None = None
-        for step in self.steps:
-            if step.num_drafted:
-                yield before, step
-            before = step if step.num_drafted else None
-
 
 @dataclass(slots=True)
 class Listener:

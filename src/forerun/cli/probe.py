@@ -1,0 +1,225 @@
+"""`forerun probe`: measure with the models at hand what tells causes apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.cli.command import Command
+from forerun.cli.flags import ModelFlags
+from forerun.cli.paths import check_writable
+from forerun.cli.threads import use_threads
+from forerun.engine.config import EngineConfig
+from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.models.zoo.catalog import PREFIX
+from forerun.probe.evidence.config import QUICK, EvidenceConfig
+from forerun.sampling.config import SamplingParams, Verification
+
+if TYPE_CHECKING:
+    from forerun.diagnose.evidence import Evidence
+
+__all__ = ["COMMAND", "ProbeOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """Options of `forerun probe`."""
+
+    models: ModelFlags = field(default_factory=ModelFlags)
+    k: int = EngineConfig().num_speculative_tokens
+    """Most tokens drafted per step."""
+    batch: int = 1
+    """Sequences that decode together."""
+    max_context: int = EngineConfig().max_context
+    """Longest prompt and output."""
+    prompts: Path | None = None
+    """Texts of the kind that is served: .jsonl with "prompt", else one per line, or separated by
+    lines of "---". Default for a shipped target: the shipped prompts."""
+    temperature: float = 1.0
+    """Of the sampled half of the probe, as served; the other half is greedy."""
+    top_p: float = 1.0
+    """As served."""
+    top_k: int = 0
+    """As served."""
+    verification: Verification = "auto"
+    """As served."""
+    out: Path | None = None
+    """Write the facts to this JSON file, which `forerun diagnose` reads."""
+    json: bool = False
+    """Print the facts file instead of a table."""
+    quick: bool = False
+    """Half the prompts, shorter texts: seconds where the models are small."""
+    num_prompts: int | None = None
+    """Prompts used, evenly from all."""
+    num_tokens: int | None = None
+    """Most output tokens of each."""
+    once: bool = False
+    """Do not load the target a second time; it then drafts for itself in its own KV."""
+
+    @property
+    def config(self) -> EvidenceConfig:
+        """How much is generated.
+
+        Raises:
+            InvalidRequest: a value cannot work.
+        """
+        config = QUICK if self.quick else EvidenceConfig()
+        changes = {"num_prompts": self.num_prompts, "num_tokens": self.num_tokens}
+        return replace(config, **{name: n for name, n in changes.items() if n is not None})
+
+    @property
+    def params(self) -> SamplingParams:
+        """As served.
+
+        Raises:
+            InvalidRequest: a value is outside its range.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            verification=self.verification,
+        )
+
+    def check(self) -> str:
+        """Refuse what cannot come to anything, before anything is loaded; the draft's name.
+
+        Raises:
+            InvalidRequest: there is no draft, no prompt, or no place for the facts.
+        """
+        draft = self.models.draft_name
+        if draft is None:
+            raise InvalidRequest(f"a probe is of a pair: name a --draft for {self.models.target}")
+        if self.k < 1:
+            raise InvalidRequest(f"--k is {self.k}; a probe needs drafts, so it must be 1 or more")
+        if self.prompts is None and not self.models.target.startswith(PREFIX):
+            raise InvalidRequest("give --prompts FILE, texts of the kind that is served")
+        if self.out is not None:
+            check_writable("--out", self.out)
+        return draft
+
+
+def run(options: ProbeOptions) -> int:
+    """Measure, show and write."""
+    config, params, draft = options.config, options.params, options.check()
+
+    from forerun.diagnose.readers.facts_file import facts_document
+    from forerun.replacing import replacing
+
+    evidence = probed(options, draft, config, params)
+    document = facts_document(evidence, f"forerun probe of {options.models.target} and {draft}")
+    text = json.dumps(document, indent=1) + "\n"
+    if options.out is not None:
+        with replacing(options.out) as scratch:
+            scratch.write_text(text, encoding="utf-8")
+    if options.json:
+        print(text, end="")
+    else:
+        show(evidence, options.out)
+    return 0
+
+
+def probed(
+    options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
+) -> Evidence:
+    """Load and probe, with a progress bar on stderr; a pair that does not fit is a finding."""
+    from rich.console import Console
+
+    from forerun.probe.evidence.files import evidence_of_misfit
+    from forerun.probe.evidence.pair import PairNames, load_probed
+    from forerun.probe.evidence.run import probe_engine
+
+    models = options.models
+    engine = EngineConfig(
+        num_speculative_tokens=options.k,
+        max_batch=options.batch,
+        max_context=options.max_context,
+        runner=models.runner,
+        num_threads=use_threads(models.threads),
+    )
+    names = PairNames(target=models.target, draft=draft, dtype=models.dtype, device=models.device)
+    prompts = texts(options)
+    try:
+        with Console(stderr=True).status("loading models"):
+            loaded = load_probed(names, engine, twice=not options.once)
+    except IncompatibleDraft as error:
+        return evidence_of_misfit(error)
+    with progress() as tell:
+        return probe_engine(loaded, prompts, params, config, tell)
+
+
+def texts(options: ProbeOptions) -> list[str]:
+    """The prompts."""
+    if options.prompts is None:
+        from forerun.models.zoo.catalog import held_out_prompts
+
+        return [prompt.text for prompt in held_out_prompts()]
+    from forerun.bench.prompts import read_prompts
+
+    return read_prompts(options.prompts)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar that says what is being done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("probing", total=1.0)
+
+        def tell(what: str, share: float) -> None:
+            bar.update(task, description=what, completed=share)
+
+        yield tell
+
+
+def show(evidence: Evidence, out: Path | None) -> None:
+    """Every fact with what it rests on, and what to do with them."""
+    from rich.console import Console
+    from rich.table import Column
+    from rich.text import Text
+
+    from forerun.cli.tables import table_of
+
+    table = table_of(Column("fact", no_wrap=True), "value")
+    table.add_column("from")
+    for fact in evidence:
+        table.add_row(fact.name, said(fact.value), Text(fact.source))
+    console = Console(highlight=False)
+    console.print(table)
+    file = "facts.json" if out is None else str(out)
+    more = "" if out is not None else " (write it with --out facts.json)"
+    console.print(Text(f"\nforerun diagnose trace.jsonl {file} says what follows{more}"))
+
+
+def said(value: object) -> str:
+    """A value in a few characters."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return str(value)
+
+
+COMMAND = Command(
+    options=ProbeOptions,
+    run=run,
+    description="Measure with the models at hand what tells causes apart: whether the target as\n"
+    "its own draft is accepted, replayed text is accepted like live text, acceptance is what the\n"
+    "laws allow, greedy text is plain decoding's, and sampled text follows the target's law; what\n"
+    "passes cost, and whether the files of the pair belong together. Writes facts for diagnose.",
+    examples=(
+        "forerun probe --target zoo:target --draft zoo:draft-domain --out facts.json",
+        "forerun diagnose trace.jsonl facts.json",
+        "forerun probe --target path/to/model --draft path/to/draft --prompts served.jsonl --k 5",
+        "forerun probe --quick --temperature 0.7 --top-p 0.9 --json | forerun diagnose -",
+    ),
+)

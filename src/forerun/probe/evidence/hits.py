@@ -1,0 +1,43 @@
+"""Accepted of reached positions, and whether one such share is clearly below another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Hits"]
+
+MIN_POSITIONS = 100
+"""Fewer say nothing: neighbouring positions are alike."""
+MIN_DROP = 0.15
+"""A smaller difference explains no complaint."""
+MIN_Z = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hits:
+    """Counts of one kind of text.
+
+    Attributes:
+        num_reached: drafted positions whose predecessors were accepted.
+        num_accepted: accepted ones among them.
+    """
+
+    num_reached: int
+    num_accepted: int
+
+    @property
+    def words(self) -> str:
+        """The counts."""
+        return f"{self.num_accepted} of {self.num_reached}"
+
+    def is_below(self, other: Hits) -> bool | None:
+        """Whether acceptance is clearly lower here; None where too few positions tell."""
+        if min(self.num_reached, other.num_reached) < MIN_POSITIONS:
+            return None
+        both = (self.num_accepted + other.num_accepted) / (self.num_reached + other.num_reached)
+        error = math.sqrt(both * (1 - both) * (1 / self.num_reached + 1 / other.num_reached))
+        drop = other.num_accepted / other.num_reached - self.num_accepted / self.num_reached
+        if drop >= MIN_DROP and drop >= MIN_Z * error:
+            return True
+        return False if drop + 2 * error < MIN_DROP else None

@@ -1,0 +1,99 @@
+"""Whether drafts come from the state they should: the draft's own cache against an empty one.
+
+A fault of state begins somewhere and then goes on. So what is counted is where it begins: a first
+drafted position at which the draft is not what it is with fresh caches, after one at which it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forerun.diagnose.evidence import Evidence
+from forerun.probe.evidence.tape import TapedRequest, TapedStep
+
+__all__ = ["StateTally", "before_step"]
+
+MIN_STEPS = 30
+"""On fewer steps, none that is wrong says nothing."""
+MIN_WRONG = 3
+"""Fewer may be ties that rounding decided."""
+CLEAN = 0.005
+"""Share of steps at which a fault may seem to begin where there is none."""
+WRONG = 0.02
+AFTER_STEP = ("none", "partial", "full")
+HAND_OVER = ("start", "pause")
+
+
+@dataclass(slots=True)
+class Onsets:
+    """Steps whose predecessor drafted rightly, and those of them that do not."""
+
+    num_steps: int = 0
+    num_wrong: int = 0
+
+
+@dataclass(slots=True)
+class StateTally:
+    """Beginnings of wrong drafts by what came before.
+
+    Attributes:
+        onsets: by "start" of a request, "pause" (a step without a draft), and what became of the
+            draft before: "none" of it was accepted, a "partial" one, or the "full" one.
+    """
+
+    onsets: dict[str, Onsets] = field(default_factory=dict)
+
+    def add(self, request: TapedRequest, wrong: dict[int, bool]) -> None:
+        """Take in one request.
+
+        Args:
+            request: taped.
+            wrong: by committed tokens at the start of a step, whether its first draft is wrong;
+                steps about which nothing is known are left out.
+        """
+        was_right = True
+        for before, step in before_step(request):
+            kind = wrong.get(step.record.context_tokens)
+            if kind is None:
+                continue
+            if was_right or before in HAND_OVER:
+                onsets = self.onsets.setdefault(before, Onsets())
+                onsets.num_steps += 1
+                onsets.num_wrong += kind
+            was_right = not kind
+
+    def add_facts(self, evidence: Evidence) -> None:
+        """Whether drafts go wrong from one step to the next, or where the draft has to catch up."""
+        self._add(evidence, "rollback_wrong", AFTER_STEP)
+        self._add(evidence, "acceptance_falls_after_handoff", HAND_OVER)
+
+    def _add(self, evidence: Evidence, name: str, kinds: tuple[str, ...]) -> None:
+        seen = {kind: self.onsets[kind] for kind in kinds if kind in self.onsets}
+        num = sum(onsets.num_steps for onsets in seen.values())
+        wrong = sum(onsets.num_wrong for onsets in seen.values())
+        listed = ", ".join(f"{o.num_wrong} of {o.num_steps} after {k}" for k, o in seen.items())
+        answer: bool | None = None
+        if wrong >= MIN_WRONG and wrong > WRONG * num:
+            answer = True
+        elif num >= MIN_STEPS and wrong <= CLEAN * num:
+            answer = False
+        evidence.add(name, answer, f"first drafts go wrong: {listed}")
+
+
+def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
+    """Every drafting step with what came before it."""
+    found: list[tuple[str, TapedStep]] = []
+    before = "start"
+    for step in request.steps:
+        if step.num_drafted:
+            found.append((before, step))
+            before = kind_of(step)
+        elif before != "start":
+            before = "pause"
+    return found
+
+
+def kind_of(step: TapedStep) -> str:
+    """What became of a step's draft."""
+    accepted = step.record.num_accepted
+    return "none" if not accepted else "full" if accepted == step.num_drafted else "partial"
