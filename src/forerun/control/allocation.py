@@ -8,253 +8,187 @@ is searched as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from forerun.control.beliefs import Curve
-from forerun.control.step_times import StepTimes
+from forerun.control.ladder import Ladder
+from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.theory.budget import Node, ranked_nodes
 
-__all__ = ["Allocation", "Candidate", "Pricing", "best_allocation", "priced"]
+__all__ = ["Allocator", "Crowd", "allocator"]
 
 
-class Candidate(NamedTuple):
-    """One request that may draft.
+@runtime_checkable
+class Allocator(Protocol):
+    """The requests of one step and what they cost, worked out once for several questions."""
 
-    Attributes:
-        method: its drafter.
-        curve: what drafting deeper brings.
-        limit_s: seconds per token it should stay below, None without a wish.
-        was: K of its last step.
-    """
+    def best(self, max_nodes: int) -> Allocation:
+        """The allocation of most expected tokens per second.
 
-    method: str
-    curve: Curve
-    limit_s: float | None = None
-    was: int = 0
+        Speculation must not make a request late: where somebody would be, only what makes nobody
+        later than plain decoding does is allowed. Where plain decoding itself is too slow for a
+        wish, what helps is allowed and everything else is not.
 
+        Args:
+            max_nodes: rows there are for drafted nodes.
+        """
 
-class Allocation(NamedTuple):
-    """K per request, and what is expected of it.
-
-    Attributes:
-        depths: K, in the order of the candidates.
-        tokens: expected to be emitted in the step, over all requests.
-        step_s: what it is expected to take.
-        lateness: largest expected time per token over what a request wishes; 0 without wishes.
-    """
-
-    depths: tuple[int, ...]
-    tokens: float
-    step_s: float
-    lateness: float = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """What is maximised."""
-        return self.tokens / self.step_s
-
-
-class Pricing(NamedTuple):
-    """What steps of this batch take.
-
-    Attributes:
-        times: by method.
-        plain_factor: by which expected times of plain steps are multiplied.
-        factor: the same of speculative steps, drafting apart.
-        draft_factors: the same of drafting, by method; 1 where there is none.
-        catch_up: drafted levels that a request costs on top which did not draft in its last step.
-    """
-
-    times: dict[str, StepTimes]
-    plain_factor: float = 1.0
-    factor: float = 1.0
-    draft_factors: Mapping[str, float] = MappingProxyType({})
-    catch_up: float = 0.0
+    def at(self, depths: Sequence[int]) -> Allocation:
+        """What given K would bring; cut to what every request may draft."""
 
 
 class Way(NamedTuple):
     """What adding nodes to one request does; looked up once, for nodes are many."""
 
-    survival: Sequence[float]
     drafted: Sequence[float]
-    deltas: Sequence[float]
-    factor: float
+    deltas_s: Sequence[float]
+    missed: float
     overhead_s: float
-    restart: float
     active: list[int]
 
 
-class Tally:
-    """An allocation while nodes are added to it.
+class Crowd:
+    """Several requests in one step.
 
     Args:
-        candidates: who may draft.
+        candidates: who may draft, at least one.
         pricing: what it takes.
+
+    Attributes:
+        row_s: what one more node takes at least.
     """
 
-    __slots__ = (
-        "active",
-        "candidates",
-        "depths",
-        "draft_s",
-        "overhead_s",
-        "pricing",
-        "rows",
-        "times",
-        "tokens",
-        "ways",
-        "wishes",
-    )
+    __slots__ = ("actives", "candidates", "plain_s", "pricing", "row_s", "times", "ways", "wishes")
 
     def __init__(self, candidates: Sequence[Candidate], pricing: Pricing) -> None:
         self.candidates = candidates
         self.pricing = pricing
         self.times = pricing.times[candidates[0].method]
-        deepest = max([len(candidate.curve.survival) for candidate in candidates])
-        self.active = {method: [0] * deepest for method in pricing.times}
+        self.plain_s = self.times.plain_s * pricing.plain_factor
         self.wishes = [
             (index, c.limit_s, [0.0, *accumulate(c.curve.survival)])
             for index, c in enumerate(candidates)
             if c.limit_s is not None
         ]
-        self.ways = [
-            Way(
-                survival=candidate.curve.survival,
-                drafted=candidate.curve.drafted,
-                deltas=pricing.times[candidate.method].draft_deltas_s,
-                factor=pricing.draft_factors.get(candidate.method, 1.0),
-                overhead_s=pricing.times[candidate.method].overhead_s,
-                restart=1.0 if candidate.was else 1.0 + pricing.catch_up,
-                active=self.active[candidate.method],
-            )
-            for candidate in candidates
+        deepest = max([len(c.curve.survival) for c in candidates])
+        seldom = min([c.curve.drafted[-1] for c in candidates if c.curve.drafted], default=1.0)
+        self.row_s = seldom * self.times.least_row_s * pricing.factor
+        common = {}
+        for method, times in pricing.times.items():
+            factor = pricing.draft_factors.get(method, 1.0)
+            deltas_s = [delta_s * factor for delta_s in times.draft_deltas_s]
+            common[method] = deltas_s, times.overhead_s, [0] * deepest
+        self.actives = [active for _, _, active in common.values()]
+        self.ways: list[Way] = []
+        for candidate in candidates:
+            deltas_s, overhead_s, active = common[candidate.method]
+            missed = 0.0 if candidate.was else pricing.catch_up
+            self.ways.append(Way(candidate.curve.drafted, deltas_s, missed, overhead_s, active))
+
+    def best(self, max_nodes: int) -> Allocation:
+        """See `Allocator`."""
+        candidates = self.candidates
+        plain_s = self.plain_s
+        none = (0,) * len(candidates)
+        best = Allocation(none, float(len(none)), plain_s, self.lateness(none, plain_s))
+        most_late = max(1.0, best.lateness)
+        nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
+        was = max([candidate.was for candidate in candidates])
+        deepest = max([len(candidate.curve.survival) for candidate in candidates])
+        # Beside the last depth, or from scratch where nobody drafted.
+        coarse = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
+        for depth in sorted(coarse):
+            best = self._shallower(depth, nodes, max_nodes, best, most_late)
+        reached = max(best.depths)
+        for depth in sorted({reached - 1, reached, reached + 1} - coarse):
+            best = self._shallower(depth, nodes, max_nodes, best, most_late)
+        return best
+
+    def at(self, depths: Sequence[int]) -> Allocation:
+        """See `Allocator`."""
+        nodes = [
+            (-survived, depth, index)
+            for index, (candidate, wanted) in enumerate(zip(self.candidates, depths, strict=True))
+            for depth, survived in enumerate(candidate.curve.survival[:wanted])
         ]
-        self._begin()
+        plain = float(len(self.candidates)), self.plain_s
+        tokens, step_s = (plain, *self._growing(nodes))[-1]
+        found = depths_of(nodes, len(self.candidates))
+        return Allocation(found, tokens, step_s, self.lateness(found, step_s))
 
-    def _begin(self) -> None:
-        self.tokens = float(len(self.candidates))
-        self.rows = self.draft_s = self.overhead_s = 0.0
-        self.depths = [0] * len(self.candidates)
-
-    def clear(self) -> None:
-        """Take all nodes away again; cheaper than another tally."""
-        self._begin()
-        for active in self.active.values():
-            active[:] = [0] * len(active)
-
-    def add(self, index: int) -> None:
-        """One node more for a request: its next one."""
-        survival, drafted, deltas, factor, overhead_s, restart, active = self.ways[index]
-        depth = self.depths[index]
-        self.depths[index] = depth + 1
-        num_active = active[depth]
-        active[depth] = num_active + 1
-        node_s = deltas[num_active] * factor
-        if depth == 0:
-            node_s *= restart
-            if num_active == 0:  # methods beside each other pay their overheads one after another
-                self.overhead_s += overhead_s
-        reached = drafted[depth]
-        self.draft_s += reached * node_s
-        self.rows += reached
-        self.tokens += survival[depth]
-
-    @property
-    def step_s(self) -> float:
-        """What the step takes as it stands."""
-        if self.rows == 0.0:
-            return self.times.plain_s * self.pricing.plain_factor
-        rest_s = self.overhead_s + self.times.verify_nodes_s(self.rows)
-        return self.draft_s + rest_s * self.pricing.factor
-
-    def lateness(self, step_s: float) -> float:
+    def lateness(self, depths: Sequence[int], step_s: float) -> float:
         """How far the request that suffers most is beyond its wish."""
         worst = 0.0
         for index, limit_s, accepted in self.wishes:
-            late = step_s / ((1.0 + accepted[self.depths[index]]) * limit_s)
+            late = step_s / ((1.0 + accepted[depths[index]]) * limit_s)
             if late > worst:
                 worst = late
         return worst
 
-    def at(self, depths: Sequence[int]) -> Allocation:
-        """Given K alone; cut to what every request may draft."""
-        self.clear()
-        for index, (candidate, wanted) in enumerate(zip(self.candidates, depths, strict=True)):
-            for _ in candidate.curve.survival[:wanted]:
-                self.add(index)
-        step_s = self.step_s
-        return Allocation(
-            depths=tuple(self.depths),
-            tokens=self.tokens,
-            step_s=step_s,
-            lateness=self.lateness(step_s),
-        )
+    def _shallower(
+        self, limit: int, nodes: Sequence[Node], max_nodes: int, best: Allocation, most_late: float
+    ) -> Allocation:
+        """The best of `best` and what there is where nobody drafts deeper than `limit`."""
+        best_rate = best.tokens_per_s
+        needed = best_rate * self.row_s  # a node of less survival pays nowhere
+        nodes = [node for node in nodes if node[1] < limit and -node[0] > needed][:max_nodes]
+        most = len(self.candidates) - sum([lost for lost, _, _ in nodes])
+        num_left = len(nodes)
+        depths = [0] * len(self.candidates)
+        found = None
+        for (_, depth, index), (tokens, step_s) in zip(nodes, self._growing(nodes), strict=True):
+            depths[index] = depth + 1
+            num_left -= 1
+            if tokens > best_rate * step_s:
+                lateness = self.lateness(depths, step_s)
+                if lateness <= most_late:
+                    best_rate = tokens / step_s
+                    found = num_left, tokens, step_s, lateness
+            if most - num_left * needed <= best_rate * step_s:
+                break  # even if all that is left took no drafting
+        if found is None:
+            return best
+        num_left, tokens, step_s, lateness = found
+        within = depths_of(nodes[: len(nodes) - num_left], len(depths))
+        return Allocation(within, tokens, step_s, lateness)
+
+    def _growing(self, nodes: Sequence[Node]) -> Iterator[tuple[float, float]]:
+        """Tokens and seconds of the step with one node, with two, ..., in the order given."""
+        ways, factor, verify_s = self.ways, self.pricing.factor, self.times.verify_s
+        for active in self.actives:
+            active[:] = [0] * len(active)
+        tokens, rows, draft_s, overhead_s = float(len(ways)), 0.0, 0.0, 0.0
+        for lost, depth, index in nodes:
+            drafted, deltas_s, missed, extra_s, active = ways[index]
+            num_active = active[depth]
+            active[depth] = num_active + 1
+            reached = drafted[depth]
+            tokens -= lost
+            rows += reached
+            if depth:
+                draft_s += reached * deltas_s[num_active]
+            else:
+                draft_s += (reached + missed) * deltas_s[num_active]
+                if num_active == 0:  # methods beside each other pay their overheads one by one
+                    overhead_s += extra_s
+            below = int(rows)
+            rest_s = verify_s[below]
+            if share := rows - below:
+                rest_s += share * (verify_s[below + 1] - rest_s)
+            yield tokens, draft_s + (overhead_s + rest_s) * factor
 
 
-def best_allocation(
-    candidates: Sequence[Candidate], pricing: Pricing, max_nodes: int
-) -> Allocation:
-    """The allocation of most expected tokens per second.
-
-    Speculation must not make a request late: where somebody would be, only what makes nobody later
-    than plain decoding does is allowed. Where plain decoding itself is too slow for a wish, what
-    helps is allowed and everything else is not.
-
-    Args:
-        candidates: the requests of the step, at least one.
-        pricing: what steps take.
-        max_nodes: rows there are for drafted nodes.
-    """
-    tally = Tally(candidates, pricing)
-    plain = tally.at([0] * len(candidates))
-    nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
-    deepest = max(len(candidate.curve.survival) for candidate in candidates)
-    if len(candidates) == 1:  # all its prefixes are priced on the way
-        return best_prefix(nodes[:max_nodes], tally, plain, plain.lateness)
-    best, was = plain, max(candidate.was for candidate in candidates)
-    # Beside the last depth, or from scratch where nobody drafted.
-    coarse = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
-
-    def tried(depth: int) -> Allocation:
-        within = [node for node in nodes if node[1] < depth][:max_nodes]
-        return best_prefix(within, tally, best, plain.lateness)
-
-    for depth in sorted(coarse):
-        best = tried(depth)
-    reached = max(best.depths)
-    for depth in sorted({reached - 1, reached, reached + 1} - coarse):
-        best = tried(depth)
-    return best
+def allocator(candidates: Sequence[Candidate], pricing: Pricing) -> Allocator:
+    """For the requests of a step, at least one."""
+    if len(candidates) == 1:
+        return Ladder(candidates[0], pricing)
+    return Crowd(candidates, pricing)
 
 
-def best_prefix(nodes: Sequence[Node], tally: Tally, best: Allocation, late: float) -> Allocation:
-    """The best of `best` and what there is after any number of nodes; none later than `late`."""
-    most_late = max(1.0, late)
-    has_wishes = late > 0.0
-    best_rate = best.tokens_per_s
-    tally.clear()
-    num_left, num_best = len(nodes), 0
-    for lost, _, index in nodes:
-        tally.add(index)
-        step_s = tally.step_s
-        num_left -= 1
-        if tally.tokens - num_left * lost <= best_rate * step_s:
-            break  # even if all that is left were worth as much as this one, at no cost
-        if tally.tokens > best_rate * step_s:
-            lateness = tally.lateness(step_s) if has_wishes else 0.0
-            if lateness <= most_late:
-                num_best, best_rate = len(nodes) - num_left, tally.tokens / step_s
-    if not num_best:
-        return best
-    depths = [0] * len(tally.candidates)
-    for _, _, index in nodes[:num_best]:
+def depths_of(nodes: Iterable[Node], num_requests: int) -> tuple[int, ...]:
+    """K of every request that drafts these nodes."""
+    depths = [0] * num_requests
+    for _, _, index in nodes:
         depths[index] += 1
-    return tally.at(depths)
-
-
-def priced(candidates: Sequence[Candidate], pricing: Pricing, depths: Sequence[int]) -> Allocation:
-    """What given K would bring; cut to what every request may draft."""
-    return Tally(candidates, pricing).at(depths)
+    return tuple(depths)

@@ -32,6 +32,7 @@ class Calibration:
         self.strength = strength
         self.trials = [0.0] * NUM_BINS
         self.wins = [0.0] * NUM_BINS
+        self._rules = [self.at(lowest / NUM_BINS) for lowest in range(NUM_BINS)]
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step whose plan had a rule of this measure."""
@@ -42,26 +43,21 @@ class Calibration:
             self.trials[at] = self.trials[at] * self.memory + 1.0
             self.wins[at] = self.wins[at] * self.memory + (index < record.num_accepted)
 
-    def acceptances(self) -> list[float]:
-        """P(accepted) of every bin; one that was hardly seen is believed to be like the one above.
-
-        So nothing stops that has not been seen to fail.
-        """
-        found = [0.0] * NUM_BINS
-        above = 1.0
-        for at in range(NUM_BINS - 1, -1, -1):
-            above = (self.wins[at] + above * self.strength) / (self.trials[at] + self.strength)
-            found[at] = above
-        return found
-
     def rule(self, needed: float) -> StopRule:
-        """Stops where a node is accepted with less than `needed`, all before it being accepted."""
-        acceptances = self.acceptances()
-        lowest = NUM_BINS
-        while lowest > 0 and acceptances[lowest - 1] >= needed:
+        """Stops where a node is accepted with less than `needed`, all before it being accepted.
+
+        A bin that was hardly seen is believed to be like the one above, so nothing stops that has
+        not been seen to fail.
+        """
+        trials, wins, strength = self.trials, self.wins, self.strength
+        above, lowest = 1.0, NUM_BINS
+        while lowest:
+            above = (wins[lowest - 1] + above * strength) / (trials[lowest - 1] + strength)
+            if above < needed:
+                break
             lowest -= 1
         # Above all bins nothing would ever be drafted, so nothing learnt: the surest stay.
-        return self.at(min(lowest, NUM_BINS - 1) / NUM_BINS)
+        return self._rules[min(lowest, NUM_BINS - 1)]
 
     def at(self, confidence: float) -> StopRule:
         """The rule that stops below a confidence; at 0 it only measures."""

@@ -50,13 +50,13 @@ class Exploration:
 
     def varied(
         self,
-        plans: Sequence[Plan],
+        plans: list[Plan],
         most: Sequence[int],
         missed: Callable[[int], int],
         methods: Sequence[str],
         max_nodes: int,
     ) -> list[Plan]:
-        """The plans with some of them replaced.
+        """The plans with some of them replaced, or the very list where none is.
 
         Args:
             plans: what is believed best.
@@ -66,37 +66,38 @@ class Exploration:
             max_nodes: that may be drafted in all.
         """
         self.num_steps += 1
-        varied = list(plans)
-        spare = max_nodes - sum(plan.num_speculative_tokens for plan in plans)
-        spare -= self._probe(varied, most, missed, methods, spare)
+        num_planned = sum([plan.num_speculative_tokens for plan in plans])
+        varied = self._probing(plans, most, missed, methods, max_nodes - num_planned)
+        spare = max_nodes - num_planned - len(self.probed)
         chance = finalise(self.num_steps * INCREMENT)
         if share_of(chance) < self.config.explore:
             at = chance % len(plans)
+            varied = list(varied)
             varied[at] = self._other(varied[at], most[at], methods, spare)
         return varied
 
-    def _probe(
+    def _probing(
         self,
         plans: list[Plan],
         most: Sequence[int],
         missed: Callable[[int], int],
         methods: Sequence[str],
         spare: int,
-    ) -> int:
-        """Let some idle requests draft a token each where it can be afforded; how many do."""
+    ) -> list[Plan]:
+        """Let some idle requests draft a token each where it can be afforded."""
         idle = [at for at, plan in enumerate(plans) if not plan.num_speculative_tokens and most[at]]
         self.probed = []
         if self._debt > 0.0 or not idle:
             self._debt = max(-MOST_CREDIT, self._debt - self.config.probe_share)
-            return 0
+            return plans
         if spare < 1:
-            return 0
+            return plans
         idle.sort(key=missed)
         self.probed = idle[: min(spare, -(-len(idle) // SCOUTS))]
-        method = methods[self.num_steps % len(methods)]
-        for at in self.probed:
-            plans[at] = Plan(method=method, num_speculative_tokens=1, probe=True)
-        return len(self.probed)
+        probe = Plan(
+            method=methods[self.num_steps % len(methods)], num_speculative_tokens=1, probe=True
+        )
+        return [probe if at in self.probed else plan for at, plan in enumerate(plans)]
 
     def _other(self, plan: Plan, most: int, methods: Sequence[str], spare: int) -> Plan:
         """A plan that is not believed best."""

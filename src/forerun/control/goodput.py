@@ -11,34 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from forerun.control.allocation import Allocation, Candidate, Pricing, best_allocation, priced
+from forerun.control.allocation import Allocator, allocator
 from forerun.control.base import Capacity, Plan, RequestState
-from forerun.control.beliefs import Beliefs, Curve, Way
+from forerun.control.beliefs import Beliefs, Way
 from forerun.control.calibration import Calibration
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import Exploration
-from forerun.control.punctuality import Punctuality, wish_s
-from forerun.control.step_times import Correction, Costs, Factor, Place, StepTimes, Tables
+from forerun.control.ladder import Ladder
+from forerun.control.pricing import Allocation, Candidate, Pricing
+from forerun.control.punctuality import wish_s
+from forerun.control.scenes import Scenes
+from forerun.control.step_times import Costs
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
 __all__ = ["GoodputController"]
 
 PLAIN = Plan()
-
-
-class Scene(NamedTuple):
-    """What a step is decided in.
-
-    Attributes:
-        place: its batch and context.
-        times: by method.
-        correction: of those times.
-    """
-
-    place: Place
-    times: dict[str, StepTimes]
-    correction: Correction
+ROUTE_EVERY = 4
+"""Steps after which the drafter of a request is chosen anew; what it rests on changes slowly."""
 
 
 class Probe(NamedTuple):
@@ -72,58 +63,57 @@ class GoodputController:
         self.config = config or GoodputConfig()
         self.methods = tuple(costs)
         self.max_k = max_k
-        self.tables = Tables(costs, max_k)
+        self.scenes = Scenes(costs, max_k)
         self.beliefs = Beliefs(self.config.beliefs)
         self.exploration = Exploration(self.config)
-        self.punctuality = Punctuality()
         stop = self.config.stop
         self.calibration = None if stop is None else Calibration(stop)
-        self._corrections: dict[int, Correction] = {}
         self._chosen: dict[str, Plan] = {}
         self._asked: dict[str, Plan] = {}
-        self._scene: Scene | None = None
         self._probe: Probe | None = None
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The best plans, or now and then ones that are worth learning from."""
         if not states:
             return []
-        scene = self._look(states)
-        candidates = self._candidates(states, scene)
-        pricing = self._pricing(scene)
+        scene = self.scenes.at(states)
+        pricing = scene.pricing(self.config.catch_up / self.config.horizon)
+        candidates = self._candidates(states, pricing)
+        room = allocator(candidates, pricing)
         max_nodes = max(0, capacity.max_rows - len(states))
-        allocation = self._settle(candidates, pricing, max_nodes)
-        rule = self._rule(allocation, scene)
+        allocation = self._settle(candidates, room, max_nodes)
+        rule = self._rule(allocation, pricing)
         plans = [
-            Plan(method=candidate.method, num_speculative_tokens=depth, stop=rule)
-            if depth
-            else PLAIN
-            for candidate, depth in zip(candidates, allocation.depths, strict=True)
+            plan_of(candidate.method, depth, rule, self._chosen.get(state.request_id, PLAIN))
+            for state, candidate, depth in zip(states, candidates, allocation.depths, strict=True)
         ]
         names = [state.request_id for state in states]
-        self._chosen = dict(zip(names, plans, strict=True))
+        self._chosen = self._asked = dict(zip(names, plans, strict=True))
         most = [len(candidate.curve.survival) for candidate in candidates]
 
         def missed(at: int) -> int:
             return self.beliefs.missed(states[at])
 
-        plans = self.exploration.varied(plans, most, missed, self.methods, max_nodes)
+        varied = self.exploration.varied(plans, most, missed, self.methods, max_nodes)
         self._probe = None
+        if varied is plans:
+            return plans
         if probed := self.exploration.probed:
-            self._probe = Probe(
-                names=frozenset(names[at] for at in probed),
-                tokens=allocation.tokens,
-                step_s=allocation.step_s,
-                longer_s=longer_s(candidates, pricing, allocation, probed, plans),
-            )
+            longer_s = probing_s(candidates, pricing, varied, probed) - allocation.step_s
+            tokens, step_s = allocation.tokens, allocation.step_s
+            self._probe = Probe(frozenset(names[at] for at in probed), tokens, step_s, longer_s)
         if self.calibration is not None:
-            plans = [self._measuring(plan) for plan in plans]
-        self._asked = dict(zip(names, plans, strict=True))
-        return plans
+            varied = [self._measuring(plan) for plan in varied]
+        self._asked = dict(zip(names, varied, strict=True))
+        return varied
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn how far drafts came, and what the step took."""
-        self._observe_probe(records)
+        if not records:
+            return
+        probe = self._probe
+        if probe is not None:
+            self._observe_probe(probe, records)
         for record in records:
             plan = self._asked.get(record.request_id)
             if plan is None or record.k_budget == 0:
@@ -131,82 +121,75 @@ class GoodputController:
             self.beliefs.observe(record, Way(plan.method, plan.stop is not None))
             if self.calibration is not None:
                 self.calibration.observe(record)
-        if records and records[0].num_prefill_rows == 0:
-            self._observe_time(records)
+        if records[0].num_prefill_rows == 0:
+            # A probe catches up with what the draft has missed, which is in no table.
+            self.scenes.observe(records, draft_counts=probe is None)
 
-    def _look(self, states: Sequence[RequestState]) -> Scene:
-        batch = len(states)
-        place = Place.of(batch, sum(state.num_committed for state in states) / batch)
-        greedy = all(state.temperature == 0 for state in states)
-        correction = self._corrections.get(batch)
-        if correction is None:
-            correction = self._corrections[batch] = Correction()
-        times = {method: self.tables.at(method, place, greedy=greedy) for method in self.methods}
-        self._scene = Scene(place=place, times=times, correction=correction)
-        return self._scene
-
-    def _pricing(self, scene: Scene) -> Pricing:
-        correction = scene.correction
-        return Pricing(
-            times=scene.times,
-            plain_factor=correction.plain_factor,
-            factor=correction.speculative_factor,
-            draft_factors={method: correction.draft_factor(method) for method in correction.drafts},
-            catch_up=self.config.catch_up / self.config.horizon,
-        )
-
-    def _candidates(self, states: Sequence[RequestState], scene: Scene) -> list[Candidate]:
+    def _candidates(self, states: Sequence[RequestState], pricing: Pricing) -> list[Candidate]:
         late = None
         found = []
-        for state in states:
+        for at, state in enumerate(states):
             limit_s = wish_s(state)
             if limit_s is not None:
-                late = late or self.punctuality.p95
+                late = late or self.scenes.punctuality.p95
                 limit_s /= late
-            was = self._chosen.get(state.request_id, PLAIN)
-            method, curve = self._route(state, scene, was)
-            k = was.num_speculative_tokens if was.method == method else 0
-            found.append(Candidate(method=method, curve=curve, limit_s=limit_s, was=k))
+            is_due = (self.exploration.num_steps + at) % ROUTE_EVERY == 0
+            found.append(self._route(state, pricing, len(states), limit_s, is_due=is_due))
         return found
 
-    def _route(self, state: RequestState, scene: Scene, was: Plan) -> tuple[str, Curve]:
+    def _route(
+        self,
+        state: RequestState,
+        pricing: Pricing,
+        batch: int,
+        limit_s: float | None,
+        *,
+        is_due: bool,
+    ) -> Candidate:
         """The drafter of most expected length per cost, and what it is expected to do."""
         most = max(0, min(self.max_k, state.max_new - 1))
-        stops = self.config.stop is not None
-        curves = {m: self.beliefs.curve(state, Way(m, stops), most) for m in self.methods}
-        if len(curves) == 1:
-            return next(iter(curves.items()))
+        stops = self.calibration is not None
+        was = self._chosen.get(state.request_id, PLAIN)
 
-        def worth(method: str) -> float:
-            loyalty = 1.0 + self.config.hysteresis * (was.method == method)
-            return loyalty * solo_rate(curves[method], scene.times[method], scene.place.batch)
+        def candidate(method: str) -> Candidate:
+            curve = self.beliefs.curve(state, Way(method, stops), most)
+            k = was.num_speculative_tokens if was.method == method else 0
+            return Candidate(method, curve, limit_s, k)
 
-        method = max(curves, key=worth)
-        return method, curves[method]
+        def worth(candidate: Candidate) -> float:
+            loyalty = 1.0 + self.config.hysteresis * (was.method == candidate.method)
+            return loyalty * Ladder(candidate, pricing, batch).best_rate
+
+        if was.num_speculative_tokens and not is_due:
+            return candidate(was.method)
+        if len(self.methods) == 1:
+            return candidate(self.methods[0])
+        return max(map(candidate, self.methods), key=worth)
 
     def _settle(
-        self, candidates: Sequence[Candidate], pricing: Pricing, max_nodes: int
+        self, candidates: Sequence[Candidate], room: Allocator, max_nodes: int
     ) -> Allocation:
         """The best allocation, or the last one where the best is hardly better."""
-        best = best_allocation(candidates, pricing, max_nodes)
-        last = tuple(min(c.was, len(c.curve.survival)) for c in candidates)
+        best = room.best(max_nodes)
+        last = tuple([min(c.was, len(c.curve.survival)) for c in candidates])
         if last == best.depths or sum(last) > max_nodes:
             return best
-        kept = priced(candidates, pricing, last)
+        kept = room.at(last)
         gains = best.tokens_per_s > kept.tokens_per_s * (1.0 + self.config.hysteresis)
         return best if gains or kept.lateness > max(1.0, best.lateness) else kept
 
-    def _rule(self, allocation: Allocation, scene: Scene) -> StopRule | None:
+    def _rule(self, allocation: Allocation, pricing: Pricing) -> StopRule | None:
         """Stops where one more node would not pay even if all before it were accepted."""
-        deepest = max(allocation.depths)
-        if self.calibration is None or not deepest:
+        if self.calibration is None:
             return None
-        method = next(iter(scene.times))
-        times, batch = scene.times[method], scene.place.batch
-        correction = scene.correction
-        draft_s = times.draft_s[batch - 1] * correction.draft_factor(method)
+        deepest, batch = max(allocation.depths), len(allocation.depths)
+        if not deepest:
+            return None
+        method = self.methods[0]
+        times = pricing.times[method]
+        draft_s = times.draft_s[batch - 1] * pricing.draft_factors.get(method, 1.0)
         rows_s = times.verify_nodes_s(deepest * batch) - times.verify_s[0]
-        node_s = (draft_s + rows_s / deepest * correction.speculative_factor) / batch
+        node_s = (draft_s + rows_s / deepest * pricing.factor) / batch
         return self.calibration.rule(allocation.tokens_per_s * node_s)
 
     def _measuring(self, plan: Plan) -> Plan:
@@ -214,14 +197,11 @@ class GoodputController:
         assert self.calibration is not None
         return replace(plan, stop=self.calibration.at(0.0)) if plan.probe else plan
 
-    def _observe_probe(self, records: Sequence[StepRecord]) -> None:
+    def _observe_probe(self, probe: Probe, records: Sequence[StepRecord]) -> None:
         """See what a probe has cost and brought, where it was let.
 
         What the draft has to catch up with is in the time of the step and in no table.
         """
-        probe = self._probe
-        if probe is None:
-            return
         accepted = [r.num_accepted for r in records if r.k_budget and r.request_id in probe.names]
         if not accepted:
             return
@@ -230,97 +210,28 @@ class GoodputController:
             spent_s = first.draft_s + first.verify_s + first.other_s - probe.step_s
         self.exploration.observe(spent_s / probe.step_s - sum(accepted) / probe.tokens)
 
-    def _observe_time(self, records: Sequence[StepRecord]) -> None:
-        """Compare what the step took with what the table says of it."""
-        scene, first = self._scene, records[0]
-        if scene is None or len(records) != scene.place.batch:
-            return
-        rest_s = first.verify_s + first.other_s
-        if rest_s <= 0.0:
-            return
-        depths = {
-            method: drafted
-            for method in self.methods
-            if (
-                drafted := [
-                    r.depth_drafted for r in records if r.method == method and r.num_drafted
-                ]
-            )
-        }
-        correction = scene.correction
-        draft_s, expected_s = expected_times(depths, scene)
-        if not depths:
-            self.punctuality.observe(rest_s, expected_s * correction.plain_factor)
-            correction.plain.observe(rest_s, expected_s)
-            return
-        believed_s = expected_s * correction.speculative_factor + sum(
-            seconds * correction.draft_factor(method) for method, seconds in draft_s.items()
-        )
-        self.punctuality.observe(first.draft_s + rest_s, believed_s)
-        correction.speculative.observe(rest_s, expected_s)
-        # Else nobody knows whose time it was, or it was that of catching up.
-        if len(depths) == 1 and first.draft_s > 0.0 and self._probe is None:
-            (method,) = depths
-            if draft_s[method] > 0.0:
-                correction.drafts.setdefault(method, Factor()).observe(
-                    first.draft_s, draft_s[method]
-                )
+
+def plan_of(method: str, k: int, rule: StopRule | None, was: Plan) -> Plan:
+    """A plan that is no probe: the last one where it is the same, which saves making it."""
+    if not k:
+        return PLAIN
+    if was.num_speculative_tokens == k and was.method == method and was.stop == rule:
+        return was
+    return Plan(method=method, num_speculative_tokens=k, stop=rule)
 
 
-def longer_s(
-    candidates: Sequence[Candidate],
-    pricing: Pricing,
-    allocation: Allocation,
-    probed: Sequence[int],
-    plans: Sequence[Plan],
+def probing_s(
+    candidates: Sequence[Candidate], pricing: Pricing, plans: Sequence[Plan], probed: Sequence[int]
 ) -> float:
-    """By how much probing is expected to make a step longer, catching up apart.
+    """What a step with probes is expected to take, catching up apart.
 
     Args:
         candidates: the requests of the step.
         pricing: what steps take.
-        allocation: what they would draft without probing.
-        probed: those of them that probe, by their place.
         plans: of all of them.
+        probed: those of them that probe, by their place.
     """
-    probing, depths = list(candidates), list(allocation.depths)
+    probing = list(candidates)
     for at in probed:
         probing[at] = probing[at]._replace(method=plans[at].method)
-        depths[at] = plans[at].num_speculative_tokens
-    return priced(probing, pricing, depths).step_s - allocation.step_s
-
-
-def solo_rate(curve: Curve, times: StepTimes, batch: int) -> float:
-    """Tokens per second and sequence at the best K, were all sequences like this one."""
-    best, tokens, depth = 1.0 / times.plain_s, 1.0, 0.0
-    for survived, drafted in zip(curve.survival, curve.drafted, strict=True):
-        tokens += survived
-        depth += drafted
-        best = max(best, tokens / times.cycle_s(depth, batch))
-    return best
-
-
-def expected_times(
-    depths: Mapping[str, Sequence[int]], scene: Scene
-) -> tuple[dict[str, float], float]:
-    """What the table says of a step.
-
-    Args:
-        depths: levels drafted by every request that did, by method.
-        scene: of the step.
-
-    Returns:
-        Seconds of drafting by method, and of everything else.
-    """
-    if not depths:
-        return {}, next(iter(scene.times.values())).plain_s
-    draft_s = {
-        method: sum(
-            scene.times[method].draft_s[sum(depth > level for depth in drafted) - 1]
-            for level in range(max(drafted))
-        )
-        for method, drafted in depths.items()
-    }
-    num_nodes = sum(map(sum, depths.values()))
-    verify_s = next(iter(scene.times.values())).verify_nodes_s(num_nodes)
-    return draft_s, verify_s + sum(scene.times[method].overhead_s for method in depths)
+    return allocator(probing, pricing).at([plan.num_speculative_tokens for plan in plans]).step_s

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from forerun.theory.cost import CostTable
 
@@ -29,8 +29,7 @@ class Costs(Protocol):
         """The table that holds at a temperature."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where one cost table was read: batch, and a bucket of contexts.
 
     Attributes:
@@ -60,6 +59,7 @@ class StepTimes:
         plain_s: a plain step.
         overhead_s: what a speculative cycle adds whatever it drafts.
         verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
+        least_row_s: the least that one more drafted node adds to it.
         draft_s: one more drafted level, by how many sequences go on: entry b of b + 1 sequences.
         draft_deltas_s: by how much each entry of draft_s is above the one before.
     """
@@ -67,6 +67,7 @@ class StepTimes:
     plain_s: float
     overhead_s: float
     verify_s: tuple[float, ...]
+    least_row_s: float
     draft_s: tuple[float, ...]
     draft_deltas_s: tuple[float, ...]
 
@@ -76,12 +77,13 @@ class StepTimes:
         batch, context = place.batch, place.context
         draft_s = tuple(table.draft_token_s(context, b + 1) for b in range(batch))
         plain_s = table.plain_step_s(context, batch)
+        by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)]
+        verify_s = spread(by_rows, batch)
         return cls(
             plain_s=plain_s,
             overhead_s=table.overhead(context, batch) * plain_s,
-            verify_s=spread(
-                [table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)], batch
-            ),
+            verify_s=verify_s,
+            least_row_s=max(0.0, min((b - a for a, b in pairwise(verify_s)), default=0.0)),
             draft_s=draft_s,
             draft_deltas_s=tuple(b - a for a, b in pairwise((0.0, *draft_s))),
         )

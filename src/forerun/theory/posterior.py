@@ -64,12 +64,10 @@ class Passing:
 
     def means_given(self, priors: Sequence[float]) -> list[float]:
         """Posterior means where others have something to say about every position."""
-        strength, rates = self.strength, self.rates
-        num_seen = len(rates)
-        return [
-            rates[index].mean(prior, strength) if index < num_seen else prior
-            for index, prior in enumerate(priors)
-        ]
+        strength = self.strength
+        seen = zip(self.rates, priors, strict=False)
+        found = [(rate.wins + prior * strength) / (rate.trials + strength) for rate, prior in seen]
+        return [*found, *priors[len(found) :]]
 
 
 class Prospects:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -9,13 +10,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.simulated import table
 
-from forerun.control.allocation import Candidate, Pricing, best_allocation, priced
+from forerun.control.allocation import Crowd, allocator
 from forerun.control.beliefs import Curve
+from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.control.step_times import Place, StepTimes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 DEEPEST = 3
+
+
+def best_allocation(candidates: list[Candidate], costs: Pricing, max_nodes: int) -> Allocation:
+    return allocator(candidates, costs).best(max_nodes)
+
+
+def priced(candidates: list[Candidate], costs: Pricing, depths: Sequence[int]) -> Allocation:
+    return allocator(candidates, costs).at(depths)
 
 
 def candidate(alpha: float, *, limit_s: float | None = None, was: int = DEEPEST) -> Candidate:
@@ -107,3 +117,19 @@ def test_two_drafters_pay_both_their_overheads():
     times = costs.times["d"]
     extra = apart.step_s - together.step_s
     assert extra == pytest.approx(times.overhead_s + 2 * times.draft_s[0] - times.draft_s[1])
+
+
+@pytest.mark.parametrize("was", [0, 2])
+@pytest.mark.parametrize("drafted", [1.0, 0.9])
+def test_one_request_is_priced_as_a_crowd_of_one(was, drafted):
+    curve = Curve([0.7, 0.5, 0.3], [drafted, drafted**2, drafted**3])
+    one = [Candidate(method="d", curve=curve, limit_s=0.008, was=was)]
+    costs = pricing(1)._replace(factor=1.2, plain_factor=0.9, catch_up=0.5, draft_factors={"d": 2})
+    crowd = Crowd(one, costs)
+    for number in range(5):
+        assert same(allocator(one, costs).at([number]), crowd.at([number]))
+        assert same(allocator(one, costs).best(number), crowd.best(number))
+
+
+def same(one: Allocation, other: Allocation) -> bool:
+    return one.depths == other.depths and one[1:] == pytest.approx(other[1:])

@@ -1,0 +1,140 @@
+"""What steps are expected to take where they are taken, and what is learnt from those that were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from forerun.control.base import RequestState
+from forerun.control.pricing import Pricing
+from forerun.control.punctuality import Punctuality
+from forerun.control.step_times import Correction, Costs, Factor, Place, StepTimes, Tables
+from forerun.theory.record import StepRecord
+
+__all__ = ["Scene", "Scenes"]
+
+
+class Scene(NamedTuple):
+    """What a step is decided in.
+
+    Attributes:
+        place: its batch and context.
+        greedy: whether all its requests are.
+        times: by method.
+        correction: of those times.
+    """
+
+    place: Place
+    greedy: bool
+    times: dict[str, StepTimes]
+    correction: Correction
+
+    def pricing(self, catch_up: float) -> Pricing:
+        """What steps take here.
+
+        Args:
+            catch_up: drafted levels that a request costs on top which did not draft in its last
+                step.
+        """
+        correction = self.correction
+        return Pricing(
+            self.times,
+            correction.plain_factor,
+            correction.speculative_factor,
+            {method: factor.value() for method, factor in correction.drafts.items()},
+            catch_up,
+        )
+
+
+class Scenes:
+    """Places that steps are taken at, and how what they take differs from the tables.
+
+    Args:
+        costs: of every drafter that may be planned, by its method.
+        max_k: largest K.
+
+    Attributes:
+        punctuality: how much longer than expected steps take.
+    """
+
+    def __init__(self, costs: Mapping[str, Costs], max_k: int) -> None:
+        self.tables = Tables(costs, max_k)
+        self.punctuality = Punctuality()
+        self._corrections: dict[int, Correction] = {}
+        self._last: Scene | None = None
+
+    def at(self, states: Sequence[RequestState]) -> Scene:
+        """Where these requests are; most often where they were before."""
+        batch, context, greedy = len(states), 0, True
+        for state in states:
+            context += state.num_committed
+            greedy = greedy and state.temperature == 0
+        place = Place.of(batch, context / batch)
+        scene = self._last
+        if scene is None or scene.place != place or scene.greedy != greedy:
+            correction = self._corrections.setdefault(batch, Correction())
+            methods = self.tables.costs
+            times = {method: self.tables.at(method, place, greedy=greedy) for method in methods}
+            scene = self._last = Scene(place, greedy, times, correction)
+        return scene
+
+    def observe(self, records: Sequence[StepRecord], *, draft_counts: bool) -> None:
+        """Compare what the last step took with what the tables say of it.
+
+        Args:
+            records: of its requests.
+            draft_counts: whether the time of drafting is that of drafting alone.
+        """
+        scene, first = self._last, records[0]
+        rest_s = first.verify_s + first.other_s
+        if scene is None or len(records) != scene.place.batch or rest_s <= 0.0:
+            return
+        depths: dict[str, list[int]] = {}
+        for record in records:
+            if record.num_drafted and record.method in scene.times:
+                depths.setdefault(record.method, []).append(record.depth_drafted)
+        correction = scene.correction
+        if not depths:
+            plain_s = next(iter(scene.times.values())).plain_s
+            self.punctuality.observe(rest_s, plain_s * correction.plain_factor)
+            correction.plain.observe(rest_s, plain_s)
+            return
+        draft_s, expected_s = expected_times(depths, scene.times)
+        believed_s = expected_s * correction.speculative_factor
+        for method, seconds in draft_s.items():
+            believed_s += seconds * correction.draft_factor(method)
+        self.punctuality.observe(first.draft_s + rest_s, believed_s)
+        correction.speculative.observe(rest_s, expected_s)
+        if draft_counts and len(depths) == 1 and first.draft_s > 0.0:  # else whose time was it?
+            (method,) = depths
+            if draft_s[method] > 0.0:
+                factor = correction.drafts.setdefault(method, Factor())
+                factor.observe(first.draft_s, draft_s[method])
+
+
+def expected_times(
+    depths: Mapping[str, Sequence[int]], times: Mapping[str, StepTimes]
+) -> tuple[dict[str, float], float]:
+    """What the tables say of a speculative step.
+
+    Args:
+        depths: levels drafted by every request that did, by method, at least one.
+        times: by method.
+
+    Returns:
+        Seconds of drafting by method, and of everything else.
+    """
+    num_nodes, overhead_s = 0, 0.0
+    draft_s = {}
+    for method, drafted in depths.items():
+        by_count = times[method].draft_s
+        if len(drafted) == 1:
+            draft_s[method] = drafted[0] * by_count[0]
+        else:
+            draft_s[method] = sum(
+                by_count[sum([depth > level for depth in drafted]) - 1]
+                for level in range(max(drafted))
+            )
+        num_nodes += sum(drafted)
+        overhead_s += times[method].overhead_s
+    return draft_s, next(iter(times.values())).verify_nodes_s(num_nodes) + overhead_s
