@@ -9,70 +9,78 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 from forerun.errors import InvalidRequest
+from forerun.plan.drafts import Drafts
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
 from forerun.theory.speedup import acceptance_length, constant_survival, survival
 
-__all__ = ["MIN_REACHED", "Acceptance", "counted", "given", "improved"]
+__all__ = ["MIN_ALLOWED", "Acceptance", "Drafting", "counted", "given", "improved"]
 
 Z_95 = 1.959963984540054
 """Where the standard normal reaches 97.5%."""
-MIN_REACHED = 20
-"""Fewer steps at a position say too little to draft that far."""
+MIN_ALLOWED = 20
+"""Fewer steps that might go so deep say too little to draft that far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What drafting with one K brings.
+
+    Attributes:
+        survival: P(accepted through i) for i = 1..K.
+        drafted: P(drafted through i), below 1 where the drafter itself may end a draft.
+        standard_error: of tau, 0 where it is not known.
+    """
+
+    survival: tuple[float, ...]
+    drafted: tuple[float, ...]
+    standard_error: float = 0.0
+
+    @classmethod
+    def of(cls, survival: Sequence[float]) -> Drafting:
+        """All of K is drafted."""
+        return cls(survival=tuple(survival), drafted=(1.0,) * len(survival))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Survival by position, as deep as it is known.
+    """What drafting brings, as deep as it is known.
 
     Attributes:
-        survival: P(accepted through i) for i = 1..deepest.
-        requests: counts of every request it was taken from; empty where it was given.
+        by_k: for K = 1..deepest.
+        num_requests: it was counted in; 0 where it was given.
         is_constant: given as one alpha, which holds at any depth.
     """
 
-    survival: tuple[float, ...]
-    requests: tuple[AcceptanceCounts, ...] = ()
+    by_k: tuple[Drafting, ...]
+    num_requests: int = 0
     is_constant: bool = False
 
+    @classmethod
+    def of(cls, survival: Sequence[float], *, is_constant: bool = False) -> Acceptance:
+        """The same survival whatever K."""
+        by_k = tuple(Drafting.of(survival[:k]) for k in range(1, len(survival) + 1))
+        return cls(by_k=by_k, is_constant=is_constant)
+
     @property
-    def conditional(self) -> tuple[float, ...]:
-        """P(position i accepted | all before it accepted)."""
-        before = (1.0, *self.survival[:-1])
-        return tuple(s / b if b else 0.0 for s, b in zip(self.survival, before, strict=True))
+    def survival(self) -> tuple[float, ...]:
+        """At the largest K."""
+        return self.by_k[-1].survival if self.by_k else ()
+
+    def at(self, num_speculative_tokens: int) -> Drafting:
+        """Of one K; nothing is drafted for 0."""
+        k = num_speculative_tokens
+        if k > len(self.by_k):
+            raise ValueError(f"acceptance is known for {len(self.by_k)} positions, not {k}")
+        return self.by_k[k - 1] if k else Drafting.of(())
 
     def length(self, num_speculative_tokens: int) -> Interval:
-        """tau at K, with its 95% interval where there were several requests.
-
-        Requests are what is independent, steps of one request are not: the variance is that of
-        the requests' first-order influence on tau.
-        """
-        k = num_speculative_tokens
-        if k > len(self.survival):
-            raise ValueError(f"acceptance is known for {len(self.survival)} positions, not {k}")
-        tau = acceptance_length(self.survival[:k])
-        reach = Z_95 * self._standard_error(k)
-        return Interval(estimate=tau, low=max(1.0, tau - reach), high=min(k + 1.0, tau + reach))
-
-    def _standard_error(self, k: int) -> float:
-        """Source: the delta method, clustered by request (Huber 1967)."""
-        num_requests = len(self.requests)
-        if num_requests < 2 or k == 0:
-            return 0.0
-        reached = [padded(counts.reached_per_position, k) for counts in self.requests]
-        accepted = [padded(counts.accepted_per_position, k) for counts in self.requests]
-        totals = [sum(column) for column in zip(*reached, strict=True)]
-        alphas = self.conditional[:k]
-        weights = [
-            slope / total if total else 0.0
-            for slope, total in zip(slopes(alphas), totals, strict=True)
-        ]
-        influences = [
-            sum(w * (a - p * r) for w, a, p, r in zip(weights, its, alphas, of, strict=True))
-            for its, of in zip(accepted, reached, strict=True)
-        ]
-        spread = math.fsum(influence * influence for influence in influences)
-        return math.sqrt(num_requests / (num_requests - 1) * spread)
+        """tau at K, with its 95% interval where there were several requests."""
+        drafting = self.at(num_speculative_tokens)
+        tau = acceptance_length(drafting.survival)
+        reach = Z_95 * drafting.standard_error
+        most = num_speculative_tokens + 1.0
+        return Interval(estimate=tau, low=max(1.0, tau - reach), high=min(most, tau + reach))
 
 
 def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Acceptance:
@@ -93,9 +101,9 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
         if not 0.0 <= figure <= 1.0:
             raise InvalidRequest(f"acceptance {figure:g} is no probability; it must be in [0, 1]")
     if len(figures) == 1:
-        return Acceptance(survival=constant_survival(figures[0], max_k), is_constant=True)
+        return Acceptance.of(constant_survival(figures[0], max_k), is_constant=True)
     if conditional:
-        return Acceptance(survival=survival(figures))
+        return Acceptance.of(survival(figures))
     for position, (before, here) in enumerate(pairwise(figures), start=2):
         if here > before:
             raise InvalidRequest(
@@ -103,31 +111,86 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
                 "which is impossible: whoever accepts through a position accepts through those "
                 "before it. If these are conditional on the positions before, say --conditional"
             )
-    return Acceptance(survival=tuple(figures))
+    return Acceptance.of(figures)
 
 
-def counted(requests: Iterable[AcceptanceCounts]) -> Acceptance:
+def counted(requests: Iterable[Drafts]) -> Acceptance:
     """Acceptance of traced requests, as deep as enough steps went.
 
     Raises:
         InvalidRequest: they drafted next to nothing.
     """
-    found = tuple(counts for counts in requests if counts.max_depth)
-    pooled = sum(found, AcceptanceCounts())
-    reached = pooled.reached_per_position
-    deepest = next((i for i, n in enumerate(reached) if n < MIN_REACHED), len(reached))
+    found = [drafts for drafts in requests if drafts.drafted.num_accepted]
+    pooled = sum(found, Drafts())
+    allowed = pooled.accepted.drafted_per_position
+    deepest = next((i for i, n in enumerate(allowed) if n < MIN_ALLOWED), len(allowed))
     if not deepest:
         raise InvalidRequest(
-            f"{sum(counts.num_steps for counts in found)} steps drafted anything; "
-            f"a plan needs at least {MIN_REACHED}"
+            f"{sum(drafts.steps.total() for drafts in found)} steps drafted anything; "
+            f"a plan needs at least {MIN_ALLOWED}"
         )
-    return Acceptance(survival=pooled.survival[:deepest], requests=found)
+    return Acceptance(
+        by_k=tuple(drafting(found, k) for k in range(1, deepest + 1)), num_requests=len(found)
+    )
+
+
+def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
+    """What the traced drafts say of one K."""
+    limited = [drafts.limited(k) for drafts in requests]
+    pooled = sum(limited, Drafts())
+    return Drafting(
+        survival=pooled.accepted.survival[:k],
+        drafted=pooled.drafted.survival[:k],
+        standard_error=standard_error(
+            [drafts.accepted for drafts in limited], pooled.accepted.conditional_acceptance[:k]
+        ),
+    )
+
+
+def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]) -> float:
+    """Of tau: requests are what is independent, steps of one request are not.
+
+    So the variance is that of the requests' first-order influence on tau.
+
+    Args:
+        requests: counts of each.
+        alphas: of all of them together, P(position accepted | all before it accepted).
+
+    Source: the delta method, clustered by request (Huber 1967).
+    """
+    num_requests, k = len(requests), len(alphas)
+    if num_requests < 2:
+        return 0.0
+    reached = [padded(counts.reached_per_position, k) for counts in requests]
+    accepted = [padded(counts.accepted_per_position, k) for counts in requests]
+    totals = [sum(column) for column in zip(*reached, strict=True)]
+    weights = [
+        slope / total if total else 0.0 for slope, total in zip(slopes(alphas), totals, strict=True)
+    ]
+    influences = [
+        sum(w * (a - p * r) for w, a, p, r in zip(weights, its, alphas, of, strict=True))
+        for its, of in zip(accepted, reached, strict=True)
+    ]
+    spread = math.fsum(influence * influence for influence in influences)
+    return math.sqrt(num_requests / (num_requests - 1) * spread)
 
 
 def improved(acceptance: Acceptance, share: float) -> Acceptance:
     """A better aligned draft: at every position `share` of the rejections are gone."""
-    better = [1.0 - (1.0 - share) * (1.0 - alpha) for alpha in acceptance.conditional]
-    return Acceptance(survival=survival(better), is_constant=acceptance.is_constant)
+    return Acceptance(
+        by_k=tuple(
+            Drafting(survival=fewer_rejections(each.survival, share), drafted=each.drafted)
+            for each in acceptance.by_k
+        ),
+        is_constant=acceptance.is_constant,
+    )
+
+
+def fewer_rejections(survivals: Sequence[float], share: float) -> tuple[float, ...]:
+    """Survival once `share` of the rejections at every position are gone."""
+    pairs = pairwise((1.0, *survivals))
+    alphas = [after / before if before else 0.0 for before, after in pairs]
+    return survival([1.0 - (1.0 - share) * (1.0 - alpha) for alpha in alphas])
 
 
 def padded(counts: Sequence[int], length: int) -> list[int]:

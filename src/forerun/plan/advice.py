@@ -165,9 +165,9 @@ def remarks(
         yield "the interval of the speedup reaches down to 1: that it pays is not shown"
     if k and k == len(used.acceptance.survival) and not used.acceptance.is_constant:
         yield f"acceptance is known for {k} positions only; a larger K might be better"
-    if len(used.acceptance.requests) == 1:
+    if used.acceptance.num_requests == 1:
         yield "acceptance comes from a single request; its error is not in the interval"
-    if not used.acceptance.requests:
+    if not used.acceptance.num_requests:
         yield "acceptance is taken as given; its error is not in the interval"
     if best.cycle_cost.low == best.cycle_cost.high and k:
         yield "the costs have no known error; it is not in the interval"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from forerun.errors import InvalidProfile
 from forerun.plan.acceptance import Acceptance
@@ -68,7 +70,7 @@ def option_at(
     """
     k, table = num_speculative_tokens, candidate.table
     tau = candidate.acceptance.length(k)
-    kappa = table.cycle_cost_interval(k, context, batch)
+    kappa = cycle_cost(table, candidate.acceptance.at(k).drafted, context, batch)
     if kappa.low <= 0:
         raise InvalidProfile(
             f"the profile with {candidate.name} is too rough at batch {batch}: a cycle at K={k} "
@@ -84,6 +86,28 @@ def option_at(
         speedup=ratio(tau, kappa),
         tpot_s=tpot_s,
         tokens_per_s=batch / tpot_s,
+    )
+
+
+def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:
+    """kappa with its 95% interval where drafts may end before K; mean over how deep they go.
+
+    Args:
+        table: of costs.
+        drafted: P(drafted through i) for i = 1..K.
+        context: committed tokens of every sequence.
+        batch: sequences at once.
+    """
+    shares = [before - after for before, after in pairwise((1.0, *drafted, 0.0))]
+    kappas = [
+        (share, table.cycle_cost_interval(depth, context, batch))
+        for depth, share in enumerate(shares)
+        if share
+    ]
+    return Interval(
+        estimate=math.fsum(share * kappa.estimate for share, kappa in kappas),
+        low=math.fsum(share * kappa.low for share, kappa in kappas),
+        high=math.fsum(share * kappa.high for share, kappa in kappas),
     )
 
 

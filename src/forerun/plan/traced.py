@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidTrace
-from forerun.theory.acceptance import AcceptanceCounts
+from forerun.plan.drafts import Drafts
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.schema import Item
 
@@ -19,13 +20,15 @@ class TracedDraft:
 
     Attributes:
         header: of its runs, with the names and hashes of target and draft.
-        requests: counts by request.
+        requests: what became of its drafts, by request.
+        most_allowed: largest K of any step, by request.
         draft_s: drafting, in cycles that read no prompt.
         num_drafted: depth of those drafts.
     """
 
     header: TraceHeader
-    requests: dict[str, AcceptanceCounts] = field(default_factory=dict)
+    requests: dict[str, Drafts] = field(default_factory=dict)
+    most_allowed: dict[str, int] = field(default_factory=dict)
     draft_s: float = 0.0
     num_drafted: int = 0
 
@@ -39,13 +42,30 @@ class TracedDraft:
         """Seconds per drafted token; None where every draft was beside a prompt."""
         return self.draft_s / self.num_drafted if self.num_drafted else None
 
+    @property
+    def has_drafted(self) -> bool:
+        """Whether any step did."""
+        return any(depth for drafts in self.requests.values() for _, depth, _ in drafts.steps)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether it may leave out steps of its own accord, as a drafter does that copies."""
+        return parse_drafter(self.name) is not None
+
     def add(self, record: StepRecord) -> None:
-        """Count a step that drafted."""
-        counts = self.requests.setdefault(record.request_id, AcceptanceCounts())
-        counts.add(record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted)
+        """Count a step that was allowed to draft."""
+        name, allowed = record.request_id, record.k_budget
+        drafts = self.requests.setdefault(name, Drafts())
+        drafts.add(allowed, record.depth_drafted, record.num_accepted)
+        self.most_allowed[name] = max(allowed, self.most_allowed.get(name, 0))
         if not record.num_prefill_rows:
             self.draft_s += record.draft_s
             self.num_drafted += record.depth_drafted
+
+    def add_plain(self, record: StepRecord) -> None:
+        """Count a plain step of one of its requests: it had nothing to propose, if it pauses."""
+        if self.pauses and not record.num_prefill_rows:
+            self.requests[record.request_id].add(self.most_allowed[record.request_id], 0, 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +82,7 @@ class TracedDrafts:
     temperatures: dict[str, float] = field(default_factory=dict)
     num_damaged: int = 0
 
-    def counts(self, draft: str, temperature: float) -> list[AcceptanceCounts]:
+    def counts(self, draft: str, temperature: float) -> list[Drafts]:
         """Requests of one drafter, greedy or sampled ones; those that did not end count as both.
 
         Raises:
@@ -94,6 +114,7 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
     """
     found = TracedDrafts()
     headers: list[TraceHeader] = []
+    drafters: dict[str, TracedDraft] = {}
     num_steps = 0
     for item in items:
         if isinstance(item, TraceHeader):
@@ -102,13 +123,16 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
             found.temperatures[item.request_id] = temperature_of(item.parameters)
         elif isinstance(item, StepRecord):
             num_steps += 1
-            if item.num_drafted:
+            if item.k_budget:
                 header = header_of(item, headers, where)
-                name = str(header.draft)
-                found.drafts.setdefault(name, TracedDraft(header=header)).add(item)
+                draft = found.drafts.setdefault(str(header.draft), TracedDraft(header=header))
+                draft.add(item)
+                drafters[item.request_id] = draft
+            elif item.request_id in drafters:
+                drafters[item.request_id].add_plain(item)
         else:
             found.num_damaged += 1
-    if not found.drafts:
+    if not any(draft.has_drafted for draft in found.drafts.values()):
         raise InvalidTrace(
             f"the trace {where} has {num_steps} steps and drafted in none of them: it says nothing "
             "of acceptance"

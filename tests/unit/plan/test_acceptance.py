@@ -7,24 +7,23 @@ from statistics import stdev
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.plan.acceptance import MIN_REACHED, Acceptance, counted, given, improved, slopes
-from forerun.theory.acceptance import AcceptanceCounts
+from forerun.plan.acceptance import MIN_ALLOWED, Acceptance, counted, given, improved, slopes
+from forerun.plan.drafts import Drafts
 from forerun.theory.speedup import acceptance_length, survival
 
 
 def request_of(*steps):
-    """Counts of (depth drafted, accepted, how often)."""
-    counts = AcceptanceCounts()
+    """Drafts of (depth drafted, all that was allowed; accepted, how often)."""
+    drafts = Drafts()
     for depth, accepted, times in steps:
-        for _ in range(times):
-            counts.add(depth, accepted)
-    return counts
+        drafts.steps[depth, depth, accepted] += times
+    return drafts
 
 
 def test_one_figure_is_the_same_at_every_position():
     found = given([0.5], conditional=False, max_k=4)
     assert found.survival == (0.5, 0.25, 0.125, 0.0625)
-    assert found.conditional == pytest.approx([0.5] * 4)
+    assert found.at(2).survival == (0.5, 0.25)
     assert found.is_constant
 
 
@@ -95,7 +94,7 @@ def test_drafts_that_ended_early_are_censored():
 
 
 def test_positions_that_few_steps_reached_are_left_out():
-    few = MIN_REACHED - 1
+    few = MIN_ALLOWED - 1
     found = counted([request_of((1, 1, 50), (2, 2, few))])
     assert len(found.survival) == 1
     with pytest.raises(InvalidRequest, match="19 steps drafted anything"):
@@ -103,5 +102,5 @@ def test_positions_that_few_steps_reached_are_left_out():
 
 
 def test_fewer_rejections():
-    found = improved(Acceptance(survival=(0.6, 0.3)), 0.5)
+    found = improved(Acceptance.of((0.6, 0.3)), 0.5)
     assert found.survival == pytest.approx((0.8, 0.8 * 0.75))

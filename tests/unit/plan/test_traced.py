@@ -14,7 +14,7 @@ SUFFIX = replace(HEADER, draft="suffix", draft_hash=None)
 def test_requests_are_kept_apart():
     other = [replace(record, request_id="s") for record in steps(3, num_accepted=0)]
     found = drafts_in([HEADER, *steps(5), *other, plain()], "t")
-    assert {name: c.num_steps for name, c in found.drafts["draft"].requests.items()} == {
+    assert {name: d.steps.total() for name, d in found.drafts["draft"].requests.items()} == {
         "r": 5,
         "s": 3,
     }
@@ -55,6 +55,20 @@ def test_greedy_and_sampled_requests_are_told_apart():
     sampled_only = drafts_in([HEADER, STEP, REQUEST], "t")
     with pytest.raises(InvalidTrace, match="no step of draft at temperature 0, but 1 requests"):
         sampled_only.counts("draft", 0.0)
+
+
+def test_a_drafter_that_pauses_has_chosen_its_plain_steps_itself():
+    copied = replace(STEP, method="suffix", drafter_hash=None)
+    looked = replace(copied, num_drafted=0, depth_drafted=0, num_accepted=0)
+    ended = replace(copied, k_budget=2, num_drafted=2, depth_drafted=2)
+    found = drafts_in([SUFFIX, copied, looked, plain(), ended, plain(request_id="s")], "t")
+    assert found.drafts["suffix"].requests["r"].steps == {
+        (4, 4, 2): 1,
+        (4, 0, 0): 2,
+        (2, 2, 2): 1,
+    }
+    model = drafts_in([HEADER, STEP, plain()], "t").drafts["draft"]
+    assert model.requests["r"].steps == {(4, 4, 2): 1}
 
 
 @pytest.mark.parametrize("items", [[], [HEADER], [HEADER, plain(), REQUEST]])

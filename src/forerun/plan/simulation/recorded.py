@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from forerun.errors import InvalidTrace
-from forerun.plan.acceptance import MIN_REACHED
+from forerun.plan.acceptance import MIN_ALLOWED
 from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds.config import Constant, Listed, PerPosition, Recorded
 from forerun.theory.acceptance import AcceptanceCounts
@@ -96,5 +96,5 @@ def acceptance_of(requests: Iterable[Seen]) -> Constant | PerPosition:
     """Of all drafts together; nothing is accepted where nothing was drafted."""
     pooled = sum((request.counts for request in requests), AcceptanceCounts())
     reached = pooled.reached_per_position
-    deepest = next((i for i, n in enumerate(reached) if n < MIN_REACHED), len(reached))
+    deepest = next((i for i, n in enumerate(reached) if n < MIN_ALLOWED), len(reached))
     return PerPosition(beta=pooled.survival[:deepest]) if deepest else Constant(alpha=0.0)

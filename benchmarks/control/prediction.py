@@ -1,0 +1,215 @@
+"""Predicted speedup against measured, on modules that the prediction knows nothing of.
+
+    python benchmarks/control/prediction.py profile     # costs of this machine, a minute
+    python benchmarks/control/prediction.py calibrate   # acceptance; nothing is timed
+    python benchmarks/control/prediction.py measure     # a minute of blocks, appended; repeat
+    python benchmarks/control/prediction.py report
+
+Predictions are made by the functions that `forerun plan` uses, from steps traced at the largest K
+on one half of the modules and from a profile. Plain decoding and every K take turns on texts of the
+other half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from profiles import measure_copying, measure_profiles, read_costs
+from served import (
+    LOOKAHEADS,
+    Arm,
+    Item,
+    block_of,
+    fixed_arms,
+    items_of,
+    load_target,
+    rounded,
+    warm_up,
+)
+from texts import code_texts, edit_texts, halves
+
+from forerun.engine.engine import Engine
+from forerun.plan.acceptance import counted
+from forerun.plan.drafts import Drafts
+from forerun.plan.option import Candidate, option_at
+from forerun.theory.intervals import bootstrap_ratio
+
+CELLS: Mapping[str, tuple[str, ...]] = {
+    "code, T=0": ("domain", "shelf"),
+    "code, T=1": ("domain", "shelf"),
+    "edits, T=0": ("suffix",),
+}
+RESULTS = Path(__file__).parent / "results"
+ACCEPTANCE = RESULTS / "prediction-acceptance.json"
+BLOCKS = RESULTS / "prediction-blocks.jsonl"
+MEDIAN_AIM, WORST_AIM = 0.05, 0.12
+NUM_CALIBRATION = 80
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.phase == "profile":
+        measure_profiles(options.threads)
+        measure_copying(options.threads)
+    elif options.phase == "report":
+        report()
+    else:
+        target = load_target(options.threads)
+        if options.phase == "calibrate":
+            calibrate(target)
+        else:
+            measure(target, options.seconds)
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    flags.add_argument("phase", choices=("profile", "calibrate", "measure", "report"))
+    flags.add_argument(
+        "--threads", type=int, default=2, help="with which plain decoding is fastest"
+    )
+    flags.add_argument("--seconds", type=float, default=60.0, help="of measuring, loading apart")
+    return flags
+
+
+def texts_of(cell: str) -> tuple[list[Any], list[Any]]:
+    """To calibrate with and to test on."""
+    return halves(edit_texts() if cell.startswith("edits") else code_texts())
+
+
+def calibrate(target: Engine) -> None:
+    """Trace every drafter at its largest K on the first half of the modules."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for cell, names in CELLS.items():
+        items = list(islice(items_of(cell, target, texts_of(cell)[0]), NUM_CALIBRATION))
+        for name in names:
+            (arm,) = fixed_arms(target, name, [LOOKAHEADS[-1]])
+            served = [block_of([arm], item, 0)["arms"][arm.name] for item in items]
+            found.setdefault(cell, {})[name] = [each["drafted"] for each in served]
+            print(cell, name, len(items), flush=True)
+    ACCEPTANCE.write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+def measure(target: Engine, seconds: float) -> None:
+    """Blocks of the cells in turns, after those that are there."""
+    plain = Arm(name="plain", engine=target)
+    arms = {
+        cell: [plain, *chain.from_iterable(fixed_arms(target, name) for name in names)]
+        for cell, names in CELLS.items()
+    }
+    done = [block["kind"] for block in read_blocks()]
+    queues = {cell: queue_of(cell, target, done.count(cell)) for cell in CELLS}
+    for cell in CELLS:
+        warm_up(arms[cell], next(items_of(cell, target, texts_of(cell)[0])))
+    start_s, longest_s = time.perf_counter(), 0.0
+    with BLOCKS.open("a", encoding="utf-8") as file:
+        for cell in cycle(CELLS):
+            block_s = time.perf_counter()
+            if block_s - start_s + longest_s > seconds:
+                return
+            number = done.count(cell)
+            done.append(cell)
+            block = block_of(arms[cell], next(queues[cell]), number)
+            file.write(json.dumps(rounded(block)) + "\n")
+            longest_s = max(longest_s, time.perf_counter() - block_s)
+
+
+def queue_of(cell: str, target: Engine, num_done: int) -> Iterator[Item]:
+    """Texts of the second half, again from the first when they run out."""
+    texts = texts_of(cell)[1]
+    while True:
+        for text in texts[num_done % len(texts) :]:
+            yield from items_of(cell, target, [text])
+        num_done = 0
+
+
+def read_blocks() -> list[dict[str, Any]]:
+    """Blocks measured so far."""
+    if not BLOCKS.exists():
+        return []
+    return [json.loads(line) for line in BLOCKS.read_text(encoding="utf-8").splitlines()]
+
+
+def report() -> None:
+    """Every arm beside its prediction."""
+    blocks, calibration = read_blocks(), json.loads(ACCEPTANCE.read_text(encoding="utf-8"))
+    rows = []
+    for cell, names in CELLS.items():
+        own = [block["arms"] for block in blocks if block["kind"] == cell]
+        context = round(mean_context(own))
+        for name in names:
+            acceptance = counted(
+                drafts_of(request, pauses=name == "suffix") for request in calibration[cell][name]
+            )
+            table = read_costs(name).at(float(cell[-1]))
+            candidate = Candidate(name=name, table=table, acceptance=acceptance)
+            for k in LOOKAHEADS:
+                option = option_at(candidate, k, batch=1, context=context)
+                rows.append(row_of(cell, f"{name} K={k}", own, option))
+    for row in rows:
+        print(
+            f"{row['cell']:11} {row['arm']:12} predicted {row['predicted']:.3f} "
+            f"({row['predicted_ci'][0]:.2f}-{row['predicted_ci'][1]:.2f})  measured "
+            f"{row['measured']:.3f} ({row['measured_ci'][0]:.3f}-{row['measured_ci'][1]:.3f})  "
+            f"error {row['error']:+.1%}  tau {row['predicted_tau']:.3f} {row['tau']:.3f}  kappa "
+            f"{row['predicted_kappa']:.3f} {row['kappa']:.3f}  blocks {row['num_blocks']}"
+        )
+    errors = [abs(row["error"]) for row in rows]
+    print(
+        f"median {median(errors):.1%} (asked {MEDIAN_AIM:.0%}), "
+        f"worst {max(errors):.1%} (asked {WORST_AIM:.0%})"
+    )
+
+
+def row_of(cell: str, arm: str, own: Sequence[Mapping[str, Any]], option: Any) -> dict[str, Any]:
+    """One arm: decoding time per token of plain decoding over its own, prompts paired."""
+    plain = [block["plain"] for block in own]
+    arms = [block[arm] for block in own]
+    speedup = bootstrap_ratio(
+        [each["decode_s"] / (each["num_tokens"] - 1) for each in plain],
+        [each["decode_s"] / (each["num_tokens"] - 1) for each in arms],
+        seed=0,
+    )
+    tau = sum(a["num_tokens"] - 1 for a in arms) / sum(a["num_steps"] for a in arms)
+    return {
+        "cell": cell,
+        "arm": arm,
+        "predicted": option.speedup.estimate,
+        "predicted_ci": [option.speedup.low, option.speedup.high],
+        "measured": speedup.estimate,
+        "measured_ci": [speedup.low, speedup.high],
+        "error": option.speedup.estimate / speedup.estimate - 1.0,
+        "predicted_tau": option.acceptance_length.estimate,
+        "tau": tau,
+        "predicted_kappa": option.cycle_cost.estimate,
+        "kappa": tau / speedup.estimate,
+        "plain_tokens_per_s": sum(p["num_tokens"] - 1 for p in plain)
+        / sum(p["decode_s"] for p in plain),
+        "num_blocks": len(own),
+    }
+
+
+def mean_context(own: Sequence[Mapping[str, Any]]) -> float:
+    """Prompt and half of the output."""
+    plain = [block["plain"] for block in own]
+    return sum(p["num_prompt"] + p["num_tokens"] / 2 for p in plain) / len(plain)
+
+
+def drafts_of(drafted: Sequence[Sequence[int]], *, pauses: bool) -> Drafts:
+    """Of one traced request; a drafter that pauses has chosen its plain steps itself."""
+    drafts = Drafts()
+    for budget, depth, accepted, count in drafted:
+        allowed = budget or (LOOKAHEADS[-1] if pauses else 0)
+        if allowed:
+            drafts.steps[allowed, depth, accepted] += count
+    return drafts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Costs of the shipped pair on this machine, with each of its drafts, and of copying beside it."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import islice
+from pathlib import Path
+
+from served import DRAFTS, LOOKAHEADS, TARGET, fixed_arms, items_of, load_target, serve, warm_up
+from texts import edit_texts, halves
+
+from forerun.engine.config import EngineConfig
+from forerun.plan.costs import Costs, with_draft_cost
+from forerun.probe.config import ProbeConfig
+from forerun.probe.measurement import measure_pair
+from forerun.probe.pair import facts_of, load_pair
+from forerun.probe.profile_file import load_profile, write_profile
+
+__all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
+
+RESULTS = Path(__file__).parent / "results"
+COPYING = RESULTS / "profile-suffix.json"
+NUM_COPIED = 24
+"""Edits, of the half that nothing is tested on."""
+CONFIG = ProbeConfig(
+    rows=tuple(range(1, LOOKAHEADS[-1] + 2)),
+    batches=(1,),
+    contexts=(128, 320, 768),
+    drafted=(1, 4, LOOKAHEADS[-1]),
+    read=(),
+    target_error=0.005,
+    budget_s=20.0,
+)
+
+
+def profile_path(name: str) -> Path:
+    """Where the profile with a draft lies."""
+    return RESULTS / f"profile-{name}.json"
+
+
+def measure_profiles(num_threads: int) -> None:
+    """Profile the target with each draft model."""
+    for name in ("domain", "shelf"):
+        pair, config = load_pair(
+            TARGET,
+            DRAFTS[name],
+            dtype="auto",
+            device="cpu",
+            engine=EngineConfig(num_threads=num_threads),
+            config=CONFIG,
+        )
+        facts = facts_of(TARGET, pair.target, "auto"), facts_of(DRAFTS[name], pair.draft, "auto")
+        profile = measure_pair(
+            pair, facts, config, clock=time.perf_counter, tell=lambda rounds, error: None
+        )
+        write_profile(profile, profile_path(name))
+        print(name, "stable" if profile.stable else "not stable", flush=True)
+
+
+def measure_copying(num_threads: int) -> None:
+    """What a copied token takes, vain looks included: as a trace tells `forerun plan`."""
+    target = load_target(num_threads)
+    (arm,) = fixed_arms(target, "suffix", LOOKAHEADS[-1:])
+    items = list(islice(items_of("edits, T=0", target, halves(edit_texts())[0]), NUM_COPIED))
+    warm_up([arm], items[0])
+    served = [serve(arm, item) for item in items]
+    num_drafted = sum(depth * n for each in served for _, depth, _, n in each["drafted"])
+    seconds = sum(each["draft_s"] for each in served) / num_drafted
+    COPYING.write_text(json.dumps({"draft_token_s": seconds}) + "\n", encoding="utf-8")
+
+
+def read_costs(name: str) -> Costs:
+    """Costs of a drafter; of copying, those of a pair whose drafts take what copies took."""
+    profile = load_profile(profile_path("domain" if name == "suffix" else name))
+    costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
+    if name != "suffix":
+        return costs
+    draft_token_s = json.loads(COPYING.read_text(encoding="utf-8"))["draft_token_s"]
+    return Costs(
+        greedy=with_draft_cost(costs.greedy, draft_s=draft_token_s),
+        sampled=with_draft_cost(costs.sampled, draft_s=draft_token_s),
+    )

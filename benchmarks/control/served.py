@@ -1,0 +1,204 @@
+"""Requests of several kinds through the real engine, and what each of them took.
+
+Edits are scripted (benchmarks/suffix): the passes are the target's own, the text is that of a model
+that does the edit. Everything else is the target's own text.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from texts import Text, code_texts, edit_texts, prose_texts
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "suffix"))
+
+from scripted import ScriptedModel
+
+from forerun.bench.scout import MIN_TOKENS
+from forerun.engine.config import EngineConfig, RequestTerms
+from forerun.engine.engine import Engine
+from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.sampling.config import SamplingParams
+from forerun.theory.record import StepRecord
+from forerun.theory.text import first_repeat
+
+KINDS = ("code, T=0", "code, T=1", "prose, T=1", "edits, T=0")
+TARGET = "zoo:target"
+DRAFTS = {"domain": "zoo:draft-domain", "shelf": "zoo:draft-off-the-shelf", "suffix": "suffix"}
+MAX_TOKENS = 128
+MAX_PROMPT = 700
+LOOKAHEADS = (1, 2, 3, 5, 8, 12)
+NO_SCRIPT = torch.zeros(0, dtype=torch.int64)
+
+
+class MaybeScripted(ScriptedModel):
+    """The target; while it has a script it writes that."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
+        self.script = NO_SCRIPT
+
+    def forward(self, batch: RowBatch) -> Scores:
+        return super().forward(batch) if len(self.script) else self.model.forward(batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One request: its prompt, and what decides its text.
+
+    Attributes:
+        kind: one of KINDS.
+        origin: of its text.
+        prompt: ids.
+        num_tokens: to be emitted.
+        temperature: of the request.
+        script: what is written; None where the target writes its own.
+    """
+
+    kind: str
+    origin: str
+    prompt: tuple[int, ...]
+    num_tokens: int
+    temperature: float
+    script: tuple[int, ...] | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, max_tokens=self.num_tokens, ignore_eos=True
+        )
+
+
+def load_target(num_threads: int) -> Engine:
+    """Plain decoding of the target, scripted where a request wants it."""
+    config = EngineConfig(
+        num_threads=num_threads,
+        num_speculative_tokens=max(LOOKAHEADS),
+        max_batch=8,
+        max_context=1024,
+        sharing="none",  # every arm reads its prompts
+    )
+    torch.set_num_threads(num_threads)
+    loaded = Engine.load(TARGET, config=config)
+    return Engine(
+        target=MaybeScripted(loaded.target),
+        tokenizer=loaded.tokenizer,
+        config=loaded.config,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+
+
+def items_of(kind: str, target: Engine, texts: Sequence[Text] | None = None) -> Iterator[Item]:
+    """Requests of a kind; greedy texts end before they loop."""
+    name, _, temperature = kind.partition(", T=")
+    sources: Mapping[str, Callable[[], Sequence[Text]]] = {
+        "code": code_texts,
+        "prose": prose_texts,
+        "edits": edit_texts,
+    }
+    encode = target.tokenizer.encode
+    for text in sources[name]() if texts is None else texts:
+        prompt = tuple(encode(text.prompt))
+        script = None if text.result is None else tuple(encode(text.result))
+        item = Item(
+            kind=kind,
+            origin=text.origin,
+            prompt=prompt,
+            num_tokens=MAX_TOKENS if script is None else min(MAX_TOKENS, len(script)),
+            temperature=float(temperature),
+            script=script,
+        )
+        if len(prompt) > MAX_PROMPT:
+            continue
+        if script is None and item.temperature == 0:
+            (output,) = target.generate([item.prompt], item.params)
+            item = replace(item, num_tokens=first_repeat(output.token_ids))
+        if item.num_tokens >= MIN_TOKENS:
+            yield item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A way to serve requests."""
+
+    name: str
+    engine: Engine
+
+
+def serve(arm: Arm, item: Item) -> dict[str, Any]:
+    """One request: seconds in all and after the first token, tokens, and K of its steps."""
+    target = arm.engine.target
+    assert isinstance(target, MaybeScripted)
+    script = item.script
+    target.script = NO_SCRIPT if script is None else torch.tensor([*item.prompt, *script])
+    records: list[StepRecord] = []
+    arm.engine.on_record = records.append
+    start_s = time.perf_counter()
+    (output,) = arm.engine.generate(
+        [item.prompt], item.params, RequestTerms(tags=(item.kind.partition(",")[0],))
+    )
+    total_s = time.perf_counter() - start_s
+    completion = output.completions[0]
+    assert completion.ttft_s is not None
+    decoded = [record for record in records if not record.num_prefill_rows]
+    return {
+        "total_s": total_s,
+        "decode_s": completion.total_s - completion.ttft_s,
+        "num_tokens": len(completion.token_ids),
+        "num_steps": len(decoded),
+        "num_prompt": len(item.prompt),
+        "draft_s": sum(record.draft_s for record in decoded),
+        "drafted": depths(decoded),
+    }
+
+
+def depths(records: Iterable[StepRecord]) -> list[list[int]]:
+    """Steps by K that was planned, depth that was drafted and nodes that were accepted."""
+    found: dict[tuple[int, int, int], int] = {}
+    for record in records:
+        key = record.k_budget, record.depth_drafted, record.num_accepted
+        found[key] = found.get(key, 0) + 1
+    return [[*key, count] for key, count in sorted(found.items())]
+
+
+def block_of(arms: Sequence[Arm], item: Item, number: int) -> dict[str, Any]:
+    """All arms on one request, in an order that rotates."""
+    shift = number % len(arms)
+    order = [*arms[shift:], *arms[:shift]]
+    return {
+        "kind": item.kind,
+        "origin": item.origin,
+        "number": number,
+        "arms": {arm.name: serve(arm, item) for arm in order},
+    }
+
+
+def warm_up(arms: Sequence[Arm], item: Item) -> None:
+    """No measurement pays for a first time."""
+    short = replace(item, num_tokens=MIN_TOKENS)
+    for _ in range(2):
+        for arm in arms:
+            serve(arm, short)
+
+
+def fixed_arms(target: Engine, name: str, ks: Sequence[int] = LOOKAHEADS) -> list[Arm]:
+    """One drafter at every K, over one loaded draft."""
+    loaded = target.with_draft(DRAFTS[name], max(ks))
+    assert loaded.drafter is not None
+    drafter = loaded.drafter.drafter
+    return [Arm(name=f"{name} K={k}", engine=target.with_draft(drafter, k)) for k in ks]
+
+
+def rounded(value: Any) -> Any:
+    """Microseconds are enough."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return value

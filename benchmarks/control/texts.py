@@ -1,0 +1,130 @@
+"""Texts that nothing here was trained on: code, prose and repeated edits, as many as are wanted.
+
+Code is cut from the standard library modules that were held out of every training, before the body
+of a function. An edit is mechanical: a piece of such a module, the same with one name changed, and
+the request to change another. Prose is from books the shipped draft off the shelf knows and the
+target was hardly shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES / "zoo"))
+
+from corpus import HELD_OUT_MODULES  # noqa: E402
+from prompts import body_starts, cut, module_path  # noqa: E402
+
+PER_MODULE = 6
+PROSE_CHARS = 600
+PROSE_STEP = 9_000
+EDIT_LINES = (14, 40)
+NEW_NAMES = ("first", "current", "entry", "source", "buffer", "status", "detail", "chosen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A prompt and the module or place it is from; texts of one origin are never on both sides.
+
+    `result` is what a capable model would write, where that is known.
+    """
+
+    origin: str
+    prompt: str
+    result: str | None = None
+
+
+def code_texts(seed: int = 1) -> list[Text]:
+    """Openings of functions, the modules in turns."""
+    rng = np.random.default_rng(seed)  # noqa: TID251 (its own generator, not the global one)
+    found = []
+    for module in sorted(HELD_OUT_MODULES):
+        source = module_path(module).read_text("utf-8")
+        lines = [line for line in body_starts(source) if line > 15]
+        for line in rng.permutation(lines)[:PER_MODULE]:
+            found.append(Text(origin=module, prompt=cut(source, int(line))))
+    return in_turns(found)
+
+
+def prose_texts() -> list[Text]:
+    """Pieces of books that begin with a sentence; an origin is a piece."""
+    found = []
+    for path in sorted((RECIPES / "paradox" / "prose").glob("*.txt")):
+        book = path.read_text("utf-8")
+        for start in range(PROSE_STEP, len(book) - PROSE_STEP, PROSE_STEP):
+            begin = book.index(". ", start) + 2
+            piece = book[begin : begin + PROSE_CHARS]
+            found.append(Text(origin=f"{path.stem}:{start}", prompt=piece))
+    return in_turns(found, key=lambda text: text.origin.partition(":")[0])
+
+
+def edit_texts(seed: int = 2) -> list[Text]:
+    """Changes of names in pieces of held-out modules: the first is made, the second asked for."""
+    rng = np.random.default_rng(seed)  # noqa: TID251 (its own generator, not the global one)
+    found = []
+    for module in sorted(HELD_OUT_MODULES):
+        source = module_path(module).read_text("utf-8")
+        pieces = [piece for piece in functions(source) if len(names_in(piece)) >= 2]
+        for index in rng.permutation(len(pieces))[:PER_MODULE]:
+            piece = pieces[int(index)]
+            (one, two), (new, newer) = names_in(piece)[:2], rng.choice(NEW_NAMES, 2, replace=False)
+            changed = re.sub(rf"\b{one}\b", str(new), piece)
+            prompt = (
+                f"# The code:\n{piece}\n# Now call {one} {new}:\n{changed}\n"
+                f"# Now call {two} {newer}:\n"
+            )
+            result = re.sub(rf"\b{two}\b", str(newer), changed)
+            found.append(Text(origin=module, prompt=prompt, result=result))
+    return in_turns(found)
+
+
+def functions(source: str) -> Iterator[str]:
+    """Functions of middling length, with their indentation taken off."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        size = node.end_lineno - node.lineno + 1
+        if EDIT_LINES[0] <= size <= EDIT_LINES[1]:
+            own = lines[node.lineno - 1 : node.end_lineno]
+            yield "".join(line[node.col_offset :] if line.strip() else line for line in own)
+
+
+def names_in(piece: str) -> list[str]:
+    """Local names that occur at least three times, the most frequent first."""
+    tree = ast.parse(piece)
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and len(n.id) > 2}
+    stored |= {a.arg for a in ast.walk(tree) if isinstance(a, ast.arg) and len(a.arg) > 2}
+    counts = Counter(word for word in re.findall(r"\w+", piece) if word in stored)
+    return [name for name, count in counts.most_common() if count >= 3 and name not in NEW_NAMES]
+
+
+def origin_of(text: Text) -> str:
+    """Where it is from."""
+    return text.origin
+
+
+def in_turns(texts: list[Text], key: Callable[[Text], str] = origin_of) -> list[Text]:
+    """One of every origin, then the second of every origin, and so on."""
+    rank: Counter[str] = Counter()
+    ranked = []
+    for text in texts:
+        ranked.append((rank[key(text)], len(ranked), text))
+        rank[key(text)] += 1
+    return [text for _, _, text in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def halves(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+    """To calibrate with and to test on; no origin is in both."""
+    origins = sorted({text.origin for text in texts})
+    first = set(origins[::2])
+    return [t for t in texts if t.origin in first], [t for t in texts if t.origin not in first]
