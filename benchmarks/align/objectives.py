@@ -133,6 +133,7 @@ class Comparison:
             num_speculative_tokens=self.config.evaluation.num_speculative_tokens,
         )
         self.engine = Engine.load(self.config.target, config=engine)
+        self.target_hash = content_hash(self.config.target)
         self.prompts: Prompts = read_sides(self.config.data, self.engine.tokenizer)
         self.judge = Judge(
             engine=self.engine,
@@ -209,6 +210,7 @@ class Comparison:
             if objective.needs_law:
                 source = TeacherSource(
                     target=self.config.target,
+                    target_hash=self.target_hash,
                     sampling=replace(self.config.sampling, temperature=arm.temperature),
                     cache_dir=Workspace(
                         root=self.options.alignment, cache_root=self.config.teacher.cache_dir
@@ -231,6 +233,7 @@ class Comparison:
             config=replace(self.config, data=data),
             prompts=self.prompts,
             target=self.engine,
+            target_hash=self.target_hash,
             tokenizer=self.engine.tokenizer,
             folder=Workspace(root=self.options.alignment).responses,
         )
@@ -251,7 +254,7 @@ class Comparison:
 
     def provenance(self) -> dict[str, object]:
         models = {
-            "target": content_hash(self.config.target),
+            "target": self.target_hash,
             "start": content_hash(str(self.start)),
         }
         return collect(models).to_dict()

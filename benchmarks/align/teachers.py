@@ -116,6 +116,7 @@ def report(
     """Prepare, measure, print, write."""
     source = TeacherSource(
         target=options.target,
+        target_hash=content_hash(options.target),
         sampling=SamplingParams(temperature=options.temperature),
         cache_dir=folder,
     )

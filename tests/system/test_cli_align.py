@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
+from tests.system.conftest import save_model
 
 from forerun.align.data.prompts import read_prompts
+from forerun.align.locking import held, lock_beside
 from forerun.cli.main import main
+from forerun.models import content_hash
 from forerun.models.load import load_tokenizer
 
-SMALL = (
+ARGUMENTS = (
     *("--max-tokens", "12", "--threads", "1", "--no-prediction"),
     *("--num-steps", "4", "--num-evaluations", "2", "--max-prompts", "4", "--window", "48"),
     *("--tokens-per-step", "192", "--k", "2", "--held-out-share", "0.3"),
@@ -31,7 +36,7 @@ def prompts(tmp_path_factory):
 def align(tiny_pair, prompts, capsys):
     def run(*arguments):
         pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.small))
-        code = main(["align", *pair, "--prompts", str(prompts), *SMALL, *arguments])
+        code = main(["align", *pair, "--prompts", str(prompts), *ARGUMENTS, *arguments])
         captured = capsys.readouterr()
         return code, captured.out, " ".join(captured.err.split())
 
@@ -42,7 +47,7 @@ def align(tiny_pair, prompts, capsys):
 def aligned(tiny_pair, prompts, tmp_path_factory):
     out = tmp_path_factory.mktemp("aligned") / "run"
     pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.small))
-    assert main(["align", *pair, "--prompts", str(prompts), *SMALL, "--out", str(out)]) == 0
+    assert main(["align", *pair, "--prompts", str(prompts), *ARGUMENTS, "--out", str(out)]) == 0
     return out
 
 
@@ -69,17 +74,31 @@ def test_the_draft_can_be_served(aligned, tiny_pair, capsys):
     assert main(["generate", "def f(", *pair, "--max-tokens", "8", "--threads", "1"]) == 0
 
 
-def test_a_finished_run_is_not_done_again(align, aligned):
-    before = {p: p.read_bytes() for p in aligned.rglob("*.jsonl")}
-    weights = (aligned / "draft" / "model.safetensors").read_bytes()
-    code, out, _ = align("--out", str(aligned))
-    assert code == 0
-    assert (
-        json.loads(out)["best_step"]
-        == json.loads((aligned / "report.json").read_text())["best_step"]
-    )
-    assert {p: p.read_bytes() for p in aligned.rglob("*.jsonl")} == before
-    assert (aligned / "draft" / "model.safetensors").read_bytes() == weights
+def test_a_finished_run_says_so_and_shows_what_it_found(align, aligned, tmp_path, monkeypatch):
+    def no_engine(*arguments: object, **settings: object) -> None:
+        raise AssertionError("nothing is left to do")
+
+    monkeypatch.setattr("forerun.align.run.Engine.load", no_engine)
+    again = tmp_path / "again"
+    shutil.copytree(aligned, again)
+    code, out, err = align("--out", str(again), "--cache-dir", str(tmp_path / "elsewhere"))
+    assert code == 0, err
+    assert "finished before" in err
+    assert json.loads(out) == json.loads((aligned / "report.json").read_text())
+    assert not (again / "draft" / "serving" / "vllm.json").exists()
+    code, _, err = align("--out", str(again), "--export", "vllm")
+    assert code == 0, err
+    assert (again / "draft" / "serving" / "vllm.json").exists()
+    for name in ("report.json", "judgements.jsonl", "metrics.jsonl", "draft/model.safetensors"):
+        assert (again / name).read_bytes() == (aligned / name).read_bytes()
+
+
+def test_a_finished_run_is_shown_to_people_as_well(aligned, capsys):
+    arguments = (*ARGUMENTS[:-1], "--out", str(aligned))  # without --json
+    pair = json.loads((aligned / "align.json").read_text())
+    paths = ("--target", pair["target"], "--draft", pair["draft"])
+    assert main(["align", *paths, "--prompts", pair["data"]["prompts"], *arguments]) == 0
+    assert f"draft: {aligned / 'draft'}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_a_run_that_lost_its_end_goes_on(align, aligned, tmp_path):
@@ -88,7 +107,8 @@ def test_a_run_that_lost_its_end_goes_on(align, aligned, tmp_path):
     finished = json.loads((aligned / "report.json").read_text())
     for lost in ("report.json", "draft", "snapshots/4", "judgements.jsonl"):
         shutil.rmtree(again / lost) if (again / lost).is_dir() else (again / lost).unlink()
-    code, out, err = align("--out", str(again))
+    free = ("--rows-per-pass", "2", "--cache-dir", str(tmp_path / "elsewhere"))
+    code, out, err = align("--out", str(again), *free)
     assert code == 0, err
     report = json.loads(out)
     judged = [
@@ -160,10 +180,37 @@ def test_a_run_does_not_replace_the_draft_it_starts_from(align, aligned, capsys)
     assert f"the draft {own} is to be replaced by what is learned" in err
 
 
-def test_what_decides_how_fast_a_step_is_made_may_change(align, aligned):
-    code, out, err = align("--out", str(aligned), "--rows-per-pass", "2")
+def test_one_run_at_a_time(align, tmp_path):
+    out = tmp_path / "out"
+    with held(lock_beside(out / "alignment"), out):
+        code, _, err = align("--out", str(out))
+    assert code == 2
+    assert f"another process is writing {out}" in err
+
+
+def test_the_target_is_hashed_once(align, tiny_pair, tmp_path, monkeypatch):
+    hashed: list[Path] = []
+
+    def weights_hash(files):
+        hashed.extend(files)
+        return content_hash.weights_hash(files)
+
+    monkeypatch.setattr("forerun.provenance.weights_hash", weights_hash)
+    code, _, err = align("--out", str(tmp_path / "out"))
     assert code == 0, err
-    assert json.loads(out)["judgements"]
+    assert [path.parent for path in hashed].count(tiny_pair.target) == 1
+
+
+def test_a_target_that_has_changed_is_another_alignment(align, aligned, tiny_pair, tmp_path):
+    changed, out = tmp_path / "target", tmp_path / "out"
+    shutil.copytree(tiny_pair.target, changed)
+    shutil.copytree(aligned, out)
+    same = ("--target", str(changed), "--out", str(out))
+    assert align(*same)[0] == 0  # the same weights elsewhere
+    save_model(changed, num_layers=2, seed=7)
+    code, _, err = align(*same)
+    assert code == 2
+    assert re.search(r"with other settings \(target was \w{16}, is \w{16}\)", err)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +239,10 @@ def test_contradictions_are_refused_before_anything_is_made(align, tmp_path, arg
         (("--prompts", "p.jsonl"), "give either --draft, to start from one, or --init"),
         (("--draft", "zoo:draft-domain"), "no prompts: give --prompts FILE or DIR"),
         (("--refresh", "nowhere"), "nowhere is no alignment"),
+        (
+            ("--draft", "d", "--prompts", "p", "--profile", "x", "--no-prediction"),
+            "--profile is for predictions; leave --no-prediction out",
+        ),
     ],
 )
 def test_what_is_missing_is_named(arguments, message, capsys):

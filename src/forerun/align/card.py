@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import forerun
 from forerun.align.config import AlignConfig
 from forerun.align.data.sample import Sample
 from forerun.align.evaluation.figures import DraftFigures
+from forerun.align.settings import settings_of
 from forerun.models.draft_card import CardFigures, DraftCard, identify
 from forerun.models.load import model_folder
 from forerun.native.cache import hash_of
-from forerun.provenance import content_hash, version_of
+from forerun.provenance import version_of
 
 __all__ = ["card_of", "data_hash"]
 
@@ -24,28 +24,28 @@ PACKAGES = ("torch", "transformers", "accelerate")
 def card_of(
     config: AlignConfig,
     *,
+    target_hash: str,
     objective: str,
     data: str,
     before: Sequence[DraftFigures],
     after: Sequence[DraftFigures],
-    settings: Mapping[str, Any],
 ) -> DraftCard:
     """A card to write beside the draft.
 
     Args:
         config: of the alignment.
+        target_hash: of the target's weights.
         objective: the one that was minimised, by name.
         data: hash of the texts it learned from, see `data_hash`.
         before: the draft it began as, judged at one or more temperatures.
         after: the draft itself.
-        settings: JSON-ready, for a refresh to repeat.
 
     Raises:
         InvalidModel: the target cannot be read any more.
     """
     return DraftCard(
         target=config.target,
-        target_hash=content_hash(config.target),
+        target_hash=target_hash,
         made_for=identify(model_folder(config.target)),
         data_hash=data,
         objective=objective,
@@ -57,7 +57,7 @@ def card_of(
             **{name: version_of(name) for name in PACKAGES},
         },
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=settings,
+        settings=settings_of(config),
     )
 
 

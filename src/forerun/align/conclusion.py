@@ -11,10 +11,11 @@ from forerun.align.evaluation.judge import Judge
 from forerun.align.evaluation.ledger import ledger_of
 from forerun.align.evaluation.plot import plot_survival
 from forerun.align.export.write import describe_pair, export_draft
+from forerun.align.identity import DEFAULTS
 from forerun.align.keeping import Keeper
 from forerun.align.objectives.named import make_objective
 from forerun.align.report import AlignReport, DataFacts, Judged
-from forerun.align.settings import settings_of
+from forerun.align.training.checkpoint import differences
 from forerun.align.training.metrics import read_metrics
 from forerun.align.training.plot import plot_training
 from forerun.align.workspace import Workspace
@@ -22,7 +23,7 @@ from forerun.models.draft_card import write_card
 from forerun.provenance import collect, content_hash
 from forerun.theory.cost import CostTable
 
-__all__ = ["hand_over", "judged_at", "report_of"]
+__all__ = ["export", "finished", "hand_over", "judged_at", "report_of"]
 
 
 def judged_at(
@@ -47,8 +48,8 @@ def judged_at(
 
 def report_of(
     config: AlignConfig,
-    workspace: Workspace,
     *,
+    identity: Mapping[str, str],
     judged: tuple[Judged, ...],
     keeper: Keeper,
     data: DataFacts,
@@ -58,7 +59,7 @@ def report_of(
 
     Args:
         config: of the alignment.
-        workspace: of the alignment.
+        identity: of the alignment.
         judged: as deployed first; one of them at temperature 1.
         keeper: of the judgements on the way.
         data: what was learned and judged on.
@@ -66,11 +67,11 @@ def report_of(
     """
     sampled = next(pair.after for pair in judged if pair.after.temperature == 1)
     hashes = {
-        "target": content_hash(config.target),
-        "draft": content_hash(str(workspace.draft)),
+        "target": identity["target"],
+        "draft": content_hash(str(keeper.workspace.draft)),
     }
     return AlignReport(
-        draft=workspace.draft,
+        draft=keeper.workspace.draft,
         objective=make_objective(config.objective, config.draft_temperature).name,
         data=data,
         judged=judged,
@@ -79,27 +80,33 @@ def report_of(
         best_step=keeper.best.step,
         seconds=dict(seconds),
         provenance=collect(hashes),
+        identity=identity,
     )
 
 
 def hand_over(
     config: AlignConfig, workspace: Workspace, report: AlignReport, packing: Packing
 ) -> None:
-    """Write the report, and put beside the draft what its users and its next alignment need."""
-    draft = workspace.draft
+    """Put beside the draft what its users and its next alignment need; the report comes last."""
     card = card_of(
         config,
+        target_hash=report.identity["target"],
         objective=report.objective,
         data=data_hash(packing.samples),
         before=[pair.before for pair in report.judged],
         after=[pair.after for pair in report.judged],
-        settings=settings_of(config),
     )
-    write_card(card, draft)
-    k = report.best_k or config.evaluation.num_speculative_tokens
-    export_draft(config.export, describe_pair(config.target, draft, k, config.sampling))
-    report.write(workspace.report)
+    write_card(card, workspace.draft)
+    export(config, workspace, report)
     draw(config, workspace, report)
+    report.write(workspace.report)
+
+
+def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
+    """Write how the draft is served."""
+    k = report.best_k or config.evaluation.num_speculative_tokens
+    serving = describe_pair(config.target, workspace.draft, k, config.sampling)
+    export_draft(config.export, serving)
 
 
 def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
@@ -119,3 +126,22 @@ def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None
         {step: speedup for step, speedup in speedups.items() if speedup is not None},
         [workspace.picture("training")],
     )
+
+
+def finished(
+    workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
+) -> AlignReport | None:
+    """The report of an alignment that has nothing left to do.
+
+    Args:
+        workspace: of the alignment.
+        identity: of what is asked for now.
+        predicted: whether speedups are to be predicted.
+    """
+    report = AlignReport.read(workspace.report)
+    if report is None or not workspace.draft.is_dir():
+        return None
+    lacks_speedup = predicted and report.judged[0].after.overall.speedup is None
+    if lacks_speedup or differences(report.identity, identity, DEFAULTS):
+        return None
+    return report

@@ -172,9 +172,6 @@ class EvaluationConfig:
     """Tag of the prompts the draft is made for; the ledger says what the others cost."""
     max_prompts: int = 64
     """Held-out prompts a judgement during training uses at most; the final one uses all."""
-    # Read by the command line; in Python costs are an argument of `align`.
-    profile: Path | None = None
-    """Costs to predict speedups from, by `forerun profile`; by default they are measured."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

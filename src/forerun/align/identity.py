@@ -1,79 +1,148 @@
-"""What a run is a function of: two runs that differ in it never share a folder."""
+"""What a run is a function of: two runs that differ in it never share a folder.
+
+Settings that say where and how fast things happen are no part of it, nor the names of files whose
+content is. A setting that did not exist when a run was begun then stood at its default.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from forerun.align.config import AlignConfig
+from forerun.align.card import data_hash
+from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.settings import settings_of
 from forerun.align.texts import Prompts
+from forerun.align.training.checkpoint import differences
 from forerun.align.training.trainer import FREE_SETTINGS
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
+from forerun.native.cache import hash_of
 from forerun.provenance import content_hash
 from forerun.replacing import replacing
 
-__all__ = ["claim_folder", "identity_of"]
+__all__ = ["DEFAULTS", "check_folder", "claim_folder", "identity_of", "of_training"]
+
+Identity = Mapping[str, str]
+
+FREE = {
+    "sampling": ("n", "logprobs"),  # responses are single samples
+    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens"),  # see the two hashes
+    "teacher": ("teacher_device", "cache_dir", "max_cache_bytes"),
+    "objective": (),
+    "training": FREE_SETTINGS,
+    "evaluation": (),
+}
+"""By stage, settings that decide nothing, or nothing that a hash does not say better."""
+OF_THE_REPORT = "evaluation.in_domain"
+"""Decides how the ledger of the end is told, and nothing before."""
+OF_THE_TEACHER = "teacher."
 
 
-def identity_of(config: AlignConfig, prompts: Prompts) -> dict[str, str]:
-    """Hashes of all that decides what the steps of a run do, besides the training settings."""
-    texts = json.dumps([prompt.prompt_hash for prompt in prompts.training])
-    settings = settings_of(config)
-    names = ("sampling", "data", "teacher", "objective")
+def identity_of(config: AlignConfig, prompts: Prompts, target_hash: str) -> dict[str, str]:
+    """All that decides what comes out, each part by its name, as text.
+
+    Args:
+        config: of the alignment.
+        prompts: of both sides.
+        target_hash: of the target's weights, which take long to read.
+    """
+    learned = [[prompt.prompt_hash, data_hash(prompt.brought)] for prompt in prompts.training]
+    judged = [[prompt.prompt_hash, prompt.tag] for prompt in prompts.held_out]
     return {
-        "target": content_hash(config.target),
-        "draft": str(config.init) if config.draft is None else content_hash(config.draft),
-        "prompts": hashlib.sha256(texts.encode()).hexdigest(),
-        "settings": json.dumps({name: settings[name] for name in names}, sort_keys=True),
+        "target": target_hash,
+        "draft": start_hash(config),
+        "training prompts": hash_of(json.dumps(learned).encode()),
+        "held-out prompts": hash_of(json.dumps(judged).encode()),
+        **deciding(config),
     }
 
 
-def claim_folder(config: AlignConfig, workspace: Workspace) -> None:
-    """Begin in an empty folder, or go on in one that was begun with the same settings.
+def start_hash(config: AlignConfig) -> str:
+    """Hash of what the draft begins as."""
+    if config.draft is not None:
+        return content_hash(config.draft)
+    assert config.init is not None
+    try:
+        return hashlib.sha256(config.init.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InvalidRequest(f"{config.init} cannot be read: {error.strerror}") from error
 
-    What only decides how fast a step is made may change, and so may the teacher until the first
-    checkpoint, which is of one teacher: where its cache turned out too large, responses are there.
+
+def deciding(config: AlignConfig) -> dict[str, str]:
+    """Settings that decide, by stage and name."""
+    settings = settings_of(config)
+    return {"dtype": config.dtype} | {
+        f"{stage}.{name}": as_text(value)
+        for stage, free in FREE.items()
+        for name, value in settings[stage].items()
+        if name not in free
+    }
+
+
+def as_text(value: Any) -> str:
+    """The same text for what means the same: 1.0 and 1, an empty list and none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(None if value in ([], {}) else value)
+
+
+DEFAULTS = deciding(AlignConfig(target="", data=DataConfig(prompts=Path())))
+"""What settings were before they had a name."""
+
+
+def of_folder(identity: Identity) -> dict[str, str]:
+    """What a folder belongs to from its first minute on.
+
+    Not the teacher: where its cache turned out too large, responses are there, and another may go
+    on with them until the first checkpoint.
+    """
+    return {
+        name: text
+        for name, text in identity.items()
+        if name != OF_THE_REPORT and not name.startswith(OF_THE_TEACHER)
+    }
+
+
+def of_training(identity: Identity) -> dict[str, str]:
+    """What a checkpoint belongs to, besides the settings of the training itself."""
+    return {
+        name: text
+        for name, text in identity.items()
+        if name != OF_THE_REPORT and not name.startswith("training.")
+    }
+
+
+def check_folder(workspace: Workspace, identity: Identity) -> None:
+    """Refuse a folder that holds another alignment.
 
     Raises:
-        InvalidRequest: another alignment is kept there, or it cannot be written.
+        InvalidRequest: it does; everything that differs is named.
     """
-    settings = settings_of(config)
-    if workspace.settings.exists():
-        differing = differences(bound(read_object(workspace.settings)), bound(settings))
-        if differing:
-            raise InvalidRequest(
-                f"{workspace.root} holds an alignment with other settings "
-                f"({'; '.join(differing)}); give another --out, or those settings to go on"
-            )
+    if not workspace.identity.exists():
         return
+    found = differences(read_object(workspace.identity), of_folder(identity), DEFAULTS)
+    if found:
+        raise InvalidRequest(
+            f"{workspace.root} holds an alignment with other settings ({'; '.join(found)}); "
+            "give another --out, or those settings to go on"
+        )
+
+
+def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) -> None:
+    """Say whose the folder is, and keep the settings for a refresh to repeat.
+
+    Raises:
+        InvalidRequest: it cannot be written.
+    """
+    kept = {workspace.identity: of_folder(identity), workspace.settings: settings_of(config)}
     try:
-        with replacing(workspace.settings) as scratch:
-            scratch.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        for path, content in kept.items():
+            with replacing(path) as scratch:
+                scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"{workspace.root} cannot be written: {error}") from error
-
-
-def bound(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run and its continuation have in common."""
-    training = settings.get("training", {})
-    kept = {name: value for name, value in training.items() if name not in FREE_SETTINGS}
-    return {name: value for name, value in settings.items() if name != "teacher"} | {
-        "training": kept
-    }
-
-
-def differences(before: Any, now: Any, name: str = "") -> list[str]:
-    """Settings that differ, each by its name and both values."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = sorted(before.keys() | now.keys())
-        return [
-            difference
-            for key in names
-            for difference in differences(before.get(key), now.get(key), f"{name}.{key}".strip("."))
-        ]
-    return [] if before == now else [f"{name} was {before}, is {now}"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from forerun.align.evaluation.compare import Change, changes
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.ledger import Ledger
+from forerun.align.from_json import built
 from forerun.align.keeping import Judgement
 from forerun.provenance import Provenance
 from forerun.replacing import replacing
@@ -77,6 +78,7 @@ class AlignReport:
         best_step: of the draft that was kept; 0 says that training did not help.
         seconds: of every phase.
         provenance: of the measurement.
+        identity: what all this is a function of.
     """
 
     draft: Path
@@ -88,6 +90,7 @@ class AlignReport:
     best_step: int
     seconds: Mapping[str, float]
     provenance: Provenance
+    identity: Mapping[str, str]
 
     @property
     def best_k(self) -> int:
@@ -107,7 +110,19 @@ class AlignReport:
             "best_step": self.best_step,
             "seconds": dict(self.seconds),
             "provenance": self.provenance.to_dict(),
+            "identity": dict(self.identity),
         }
+
+    @classmethod
+    def read(cls, path: Path) -> AlignReport | None:
+        """What `write` has written; None where there is nothing, or nothing this version knows."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            for pair in values["judged"]:
+                del pair["changes"]  # follow from the rest
+            return built(cls, values)
+        except (OSError, AttributeError, KeyError, TypeError, ValueError):
+            return None
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""

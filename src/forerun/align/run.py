@@ -10,24 +10,32 @@ Under `accelerate launch` every process trains; the main one alone generates, ju
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 
 from forerun.align.checks import check_domain, check_settings
-from forerun.align.conclusion import hand_over, judged_at, report_of
+from forerun.align.conclusion import export, finished, hand_over, judged_at, report_of
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
 from forerun.align.evaluation.judge import Judge
-from forerun.align.identity import claim_folder, identity_of
+from forerun.align.identity import (
+    DEFAULTS,
+    check_folder,
+    claim_folder,
+    identity_of,
+    of_training,
+)
 from forerun.align.keeping import Keeper
+from forerun.align.locking import held, lock_beside
 from forerun.align.objectives.named import make_objective
 from forerun.align.phases import Phases
 from forerun.align.report import AlignReport, DataFacts
@@ -44,14 +52,19 @@ from forerun.align.training.trainer import Trainer
 from forerun.align.workspace import Workspace
 from forerun.engine.engine import Engine
 from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.tokenizers import Tokenizer
+from forerun.provenance import content_hash
 from forerun.theory.cost import CostTable
 
 __all__ = ["Alignment", "CostsOf", "align"]
 
 logger = logging.getLogger("forerun.align")
 
-CostsOf = Callable[[Path, float], CostTable | None]
-"""What a draft folder costs beside the target, at a temperature; None where that is not known."""
+MadeT = TypeVar("MadeT")
+
+CostsOf = Callable[[Path, float, str], CostTable | None]
+"""What a draft folder costs beside the target, at a temperature; None where that is not known. The
+hash of the target's weights comes along, for they take long to read."""
 
 
 def align(
@@ -105,22 +118,56 @@ class Alignment:
         tokenizer = load_tokenizer(self.config.target)
         prompts = read_sides(self.config.data, tokenizer)
         check_domain(self.config.evaluation.in_domain, prompts)
+        identity = identity_of(self.config, prompts, self._from_main(self._target_hash))
+        check_folder(self.workspace, identity)
+        report = finished(self.workspace, identity, predicted=self.costs is not None)
+        if report is not None:
+            return self._told_again(report) if self.is_main else None
+        with self._alone():
+            return self._aligned(tokenizer, prompts, identity)
+
+    def _aligned(
+        self, tokenizer: Tokenizer, prompts: Prompts, identity: Mapping[str, str]
+    ) -> AlignReport | None:
+        """All phases, each as far as it is not done."""
         draft = load_draft(self._draft_config())
         engine = self._engine() if self.is_main else None
         texts = Texts(
             config=self.config,
             prompts=prompts,
             target=engine,
+            target_hash=identity["target"],
             tokenizer=tokenizer,
             folder=self.workspace.responses,
         )
         if self.is_main:
-            claim_folder(self.config, self.workspace)
-        trainer = self._trainer(draft, prompts)
+            claim_folder(self.config, self.workspace, identity)
+        trainer = self._trainer(draft, identity)
         self._snapshot(draft, trainer, 0)
-        keeper = self._keeper(engine, prompts) if engine is not None else None
+        keeper = self._keeper(engine, prompts, identity) if engine is not None else None
         packing = self._train(trainer, draft, texts, keeper)
-        return None if keeper is None else self._conclude(keeper, prompts, packing)
+        return None if keeper is None else self._conclude(keeper, prompts, packing, identity)
+
+    def _target_hash(self) -> str:
+        with self.phases.waiting("hashing", "hashing the weights of the target"):
+            return content_hash(self.config.target)
+
+    def _told_again(self, report: AlignReport) -> AlignReport:
+        """What a finished alignment found; how it is served may be asked for anew."""
+        export(self.config, self.workspace, report)
+        path = self.workspace.report
+        self.phases.console.print(
+            f"finished before; to judge again remove {path}, to align again give another --out",
+            style="dim",
+            highlight=False,
+            markup=False,
+        )
+        return report
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """No other run writes to the same folder meanwhile."""
+        root = self.workspace.root
+        return held(lock_beside(root / "alignment"), root) if self.is_main else nullcontext()
 
     @property
     def is_main(self) -> bool:
@@ -155,7 +202,7 @@ class Alignment:
         )
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
-    def _trainer(self, draft: Draft, prompts: Prompts) -> Trainer:
+    def _trainer(self, draft: Draft, identity: Mapping[str, str]) -> Trainer:
         """A trainer that goes on from the checkpoint, if there is one."""
         config = self.config
         module = DraftLoss(
@@ -170,20 +217,19 @@ class Alignment:
             teacher=None,
             accelerator=self.accelerator,
             folder=self.workspace.training,
-            identity=identity_of(config, prompts),
+            identity=of_training(identity),
         )
-        trainer.resume()
+        trainer.resume(DEFAULTS)
         return trainer
 
-    def _keeper(self, engine: Engine, prompts: Prompts) -> Keeper:
+    def _keeper(self, engine: Engine, prompts: Prompts, identity: Mapping[str, str]) -> Keeper:
         config = self.config
-        temperature = config.sampling.temperature
         judge = Judge(
             engine=engine,
             prompts=prompts.to_judge,
             params=config.sampling,
             num_speculative_tokens=config.evaluation.num_speculative_tokens,
-            costs=self._costs_at(temperature),
+            costs=self._costs_at(config.sampling.temperature, identity["target"]),
             seed=config.training.training_seed,
         )
         keeper = Keeper(self.workspace, judge, config.evaluation.max_prompts)
@@ -193,8 +239,10 @@ class Alignment:
                     keeper.consider(step)
         return keeper
 
-    def _costs_at(self, temperature: float) -> CostTable | None:
-        return None if self.costs is None else self.costs(self.workspace.snapshot(0), temperature)
+    def _costs_at(self, temperature: float, target_hash: str) -> CostTable | None:
+        if self.costs is None:
+            return None
+        return self.costs(self.workspace.snapshot(0), temperature, target_hash)
 
     def _train(
         self, trainer: Trainer, draft: Draft, texts: Texts, keeper: Keeper | None
@@ -210,7 +258,7 @@ class Alignment:
                     continue
                 if packing is None or "draft" in texts.shares:
                     packing = self._packing(texts, steady, start, number)
-                    trainer.teacher = self._teacher(packing)
+                    trainer.teacher = self._teacher(packing, texts.target_hash)
                 self._round(trainer, packing, until, keeper, log)
                 self._snapshot(draft, trainer, until)
                 if keeper is not None:
@@ -240,13 +288,14 @@ class Alignment:
             self._from_main(mixed), window=training.window, seed=training.training_seed + number
         )
 
-    def _teacher(self, packing: Packing) -> Teacher | None:
+    def _teacher(self, packing: Packing, target_hash: str) -> Teacher | None:
         """The teacher of a round; all processes fill its cache together."""
         if not self.objective.needs_law:
             return None
         with self.phases.bar("teacher", "the target's laws") as tell:
             source = TeacherSource(
                 target=self.config.target,
+                target_hash=target_hash,
                 sampling=self.config.sampling,
                 cache_dir=self.workspace.cache,
                 device=self.config.teacher.teacher_device or self.config.device,
@@ -297,15 +346,21 @@ class Alignment:
         if self.is_main:
             draft.save(self.workspace.snapshot(step), weights)
 
-    def _conclude(self, keeper: Keeper, prompts: Prompts, packing: Packing) -> AlignReport:
+    def _conclude(
+        self, keeper: Keeper, prompts: Prompts, packing: Packing, identity: Mapping[str, str]
+    ) -> AlignReport:
         """Judge the kept draft on all held-out prompts, and hand it over."""
         deployed = self.config.sampling.temperature
-        others = {other: self._costs_at(other) for other in (0.0, 1.0) if other != deployed}
+        others = {
+            other: self._costs_at(other, identity["target"])
+            for other in (0.0, 1.0)
+            if other != deployed
+        }
         with self.phases.waiting("judging", "judging on all held-out prompts"):
             judged = judged_at(keeper.judge, self.workspace, others)
         report = report_of(
             self.config,
-            self.workspace,
+            identity=identity,
             judged=judged,
             keeper=keeper,
             data=DataFacts(
@@ -320,7 +375,7 @@ class Alignment:
         hand_over(self.config, self.workspace, report, packing)
         return report
 
-    def _from_main(self, make: Callable[[], list[Sample]]) -> list[Sample]:
+    def _from_main(self, make: Callable[[], MadeT]) -> MadeT:
         """What the main process makes, in every process."""
         made = [make() if self.is_main else None]
         if self.accelerator.num_processes > 1:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any
 
 from forerun.align.config import AlignConfig
+from forerun.align.from_json import built
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
@@ -18,8 +19,6 @@ __all__ = ["read_settings", "settings_of"]
 
 LEFT_OUT = ("out", "engine", "export")
 """Of the file: where and how fast things happen, not what is learned."""
-
-ConfigT = TypeVar("ConfigT")
 
 
 def settings_of(config: AlignConfig) -> dict[str, Any]:
@@ -59,27 +58,3 @@ def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
             f"the settings in {folder} are of another version of forerun, or damaged ({error}); "
             "align anew"
         ) from error
-
-
-def built(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """A settings dataclass from its JSON; what JSON leaves out has its default."""
-    assert is_dataclass(kind)
-    hints = get_type_hints(kind)
-    unknown = values.keys() - {field.name for field in fields(kind)}
-    if unknown:
-        raise KeyError(f"unknown settings {sorted(unknown)}")
-    return kind(**{name: value_of(hints[name], value) for name, value in values.items()})
-
-
-def value_of(hint: Any, value: Any) -> Any:
-    """A value of JSON in the type of its field."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return built(hint, value)
-    if value is None:
-        return None
-    if isinstance(value, dict):  # logit_bias is the one mapping there is, by token id
-        return {int(key): bias for key, bias in value.items()}
-    is_path = Path in (hint, *get_args(hint))
-    if isinstance(value, list):
-        return tuple(Path(item) if is_path else item for item in value)
-    return Path(value) if is_path else value

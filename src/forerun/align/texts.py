@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.mix import mix, shares_of
 from forerun.align.data.on_policy import draft_writer
-from forerun.align.data.prompts import PromptRecord, read_prompts
+from forerun.align.data.prompts import PromptRecord, read_prompts, shortened
 from forerun.align.data.replay import replayed
 from forerun.align.data.response_store import Maker, ResponseStore
 from forerun.align.data.responses import write_responses
-from forerun.align.data.sample import Sample, Source
+from forerun.align.data.sample import Sample, Source, prompt_hash
 from forerun.align.data.split import split
 from forerun.align.evaluation.judged import HeldOut
 from forerun.align.phases import Tell
@@ -24,7 +24,6 @@ from forerun.errors import InvalidRequest
 from forerun.models.content_hash import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.models.tokenizers import Tokenizer
-from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.text import first_repeat
 
@@ -75,6 +74,7 @@ class Texts:
         config: of the alignment.
         prompts: to respond to, and those whose texts are not to be learned.
         target: the engine of the target; None in processes that only read what another wrote.
+        target_hash: of its weights.
         tokenizer: of the target.
         folder: of responses.
     """
@@ -85,6 +85,7 @@ class Texts:
         config: AlignConfig,
         prompts: Prompts,
         target: Engine | None,
+        target_hash: str,
         tokenizer: Tokenizer,
         folder: Path,
     ) -> None:
@@ -92,6 +93,7 @@ class Texts:
         self.prompts = prompts.training
         self.held_out = frozenset(prompt.prompt_hash for prompt in prompts.held_out)
         self.target = target
+        self.target_hash = target_hash
         self.tokenizer = tokenizer
         self.folder = folder
 
@@ -123,7 +125,8 @@ class Texts:
         if self.target is None:
             raise ValueError("only the process that has the target writes responses")
         engine, store = draft_writer(draft, self.target, self.params, self.folder)
-        write_responses(engine, prompts, store, tell=tell)
+        with store.writing():
+            write_responses(engine, prompts, store, tell=tell)
         return [without_loop(sample) for sample in store.samples(prompts, 1)]
 
     def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
@@ -142,7 +145,8 @@ class Texts:
 
                 asked = ResponseServer.connect(server, self.tokenizer)
                 write = partial(write_responses_from, asked)
-            write(self.prompts, store, samples_per_prompt=num_samples, tell=tell)
+            with store.writing():
+                write(self.prompts, store, samples_per_prompt=num_samples, tell=tell)
         return [without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
 
     def _server(self) -> ServerConfig | None:
@@ -159,7 +163,7 @@ class Texts:
         )
 
     def _maker(self, server: ServerConfig | None) -> Maker:
-        model = content_hash(self.config.target)
+        model = self.target_hash
         if server is not None:
             # What it runs is not known; it is to be the target, so another target asks anew.
             model = f"{model} {server.url} {server.model} {server.num_logprobs}"
@@ -174,14 +178,23 @@ class Texts:
     def _replayed(self) -> list[Sample]:
         if not self.config.data.replay:
             return []
-        target_hash = content_hash(self.config.target)
         own_hash = tokenizer_hash(model_folder(self.config.target))
         found = [
             sample
             for path in self.config.data.replay
-            for sample in replayed(path, target_hash=target_hash, tokenizer_hash=own_hash)
+            for sample in replayed(
+                path,
+                target_hash=self.target_hash,
+                tokenizer_hash=own_hash,
+                hash_of_prompt=self._hash_of_prompt,
+            )
         ]
         return [sample for sample in found if sample.prompt_hash not in self.held_out]
+
+    def _hash_of_prompt(self, prompt_ids: Sequence[int]) -> str:
+        """Of a prompt as it was served; here a long one has lost its beginning."""
+        most = self.config.data.max_prompt_tokens
+        return prompt_hash(shortened(prompt_ids, self.tokenizer.encode(""), most))
 
 
 def without_loop(sample: Sample) -> Sample:

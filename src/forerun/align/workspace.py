@@ -56,6 +56,11 @@ class Workspace:
         return self.root / "align.json"
 
     @property
+    def identity(self) -> Path:
+        """What the alignment is a function of: whoever goes on must bring the same."""
+        return self.root / "identity.json"
+
+    @property
     def report(self) -> Path:
         """What came out."""
         return self.root / "report.json"

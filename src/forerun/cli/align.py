@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -29,7 +30,11 @@ from forerun.sampling.config import SamplingParams
 
 __all__ = ["COMMAND", "AlignOptions"]
 
+logger = logging.getLogger("forerun.align")
+
 EXPORTS: tuple[Export, ...] = ("hf",)
+NO_PROMPTS = Path()
+"""This very object: the folder one is in, as "." names it, may well hold prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,7 @@ class DataFlags(DataConfig):
     """Texts to learn from and to judge on."""
 
     # Help comes from DataConfig; the prompts may come from an earlier run.
-    prompts: Path = Path()
+    prompts: Annotated[Path, arg(help_behavior_hint="(required without --refresh)")] = NO_PROMPTS
     """A .jsonl, .parquet or .txt file of prompts or conversations, or a folder of them."""
     replay: UseAppendAction[tuple[Path, ...]] = ()
 
@@ -78,6 +83,8 @@ class AlignOptions:
     """auto, cpu, cuda or mps."""
     threads: int | None = None
     """Threads; by default as many as torch takes."""
+    profile: Path | None = None
+    """Costs to predict speedups from, by `forerun profile`; by default they are measured."""
     no_prediction: bool = False
     """Measure no costs: keep the draft of the highest tau, not of the best predicted speedup."""
     json: bool = False
@@ -107,7 +114,7 @@ class AlignOptions:
         Raises:
             InvalidRequest: nothing to start from, or no prompts.
         """
-        if self.data.prompts == Path():
+        if self.data.prompts is NO_PROMPTS:
             raise InvalidRequest("no prompts: give --prompts FILE or DIR")
         if (self.draft is None) == (self.init is None):
             raise InvalidRequest("give either --draft, to start from one, or --init, to make one")
@@ -131,15 +138,22 @@ class AlignOptions:
 def run(options: AlignOptions) -> int:
     """Align, show and write; returns the exit code."""
     config = options.config
+    if options.profile is not None and options.no_prediction:
+        raise InvalidRequest("--profile is for predictions; leave --no-prediction out")
     use_threads(options.threads)
 
     from forerun.align.run import align
     from forerun.cli.align_costs import PairCosts
     from forerun.cli.align_report import print_report
+    from forerun.probe.profile_file import load_profile
 
-    report = align(
-        config, costs=None if options.no_prediction else PairCosts(config, options.threads)
-    )
+    profile = None if options.profile is None else load_profile(options.profile)
+    costs = None if options.no_prediction else PairCosts(config, options.threads, profile)
+    try:
+        report = align(config, costs=costs)
+    except KeyboardInterrupt:
+        logger.warning("what is done is kept in %s: the same command goes on", config.out)
+        raise
     if report is None:  # another process of the same run reports
         return 0
     if options.json:

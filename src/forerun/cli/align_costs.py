@@ -18,7 +18,7 @@ from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import facts_of, load_pair, setup_of
 from forerun.probe.profile import Profile
-from forerun.probe.profile_file import check_setup, load_profile
+from forerun.probe.profile_file import check_setup
 from forerun.theory.cost import CostTable
 
 __all__ = ["PairCosts"]
@@ -31,28 +31,32 @@ class PairCosts:
     """Costs read or measured once: training changes what a draft says, not what it costs.
 
     Args:
-        config: of the alignment; a profile it names is of the draft to begin with.
+        config: of the alignment.
         num_threads: that carry the passes; None takes whichever number plain decoding is fastest
             with: against a slower baseline every draft would pay.
+        profile: of the target and the draft to begin with, or one of its shape; None measures.
     """
 
-    def __init__(self, config: AlignConfig, num_threads: int | None) -> None:
+    def __init__(
+        self, config: AlignConfig, num_threads: int | None, profile: Profile | None = None
+    ) -> None:
         self.config = config
         self.num_threads = num_threads
+        self.profile = profile
         self._costs: Costs | None = None
 
-    def __call__(self, draft: Path, temperature: float) -> CostTable:
+    def __call__(self, draft: Path, temperature: float, target_hash: str) -> CostTable:
         """The table at a temperature.
 
         Raises:
-            InvalidProfile: the profile cannot be read, or is of another machine or target.
+            InvalidProfile: the profile is of another machine or target.
         """
         if self._costs is None:
-            profile = self._profile(draft)
+            profile = self._profile(draft, target_hash)
             self._costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
         return self._costs.at(temperature)
 
-    def _profile(self, draft: Path) -> Profile:
+    def _profile(self, draft: Path, target_hash: str) -> Profile:
         """A profile of the target and a draft of this shape, here."""
         config = self.config
         most = config.evaluation.num_speculative_tokens
@@ -70,16 +74,14 @@ class PairCosts:
             ),
         )
         facts = (
-            facts_of(config.target, pair.target, config.dtype),
+            facts_of(config.target, pair.target, config.dtype, known_hash=target_hash),
             facts_of(str(draft), pair.draft, config.dtype),
         )
-        path = config.evaluation.profile
-        if path is not None:
-            profile = load_profile(path)
+        if self.profile is not None:
             # The weights are about to change; what a pass over them takes is not.
-            expect = replace(setup_of(pair, *facts), draft_hash=profile.setup.draft_hash)
-            check_setup(profile, expect)
-            return profile
+            draft_hash = self.profile.setup.draft_hash
+            check_setup(self.profile, replace(setup_of(pair, *facts), draft_hash=draft_hash))
+            return self.profile
         with Console(stderr=True).status("measuring what drafting and verifying cost") as status:
 
             def tell(num_rounds: int, error: float) -> None:

@@ -31,16 +31,17 @@ def test_a_card_holds_both_judgements_and_knows_its_target(tmp_path: Path) -> No
     after = figures([judged([3, 2], alphas=[0.9, 0.7]), judged([3, 3], alphas=[0.8])])
     card = card_of(
         config,
+        target_hash="t0",
         objective="lk",
         data=data_hash([SAMPLE]),
         before=[before],
         after=[replace(after, temperature=0.8), after],
-        settings={"num_steps": 3},
     )
     write_card(card, draft)
     assert read_card(draft) == card
     assert staleness(draft, target) is None
-    assert card.temperature == 0.8 and card.objective == "lk"
+    assert (card.temperature, card.objective, card.target_hash) == (0.8, "lk", "t0")
+    assert card.settings["data"]["prompts"] == "prompts.jsonl"
     assert [entry.temperature for entry in card.after] == [0.8, 1.0]
     (was,) = card.before
     assert was.acceptance_length is not None and was.acceptance_length.estimate == 1.5

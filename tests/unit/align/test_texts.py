@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def texts(
         config=config,
         prompts=read_sides(data, engine.tokenizer),
         target=engine,
+        target_hash=content_hash(str(target)),
         tokenizer=engine.tokenizer,
         folder=prompts.parent / "responses",
     )
@@ -148,19 +150,23 @@ def test_a_draft_with_another_tokenizer_is_refused(engine, tmp_path):
         draft_writer(other, engine, PARAMS, tmp_path)
 
 
-def test_what_was_rejected_comes_on_top_but_not_of_held_out_prompts(engine, target, prompts):
-    sides = read_sides(DataConfig(prompts=prompts, held_out_share=0.3), engine.tokenizer)
-    everything = (*sides.training, *sides.held_out)
-    path = prompts.parent / "t.jsonl"
+def traced(path: Path, target: Path, prompts: Iterable[Sequence[int]]) -> Path:
+    """A trace in which every prompt was answered in one step, whose last token was the target's."""
     hashes = {"target_hash": content_hash(str(target)), "tokenizer_hash": tokenizer_hash(target)}
     with open_trace(path) as trace:
         trace.add(replace(HEADER, **hashes))
-        for prompt in everything:
-            length = len(prompt.prompt_ids)
-            own = {"request_id": prompt.prompt_hash}
+        for number, prompt_ids in enumerate(prompts):
+            length, own = len(prompt_ids), {"request_id": str(number)}
             trace.add(replace(STEP, **own, context_tokens=length, token_ids=(5, 6, 7)))
             request = replace(REQUEST, **own, num_prompt_tokens=length, num_output_tokens=3)
-            trace.add(replace(request, prompt_token_ids=prompt.prompt_ids))
+            trace.add(replace(request, prompt_token_ids=tuple(prompt_ids)))
+    return path
+
+
+def test_what_was_rejected_comes_on_top_but_not_of_held_out_prompts(engine, target, prompts):
+    sides = read_sides(DataConfig(prompts=prompts, held_out_share=0.3), engine.tokenizer)
+    everything = [prompt.prompt_ids for prompt in (*sides.training, *sides.held_out)]
+    path = traced(prompts.parent / "t.jsonl", target, everything)
     made = texts(engine, target, prompts, held_out_share=0.3, replay=(path,))
     chosen = made.mixed(made.steady(silent), seed=0)
     replay = [sample for sample in chosen if sample.source == "replay"]
@@ -171,6 +177,20 @@ def test_what_was_rejected_comes_on_top_but_not_of_held_out_prompts(engine, targ
         assert sample.spans == ((last - 1, last),)
         assert prompt_hash(sample.token_ids[:-3]) == sample.prompt_hash
     assert len(chosen) == 2 * len(replay)
+
+
+def test_a_long_prompt_in_a_trace_is_known_for_held_out(engine, target, tmp_path):
+    """It was served whole; prompts that are read lose their beginning."""
+    path = tmp_path / "prompts.jsonl"
+    long = [f"import this, and that; then x{n} = " for n in range(NUM_PROMPTS)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in long))
+    trace = traced(tmp_path / "t.jsonl", target, map(engine.tokenizer.encode, long))
+    own = {"held_out_share": 0.3, "max_prompt_tokens": 6, "replay": (trace,)}
+    made = texts(engine, target, path, **own)
+    replay = [sample for sample in made.steady(silent) if sample.source == "replay"]
+    assert {s.prompt_hash for s in replay} == {prompt.prompt_hash for prompt in made.prompts}
+    assert len(replay) == len(made.prompts) < NUM_PROMPTS
+    assert all(len(sample.token_ids) > 6 + 3 for sample in replay)
 
 
 def test_a_server_answers_instead(engine, target, prompts, monkeypatch):

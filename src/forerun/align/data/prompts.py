@@ -12,7 +12,7 @@ from forerun.align.data.sample import Sample, prompt_hash
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 
-__all__ = ["PromptRecord", "read_prompts"]
+__all__ = ["PromptRecord", "read_prompts", "shortened"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forerun.align.data.sample import Sample, prompt_hash
@@ -12,8 +13,12 @@ from forerun.trace.schema import Damage
 
 __all__ = ["replayed"]
 
+HashOfPrompt = Callable[[Sequence[int]], str]
 
-def replayed(path: Path, *, target_hash: str, tokenizer_hash: str) -> list[Sample]:
+
+def replayed(
+    path: Path, *, target_hash: str, tokenizer_hash: str, hash_of_prompt: HashOfPrompt = prompt_hash
+) -> list[Sample]:
     """One sample per request of a trace, of which the rejected positions are learned.
 
     The rejected position of a step is the one behind the accepted ones: the target's own token
@@ -23,6 +28,7 @@ def replayed(path: Path, *, target_hash: str, tokenizer_hash: str) -> list[Sampl
         path: a trace with token ids (`--trace-tokens`); damaged parts of it are passed over.
         target_hash: of the target's weights.
         tokenizer_hash: of its tokenizer.
+        hash_of_prompt: what prompts go by.
 
     Raises:
         InvalidTrace: the trace cannot be read.
@@ -38,7 +44,11 @@ def replayed(path: Path, *, target_hash: str, tokenizer_hash: str) -> list[Sampl
         elif not isinstance(item, Damage):
             requests.append(item)
     found = [
-        sample_of(request, sorted(steps[request.request_id], key=lambda step: step.step))
+        sample_of(
+            request,
+            sorted(steps[request.request_id], key=lambda step: step.step),
+            hash_of_prompt,
+        )
         for request in requests
         if request.request_id in steps and request.prompt_token_ids
     ]
@@ -68,7 +78,9 @@ def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_ha
         )
 
 
-def sample_of(request: RequestRecord, steps: list[StepRecord]) -> Sample | None:
+def sample_of(
+    request: RequestRecord, steps: list[StepRecord], hash_of_prompt: HashOfPrompt
+) -> Sample | None:
     """The text of a request and where its draft was wrong; None where steps are missing."""
     assert request.prompt_token_ids is not None
     token_ids = list(request.prompt_token_ids)
@@ -82,7 +94,7 @@ def sample_of(request: RequestRecord, steps: list[StepRecord]) -> Sample | None:
     if len(token_ids) != request.num_prompt_tokens + request.num_output_tokens:
         return None
     return Sample(
-        prompt_hash=prompt_hash(request.prompt_token_ids),
+        prompt_hash=hash_of_prompt(request.prompt_token_ids),
         token_ids=tuple(token_ids),
         spans=tuple(spans),
         tag="/".join(request.tags),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample, Source, TopLogprobs
+from forerun.align.locking import held, lock_beside
 from forerun.errors import CacheTooLarge, InvalidRequest
 from forerun.native.cache import hash_of
 from forerun.sampling.config import SamplingParams
@@ -21,7 +23,11 @@ __all__ = ["Maker", "Response", "ResponseStore"]
 
 logger = logging.getLogger("forerun.align")
 
-FORMAT = 1
+FORMAT = 2
+FREE = ("n", "logprobs")
+"""Parameters that decide nothing: every response is a single sample."""
+DEFAULTS = SamplingParams()
+"""What is not said of a maker; so a parameter that is new makes no other maker of an old one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,12 @@ class Maker:
 
     def to_dict(self) -> dict[str, Json]:
         """As JSON keeps it."""
-        params = {field.name: getattr(self.params, field.name) for field in fields(self.params)}
+        params = {
+            field.name: value
+            for field in fields(self.params)
+            if field.name not in FREE
+            and (value := getattr(self.params, field.name)) != getattr(DEFAULTS, field.name)
+        }
         plain: dict[str, Json] = json.loads(
             json.dumps(
                 {
@@ -86,14 +97,15 @@ class ResponseStore:
     """The responses of one maker in one file, whose name is the maker's hash.
 
     Lines are handed to the system whole, so a killed process loses the one it was writing at most;
-    what is left of that is removed by the next. One process at a time writes.
+    what is left of that is removed by the next. One process at a time writes, see `writing`.
 
     Args:
         folder: of responses, made if need be.
         maker: of the responses.
 
     Raises:
-        InvalidRequest: the file is another maker's, or cannot be read.
+        InvalidRequest: the file is another maker's, or cannot be read, or has to be made or mended
+            while another process writes it.
     """
 
     def __init__(self, folder: Path, maker: Maker) -> None:
@@ -102,6 +114,7 @@ class ResponseStore:
         self.path = folder / f"{maker.source}-{hash_of(header.encode())}.jsonl"
         self._header = header
         self._responses: dict[tuple[str, int], Response] = {}
+        self._lock = lock_beside(self.path)
         self._load()
 
     def __len__(self) -> int:
@@ -117,6 +130,17 @@ class ResponseStore:
             for prompt in prompts
             if (prompt.prompt_hash, index) not in self._responses
         ]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Alone, and knowing whatever others have written before.
+
+        Raises:
+            InvalidRequest: another process writes.
+        """
+        with held(self._lock, self.path):
+            self._load()
+            yield
 
     def add(self, response: Response) -> None:
         """Keep a response; one that is there already stays.
@@ -167,13 +191,7 @@ class ResponseStore:
     def _load(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = self.path.read_bytes() if self.path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            if len(whole) < len(content):
-                os.truncate(self.path, len(whole))
-            if not whole:
-                self._append(self._header)
-                return
+            whole = self._whole()
         except OSError as error:
             raise InvalidRequest(f"responses cannot be kept in {self.path}: {error}") from error
         first, *lines = whole.splitlines()
@@ -183,6 +201,23 @@ class ResponseStore:
             )
         for number, line in enumerate(lines, start=2):
             self._take(line, number)
+
+    def _whole(self) -> bytes:
+        """The lines of the file: what was cut off is removed, and the header is there."""
+        content = self._content()
+        if content.endswith(b"\n"):
+            return content
+        with held(self._lock, self.path):
+            content = self._content()  # whoever was writing it has ended
+            whole = content[: content.rfind(b"\n") + 1]
+            if len(whole) < len(content):
+                os.truncate(self.path, len(whole))
+            if not whole:
+                self._append(self._header)
+            return whole or self._content()
+
+    def _content(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""
 
     def _take(self, line: bytes, number: int) -> None:
         try:

@@ -56,7 +56,7 @@ class DraftFigures:
         num_speculative_tokens: K.
         overall: over all prompts.
         by_tag: over the prompts of each tag.
-        prompts: what the figures were made of.
+        prompts: what the figures were made of; none where they were read from a report.
     """
 
     draft: str
@@ -64,7 +64,7 @@ class DraftFigures:
     num_speculative_tokens: int
     overall: AcceptanceFigures
     by_tag: dict[str, AcceptanceFigures]
-    prompts: tuple[JudgedPrompt, ...] = field(repr=False)
+    prompts: tuple[JudgedPrompt, ...] = field(default=(), repr=False)
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready: all but the prompts."""

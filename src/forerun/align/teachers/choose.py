@@ -25,7 +25,7 @@ from forerun.align.teachers.target import TargetModel, load_target
 from forerun.align.teachers.top_k import TopKTeacher
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_checkpoint
-from forerun.models.content_hash import template_hash, tokenizer_hash, weights_hash
+from forerun.models.content_hash import template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 
@@ -56,6 +56,7 @@ class TeacherSource:
 
     Attributes:
         target: folder, name or shipped model.
+        target_hash: of its weights.
         sampling: of the deployment.
         cache_dir: folder of all caches.
         device: as for the engine, or "sharded" to spread the target over all GPUs.
@@ -66,6 +67,7 @@ class TeacherSource:
     """
 
     target: str | Path
+    target_hash: str
     sampling: SamplingParams
     cache_dir: Path
     device: str = "auto"
@@ -173,7 +175,7 @@ def filler_of(
     checkpoint = read_checkpoint(model_folder(source.target))
     identity = CacheIdentity(
         kind=kind,
-        target_hash=weights_hash(checkpoint.weight_files),
+        target_hash=source.target_hash,
         tokenizer_hash=tokenizer_hash(checkpoint.folder),
         template_hash=template_hash(checkpoint.folder),
         settings=settings,

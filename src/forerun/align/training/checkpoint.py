@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from forerun.errors import InvalidCheckpoint
 from forerun.replacing import replacing
 
-__all__ = ["load_checkpoint", "save_checkpoint", "trained_weights", "whole"]
+__all__ = ["differences", "load_checkpoint", "save_checkpoint", "trained_weights", "whole"]
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and compilation put into the names of parameters."""
@@ -97,9 +97,21 @@ def state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str
 
 
 def load_checkpoint(
-    path: Path, module: nn.Module, optimiser: Optimizer, *, identity: Mapping[str, str]
+    path: Path,
+    module: nn.Module,
+    optimiser: Optimizer,
+    *,
+    identity: Mapping[str, str],
+    defaults: Mapping[str, str],
 ) -> int:
     """Restore a state if there is one.
+
+    Args:
+        path: of the file.
+        module: what is trained.
+        optimiser: its optimiser.
+        identity: what the run is a function of.
+        defaults: see `differences`.
 
     Returns:
         Steps done; 0 without a file.
@@ -112,7 +124,7 @@ def load_checkpoint(
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            check_identity(path, json.loads(metadata["identity"]), identity)
+            check_identity(path, json.loads(metadata["identity"]), identity, defaults)
             for name, parameter in named_trained(module).items():
                 with torch.no_grad():
                     parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))
@@ -138,19 +150,35 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
-def check_identity(path: Path, found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+def check_identity(
+    path: Path, found: Mapping[str, str], wanted: Mapping[str, str], defaults: Mapping[str, str]
+) -> None:
     """Refuse the state of another run.
 
     Raises:
         InvalidCheckpoint: naming what differs.
     """
-    different = [
-        f"{key} was {found.get(key)}, is {wanted.get(key)}"
-        for key in sorted(found.keys() | wanted.keys())
-        if found.get(key) != wanted.get(key)
-    ]
+    different = differences(found, wanted, defaults)
     if different:
         raise InvalidCheckpoint(
             f"{path} is of another run ({'; '.join(different)}); use its settings, another "
             "output folder, or delete it"
         )
+
+
+def differences(
+    found: Mapping[str, str], wanted: Mapping[str, str], defaults: Mapping[str, str]
+) -> list[str]:
+    """Parts of an identity that differ, each by its name and both values.
+
+    Args:
+        found: what was kept.
+        wanted: what is.
+        defaults: what parts that were not kept stood at: settings that are newer than the file.
+    """
+    before = {**{name: defaults[name] for name in wanted.keys() & defaults.keys()}, **found}
+    return [
+        f"{name} was {before.get(name)}, is {wanted.get(name)}"
+        for name in sorted(before.keys() | wanted.keys())
+        if before.get(name) != wanted.get(name)
+    ]

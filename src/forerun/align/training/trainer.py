@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -77,8 +78,7 @@ class Trainer:
         self.teacher = teacher
         self.accelerator = accelerator
         self.path = folder / CHECKPOINT
-        settings = {k: str(v) for k, v in asdict(config).items() if k not in FREE_SETTINGS}
-        self.identity = settings | dict(identity)
+        self.identity = decisive(config) | dict(identity)
         self.step = 0
         # Replicates or shards the module in place, and moves it to its device.
         self._wrapped: nn.Module
@@ -92,16 +92,24 @@ class Trainer:
         wanted = max(1, self.config.tokens_per_step // self.config.window)
         return math.ceil(wanted / world) * world
 
-    def resume(self) -> int:
+    def resume(self, defaults: Mapping[str, str] = MappingProxyType({})) -> int:
         """Go on from the checkpoint if there is one; returns the steps done.
+
+        Args:
+            defaults: what parts of the identity that the checkpoint does not name stood at.
 
         Raises:
             InvalidCheckpoint: it is damaged, or of another run.
         """
         optimiser = self.optimiser.optimizer
-        step = load_checkpoint(self.path, self.module, optimiser, identity=self.identity)
-        self.step = step
-        return step
+        self.step = load_checkpoint(
+            self.path,
+            self.module,
+            optimiser,
+            identity=self.identity,
+            defaults=decisive(TrainingConfig()) | dict(defaults),
+        )
+        return self.step
 
     def run(self, rows: RowSource, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
         """Train until so many steps are done, and keep a checkpoint.
@@ -218,3 +226,8 @@ class Trainer:
         mine = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         summed = self.accelerator.reduce(mine, reduction="sum")
         return [float(value) for value in summed]
+
+
+def decisive(config: TrainingConfig) -> dict[str, str]:
+    """Settings that decide what the steps do, as text."""
+    return {name: str(v) for name, v in asdict(config).items() if name not in FREE_SETTINGS}

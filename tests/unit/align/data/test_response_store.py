@@ -137,6 +137,37 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         ResponseStore(tmp_path / "file", maker())
 
 
+def test_one_process_writes_at_a_time(tmp_path):
+    first, second = (ResponseStore(tmp_path, maker()) for _ in range(2))
+    with first.writing():
+        first.add(response(0))
+        with (
+            pytest.raises(InvalidRequest, match=f"another process is writing {first.path}"),
+            second.writing(),
+        ):
+            pass
+        assert len(ResponseStore(tmp_path, maker())) == 1  # reading is free
+    with second.writing():  # it knows what was written before
+        assert len(second) == 1
+
+
+def test_nobody_mends_what_another_is_writing(tmp_path):
+    store = ResponseStore(tmp_path, maker())
+    with store.writing():
+        with store.path.open("ab") as file:
+            file.write(b'{"half')
+        with pytest.raises(InvalidRequest, match="another process is writing"):
+            ResponseStore(tmp_path, maker())
+
+
+def test_a_maker_is_what_decides_a_response(tmp_path):
+    """Parameters at their defaults are not named, so that one that is new changes no maker."""
+    made = maker().to_dict()
+    assert made["params"] == {"max_tokens": 6, "seed": 1}
+    assert maker(params=replace(maker().params, n=3, logprobs=2)).to_dict() == made
+    assert maker(params=replace(maker().params, top_p=0.5)).to_dict() != made
+
+
 # A process that keeps one response after the other until it is killed, or the disk is full.
 WRITER = """
 import os, resource, signal, sys

@@ -16,6 +16,7 @@ from forerun.align.data.sample import Sample
 from forerun.align.objectives.base import Objective
 from forerun.align.objectives.named import make_objective
 from forerun.align.teachers.choose import TeacherSource
+from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
 
 WINDOW = 40
@@ -63,7 +64,9 @@ class OnDisk:
     source: TeacherSource
 
     def with_(self, **changes) -> TeacherSource:
-        return replace(self.source, **changes)
+        """The target as it is in the folder now."""
+        now = content_hash(str(self.source.target))
+        return replace(self.source, target_hash=now, **changes)
 
 
 @pytest.fixture
@@ -73,6 +76,10 @@ def on_disk(tmp_path):
     network.save_pretrained(folder)
     tiny.backend().save_pretrained(folder)
     source = TeacherSource(
-        target=folder, sampling=SamplingParams(), cache_dir=tmp_path / "caches", device="cpu"
+        target=folder,
+        target_hash=content_hash(str(folder)),
+        sampling=SamplingParams(),
+        cache_dir=tmp_path / "caches",
+        device="cpu",
     )
     return OnDisk(network=network, source=source)

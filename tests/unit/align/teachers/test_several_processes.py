@@ -47,6 +47,7 @@ packing, batch = all_rows(texts(5))
 reports = []
 source = TeacherSource(
     target=folder / "target",
+    target_hash="t0",
     sampling=SamplingParams(),
     cache_dir=folder / "caches",
     device="sharded",
