@@ -49,8 +49,8 @@ class GoodputConfig:
         hysteresis: gain in tokens per second below which the plans of the last step stay.
         catch_up: drafted levels that the first draft after a pause costs on top.
         horizon: steps over which that is written off.
-        explore: share of the steps in which one request drafts deeper, or with another drafter,
-            than is believed best.
+        explore: share of the time that may be lost by letting requests draft one node more, or with
+            another drafter, than is believed best.
         probe_share: share of the time that may be lost by letting requests that do not draft draft
             one token to see how it fares.
         stop: what a stop rule inside K looks at, its threshold learnt; None: no such rule.
@@ -60,7 +60,7 @@ class GoodputConfig:
     hysteresis: float = 0.01
     catch_up: float = 1.0
     horizon: int = 16
-    explore: float = 0.02
+    explore: float = 0.003
     probe_share: float = 0.01
     stop: Measure | None = None
 

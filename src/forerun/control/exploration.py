@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from forerun.control.base import Plan
 from forerun.control.config import GoodputConfig
-from forerun.theory.splitmix import INCREMENT, finalise
 
 __all__ = ["Exploration", "share_of"]
 
-DEEPER = 2
-"""Nodes beyond the best K in a step that explores."""
+LEAST_LOSS = 0.02
+"""What trying another plan counts for at least, in steps: even what is free need not be all."""
 SCOUTS = 4
 """One in so many of the requests that do not draft probes for all of them."""
 MOST_LOSS = 8.0
@@ -31,8 +30,11 @@ class Exploration:
     follow upon each other until that is believed. While all draft, credit builds up: when drafting
     is given up, a few probes look whether that was right.
 
-    Besides, in a small share of the steps one request drafts deeper than is believed best, or with
-    another drafter.
+    Requests that draft try a plan that is not believed best: one node more, or another drafter.
+    What that is expected to lose is paid off by another small share of the steps before the next
+    one. So what is believed to be nearly as good is tried often, and a belief that is wrong by
+    little, which nothing else would ever contradict, does not last; what is believed to be bad is
+    tried seldom.
 
     Args:
         config: how often.
@@ -40,13 +42,16 @@ class Exploration:
     Attributes:
         num_steps: of the batch.
         probed: requests that probe in this step, by their place.
+        explored: the request that tries another plan in this step, by its place.
     """
 
     def __init__(self, config: GoodputConfig) -> None:
         self.config = config
         self.num_steps = 0
         self.probed: list[int] = []
+        self.explored: int | None = None
         self._debt = 0.0
+        self._owed = 0.0
 
     def varied(
         self,
@@ -68,12 +73,11 @@ class Exploration:
         self.num_steps += 1
         num_planned = sum([plan.num_speculative_tokens for plan in plans])
         varied = self._probing(plans, most, missed, methods, max_nodes - num_planned)
-        spare = max_nodes - num_planned - len(self.probed)
-        chance = finalise(self.num_steps * INCREMENT)
-        if share_of(chance) < self.config.explore:
-            at = chance % len(plans)
-            varied = list(varied)
-            varied[at] = self._other(varied[at], most[at], methods, spare)
+        self.explored = None
+        share = self.config.explore
+        self._owed = max(-share, self._owed - share)
+        if self._owed < 0.0 and num_planned and not self.probed:
+            return self._exploring(plans, most, methods, max_nodes - num_planned)
         return varied
 
     def _probing(
@@ -99,16 +103,31 @@ class Exploration:
         )
         return [probe if at in self.probed else plan for at, plan in enumerate(plans)]
 
-    def _other(self, plan: Plan, most: int, methods: Sequence[str], spare: int) -> Plan:
-        """A plan that is not believed best."""
+    def _exploring(
+        self, plans: list[Plan], most: Sequence[int], methods: Sequence[str], spare: int
+    ) -> list[Plan]:
+        """Let one of the requests that draft do so otherwise, if it can."""
+        drafting = [at for at, plan in enumerate(plans) if plan.num_speculative_tokens]
+        at = drafting[self.num_steps % len(drafting)]
+        plan = plans[at]
         k = plan.num_speculative_tokens
-        if k == 0 or plan.probe:
-            return plan
-        if len(methods) > 1 and self.num_steps % 2:
-            others = [method for method in methods if method != plan.method]
-            return replace(plan, method=others[self.num_steps // 2 % len(others)], probe=True)
-        deeper = min(most, k + min(DEEPER, spare))
-        return replace(plan, num_speculative_tokens=deeper, probe=True) if deeper > k else plan
+        others = [method for method in methods if method != plan.method]
+        if others and self.num_steps // len(drafting) % 2:
+            other = replace(plan, method=others[self.num_steps // 2 % len(others)], probe=True)
+        elif k < most[at] and spare > 0:
+            other = replace(plan, num_speculative_tokens=k + 1, probe=True)
+        else:
+            return plans
+        self.explored = at
+        return [*plans[:at], other, *plans[at + 1 :]]
+
+    def pay(self, loss: float) -> None:
+        """See what trying another plan is expected to lose.
+
+        Args:
+            loss: share of a step.
+        """
+        self._owed += max(LEAST_LOSS, loss)
 
     def observe(self, loss: float) -> None:
         """See how a probe has fared.

@@ -28,8 +28,10 @@ from forerun.theory.stop_rule import StopRule
 __all__ = ["GoodputController"]
 
 PLAIN = Plan()
-ROUTE_EVERY = 4
-"""Steps after which the drafter of a request is chosen anew; what it rests on changes slowly."""
+ROUTE_EVERY = 2
+"""Decisions after which the drafter of a request is chosen anew: it rests on what is slow."""
+MOST_PATIENCE = 8
+"""Steps that plans are kept for, where they have turned out the same again and again."""
 
 
 class Probe(NamedTuple):
@@ -46,6 +48,62 @@ class Probe(NamedTuple):
     tokens: float
     step_s: float
     longer_s: float
+
+
+class Settled:
+    """What was decided, and from what. It holds for a few steps while the requests are the same.
+
+    Args:
+        names: of the requests.
+        plans: of all of them.
+        max_rows: there was room for.
+        patience: steps it holds for at most.
+        candidates: what was chosen from.
+        pricing: what steps take.
+        allocation: what is expected of the step.
+    """
+
+    __slots__ = (
+        "allocation",
+        "candidates",
+        "max_rows",
+        "names",
+        "patience",
+        "plans",
+        "pricing",
+        "steps_left",
+    )
+
+    def __init__(  # noqa: PLR0913 (made in one place)
+        self,
+        names: list[str],
+        plans: list[Plan],
+        max_rows: int,
+        patience: int,
+        candidates: list[Candidate],
+        pricing: Pricing,
+        allocation: Allocation,
+    ) -> None:
+        self.names = names
+        self.plans = plans
+        self.max_rows = max_rows
+        self.patience = self.steps_left = patience
+        self.candidates = candidates
+        self.pricing = pricing
+        self.allocation = allocation
+
+    def holds(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
+        """Whether it may be followed once more; wishes are looked at in every step."""
+        if not self.steps_left or self.max_rows != capacity.max_rows:
+            return False
+        if [state.request_id for state in states] != self.names:
+            return False
+        return self.allocation.lateness == 0.0 and all(
+            [
+                plan.num_speculative_tokens < state.max_new
+                for plan, state in zip(self.plans, states, strict=True)
+            ]
+        )
 
 
 class GoodputController:
@@ -71,11 +129,48 @@ class GoodputController:
         self._chosen: dict[str, Plan] = {}
         self._asked: dict[str, Plan] = {}
         self._probe: Probe | None = None
+        self._settled: Settled | None = None
+        self._num_settled = 0
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The best plans, or now and then ones that are worth learning from."""
         if not states:
             return []
+        settled = self._settled
+        if settled is None or not settled.holds(states, capacity):
+            settled = self._settled = self._settle_anew(states, capacity)
+            self._chosen = dict(zip(settled.names, settled.plans, strict=True))
+        settled.steps_left -= 1
+        self._asked, self._probe = self._chosen, None
+        most = [max(0, min(self.max_k, state.max_new - 1)) for state in states]
+
+        def missed(at: int) -> int:
+            return self.beliefs.missed(states[at])
+
+        plans, max_nodes = settled.plans, max(0, capacity.max_rows - len(states))
+        varied = self.exploration.varied(plans, most, missed, self.methods, max_nodes)
+        if varied is plans:
+            return plans
+        allocation = settled.allocation
+        tried = self._varied_price(states, settled.candidates, settled.pricing, varied)
+        if probed := self.exploration.probed:
+            self._probe = Probe(
+                names=frozenset(settled.names[at] for at in probed),
+                tokens=allocation.tokens,
+                step_s=allocation.step_s,
+                longer_s=tried.step_s - allocation.step_s,
+            )
+        elif self.exploration.explored is not None:
+            self.exploration.pay(1.0 - tried.tokens_per_s / allocation.tokens_per_s)
+        if self.calibration is not None:
+            varied = [self._measuring(plan) for plan in varied]
+        self._asked = dict(zip(settled.names, varied, strict=True))
+        return varied
+
+    def _settle_anew(self, states: Sequence[RequestState], capacity: Capacity) -> Settled:
+        """The best plans by what is believed now."""
+        self._num_settled += 1
+        names = [state.request_id for state in states]
         scene = self.scenes.at(states)
         pricing = scene.pricing(self.config.catch_up / self.config.horizon)
         candidates = self._candidates(states, pricing)
@@ -84,28 +179,13 @@ class GoodputController:
         allocation = self._settle(candidates, room, max_nodes)
         rule = self._rule(allocation, pricing)
         plans = [
-            plan_of(candidate.method, depth, rule, self._chosen.get(state.request_id, PLAIN))
-            for state, candidate, depth in zip(states, candidates, allocation.depths, strict=True)
+            plan_of(candidate.method, depth, rule, self._chosen.get(name, PLAIN))
+            for name, candidate, depth in zip(names, candidates, allocation.depths, strict=True)
         ]
-        names = [state.request_id for state in states]
-        self._chosen = self._asked = dict(zip(names, plans, strict=True))
-        most = [len(candidate.curve.survival) for candidate in candidates]
-
-        def missed(at: int) -> int:
-            return self.beliefs.missed(states[at])
-
-        varied = self.exploration.varied(plans, most, missed, self.methods, max_nodes)
-        self._probe = None
-        if varied is plans:
-            return plans
-        if probed := self.exploration.probed:
-            longer_s = probing_s(candidates, pricing, varied, probed) - allocation.step_s
-            tokens, step_s = allocation.tokens, allocation.step_s
-            self._probe = Probe(frozenset(names[at] for at in probed), tokens, step_s, longer_s)
-        if self.calibration is not None:
-            varied = [self._measuring(plan) for plan in varied]
-        self._asked = dict(zip(names, varied, strict=True))
-        return varied
+        patience, last = 1, self._settled
+        if last is not None and last.plans == plans and last.names == names:
+            patience = min(MOST_PATIENCE, 2 * last.patience)
+        return Settled(names, plans, capacity.max_rows, patience, candidates, pricing, allocation)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn how far drafts came, and what the step took."""
@@ -133,7 +213,7 @@ class GoodputController:
             if limit_s is not None:
                 late = late or self.scenes.punctuality.p95
                 limit_s /= late
-            is_due = (self.exploration.num_steps + at) % ROUTE_EVERY == 0
+            is_due = (self._num_settled + at) % ROUTE_EVERY == 0
             found.append(self._route(state, pricing, len(states), limit_s, is_due=is_due))
         return found
 
@@ -192,6 +272,22 @@ class GoodputController:
         node_s = (draft_s + rows_s / deepest * pricing.factor) / batch
         return self.calibration.rule(allocation.tokens_per_s * node_s)
 
+    def _varied_price(
+        self,
+        states: Sequence[RequestState],
+        candidates: Sequence[Candidate],
+        pricing: Pricing,
+        plans: Sequence[Plan],
+    ) -> Allocation:
+        """What plans are expected to bring and take, catching up of probes apart."""
+        trial = list(candidates)
+        for at, (candidate, plan) in enumerate(zip(candidates, plans, strict=True)):
+            if plan.num_speculative_tokens and plan.method != candidate.method:
+                way = Way(plan.method, self.calibration is not None)
+                curve = self.beliefs.curve(states[at], way, len(candidate.curve.survival))
+                trial[at] = candidate._replace(method=plan.method, curve=curve)
+        return allocator(trial, pricing).at([plan.num_speculative_tokens for plan in plans])
+
     def _measuring(self, plan: Plan) -> Plan:
         """Probes draft whatever they are allowed to, and measure."""
         assert self.calibration is not None
@@ -218,20 +314,3 @@ def plan_of(method: str, k: int, rule: StopRule | None, was: Plan) -> Plan:
     if was.num_speculative_tokens == k and was.method == method and was.stop == rule:
         return was
     return Plan(method=method, num_speculative_tokens=k, stop=rule)
-
-
-def probing_s(
-    candidates: Sequence[Candidate], pricing: Pricing, plans: Sequence[Plan], probed: Sequence[int]
-) -> float:
-    """What a step with probes is expected to take, catching up apart.
-
-    Args:
-        candidates: the requests of the step.
-        pricing: what steps take.
-        plans: of all of them.
-        probed: those of them that probe, by their place.
-    """
-    probing = list(candidates)
-    for at in probed:
-        probing[at] = probing[at]._replace(method=plans[at].method)
-    return allocator(probing, pricing).at([plan.num_speculative_tokens for plan in plans]).step_s

@@ -117,17 +117,17 @@ class SafeController:
         if bucket is None:
             bucket = self._buckets[name] = Bucket(self.config)
         bucket.lost *= self.config.memory
-        if any(plan.probe for plan in plans) and self._probes_too_much(bucket):
+        if any([plan.probe for plan in plans]) and self._probes_too_much(bucket):
             self.num_refused += 1
             plans = [PLAIN if plan.probe else plan for plan in plans]
-        if any(plan.num_speculative_tokens and not plan.probe for plan in plans):
+        if any([plan.num_speculative_tokens and not plan.probe for plan in plans]):
             if not bucket.on and self._may_retry(bucket):
                 self._switch(name, bucket, on=True, reason="tried again")
             if bucket.on and self._wants_plain(bucket):
                 self.num_probes += 1
                 plans = [PLAIN] * len(plans)
-            elif not bucket.on:
-                plans = [plan if plan.probe else PLAIN for plan in plans]
+        if not bucket.on:  # what probes may learn is whether one token pays
+            plans = [p if p.probe and p.num_speculative_tokens == 1 else PLAIN for p in plans]
         self._asked = name, list(plans)
         return plans
 
@@ -202,5 +202,5 @@ class SafeController:
 
 def bucket_of(states: Sequence[RequestState]) -> tuple[int, int]:
     """Batch and mean context, to powers of two."""
-    context = sum(state.num_committed for state in states) // len(states)
+    context = sum([state.num_committed for state in states]) // len(states)
     return len(states).bit_length() - 1, max(1, context).bit_length() - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from forerun.control.base import Plan
@@ -79,17 +81,45 @@ def test_no_probe_without_room():
         assert exploration.varied([PLAIN], [9], JUST_READ, ["d"], 0) == [PLAIN]
 
 
-def test_a_share_of_the_steps_drafts_deeper():
-    exploration = Exploration(GoodputConfig(explore=0.1))
-    plans = [exploration.varied([DRAFTS], [9], JUST_READ, ["d"], 9)[0] for _ in range(2000)]
-    deeper = [plan for plan in plans if plan != DRAFTS]
-    assert 0.07 < len(deeper) / 2000 < 0.13
-    assert {plan.num_speculative_tokens for plan in deeper} == {5}
-    assert all(plan.probe for plan in deeper)
+@pytest.mark.parametrize("loss", [0.05, 0.5])
+def test_drafting_deeper_loses_no_more_than_its_share(loss):
+    exploration = Exploration(GoodputConfig(explore=0.01))
+    deeper = 0
+    for _ in range(2000):
+        (plan,) = exploration.varied([DRAFTS], [9], JUST_READ, ["d"], 9)
+        if exploration.explored is not None:
+            assert plan == replace(DRAFTS, num_speculative_tokens=4, probe=True)
+            deeper += 1
+            exploration.pay(loss)
+    assert 0.009 * 2000 < deeper * loss <= 0.01 * 2000 + loss
+
+
+def test_what_is_believed_to_be_as_good_is_tried_often_but_not_always():
+    exploration = Exploration(GoodputConfig(explore=0.003))
+    tried = 0
+    for _ in range(1000):
+        exploration.varied([DRAFTS], [9], JUST_READ, ["d"], 9)
+        if exploration.explored is not None:
+            tried += 1
+            exploration.pay(0.0)
+    assert 100 < tried < 200
+
+
+def test_nobody_drafts_deeper_without_room_or_wish():
+    for config, most, room in ((QUIET, 9, 9), (GoodputConfig(), 3, 9), (GoodputConfig(), 9, 3)):
+        exploration = Exploration(config)
+        for _ in range(40):
+            assert exploration.varied([DRAFTS], [most], JUST_READ, ["d"], room) == [DRAFTS]
+            assert exploration.explored is None
 
 
 def test_other_drafters_get_their_turn():
     exploration = Exploration(GoodputConfig(explore=0.2))
-    plans = [exploration.varied([DRAFTS], [3], JUST_READ, ["d", "e"], 9)[0] for _ in range(300)]
+    plans = []
+    for _ in range(300):
+        plans += exploration.varied([DRAFTS], [3], JUST_READ, ["d", "e"], 9)
+        if exploration.explored is not None:
+            exploration.pay(0.5)
     assert {plan.method for plan in plans} == {"d", "e"}
     assert all(plan.probe for plan in plans if plan.method == "e")
+    assert 0.3 < sum(plan.probe for plan in plans) / 300 < 0.45
