@@ -71,7 +71,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "feed the emitted text to both models with fresh caches, and compare acceptance with that "
         "of the run (forerun probe)",
         *("replay_accepts_more", "rollback_wrong", "acceptance_falls_after_handoff"),
-        *("context_ratio", "card_ratio", "draft_nan"),
+        *("context_ratio", "card_ratio"),
     ),
     experiment(
         "self-draft",
