@@ -8,6 +8,7 @@ is there, so an interrupted recipe goes on.
 
 from __future__ import annotations
 
+import gzip
 import json
 import shlex
 import subprocess
@@ -45,7 +46,7 @@ class Recipe:
     update_steps: int = 40
     """Steps of the fine-tune that updates the target."""
     human_eval: Path | None = None
-    """HumanEval.jsonl, to be judged on as well."""
+    """HumanEval.jsonl, or HumanEval.jsonl.gz, to be judged on as well."""
     blocks: int = 40
     """Prompts every comparison measures at each temperature."""
     threads: int = 2
@@ -95,7 +96,13 @@ class Story:
     def prompts(self) -> None:
         """Prompts to learn on and prompts to judge on."""
         learned, judged = self.out / "prompts", self.out / "held-out.jsonl"
+        records = [{"tag": "held-out modules", "prompt": p.text} for p in held_out_prompts()]
+        if self.recipe.human_eval is not None:
+            records += human_eval(self.recipe.human_eval)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
         if judged.exists():
+            if judged.read_text("utf-8") != lines:
+                sys.exit(f"{judged} holds other prompts than are asked for: give another --out")
             return
         write(learned / "library.jsonl", self.recipe.num_prompts)
         write(
@@ -103,11 +110,7 @@ class Story:
             self.recipe.num_prompts // REFRESH_SHARE,
         )
         (learned / "written.jsonl").write_bytes((HERE / "prompts.jsonl").read_bytes())
-        records = [{"tag": "held-out modules", "prompt": p.text} for p in held_out_prompts()]
-        if self.recipe.human_eval is not None:
-            lines = self.recipe.human_eval.read_text("utf-8").splitlines()
-            records += [{"tag": "HumanEval", "prompt": json.loads(x)["prompt"]} for x in lines if x]
-        judged.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+        judged.write_text(lines, "utf-8")
 
     def data(self) -> list[str]:
         """What the draft learns and is judged on, and how."""
@@ -150,6 +153,14 @@ class Story:
         """Run one command of forerun, and show which."""
         self.console.rule(f"forerun {shlex.join(arguments)}")
         subprocess.run([sys.executable, "-m", "forerun", *arguments], check=True)
+
+
+def human_eval(path: Path) -> list[dict[str, str]]:
+    """The problems of HumanEval.jsonl, or of HumanEval.jsonl.gz as it is handed out."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        problems = [json.loads(line) for line in lines if line.strip()]
+    return [{"tag": "HumanEval", "prompt": problem["prompt"]} for problem in problems]
 
 
 if __name__ == "__main__":
