@@ -24,16 +24,17 @@ def drafted_again(right, k):
     return drafts, at
 
 
-@given(st.lists(st.booleans(), min_size=40, max_size=120), st.integers(1, 8))
+@given(st.lists(st.booleans(), min_size=20, max_size=60), st.integers(1, 5))
 def test_a_text_drafted_with_a_smaller_k(right, k):
     # Runs of right tokens shorter than the traced K: no step of it is cut by its own K.
-    right = [ok and at % 9 > 0 for at, ok in enumerate(right)]
-    traced, end = drafted_again(right, 9)
-    again, end_again = drafted_again(right[: end + k], k)
-    assert end_again >= end
-    limited = traced.limited(k)
-    if end_again == end:
-        assert limited.steps == again.steps
+    right = [ok and at % 6 > 0 for at, ok in enumerate(right)]
+    traced, end = drafted_again(right, 6)
+    again, end_again = drafted_again([*right[:end], *[False] * k], k)
+    assert end_again == end
+    expected, found = again.accepted, traced.limited(k).accepted
+    assert found.accepted_per_position == expected.accepted_per_position[: found.max_depth]
+    assert found.reached_per_position == expected.reached_per_position[: found.max_depth]
+    assert not any(expected.reached_per_position[found.max_depth :])
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3).map(sorted), min_size=1), st.integers(1, 9))
