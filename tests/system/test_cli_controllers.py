@@ -8,6 +8,8 @@ import pytest
 
 from forerun.cli.main import main
 from forerun.control.config import CONTROLLER_NAMES
+from forerun.theory.record import StepRecord, TraceHeader
+from forerun.trace.files import read_trace
 
 FEW = ["--rows", "1,2,5", "--batches", "1,2", "--contexts", "8", "--budget-s", "0.001"]
 ASKED = ["generate", "def add", "--max-tokens", "12", "--temperature", "0", "--json", "--quiet"]
@@ -53,6 +55,37 @@ def test_a_profile_of_another_pair_is_refused(models, tiny_pair, profile, capsys
 def test_a_profile_without_a_draft_model_is_refused(tiny_pair, profile, draft, capsys):
     assert main([*ASKED, "--target", str(tiny_pair.target), "--draft", draft, "--profile", profile])
     assert "--profile" in capsys.readouterr().err
+
+
+def test_several_drafters_generate_the_same_text_and_are_told_apart(
+    models, tiny_pair, profile, tmp_path, capsys
+):
+    assert main([*ASKED, *models]) == 0
+    expected = ids(capsys)
+    path = tmp_path / "trace.jsonl"
+    several = [*models, "--draft", "suffix", "--trace", str(path)]
+    for chosen in (["--profile", profile], ["--controller", "bandit"]):
+        assert main([*ASKED, *several, *chosen]) == 0
+        assert ids(capsys) == expected
+    items = list(read_trace(path))
+    headers = [item for item in items if isinstance(item, TraceHeader)]
+    assert [header.draft for header in headers] == [str(tiny_pair.draft), "suffix"]
+    hashes = {header.draft: header.draft_hash for header in headers}
+    steps = [item for item in items if isinstance(item, StepRecord) and item.num_drafted]
+    assert "draft_model" in {step.method for step in steps}
+    for step in steps:
+        drafter = "suffix" if step.method == "suffix" else str(tiny_pair.draft)
+        assert step.drafter_hash == hashes[drafter]
+
+
+def test_a_second_profile_of_a_draft_is_refused(models, profile, capsys):
+    assert main([*ASKED, *models, "--profile", profile, "--profile", profile]) != 0
+    assert "second profile" in capsys.readouterr().err
+
+
+def test_layers_of_the_target_need_a_controller_that_needs_no_costs(models, profile, capsys):
+    assert main([*ASKED, *models, "--draft", "self:1", "--profile", profile]) != 0
+    assert "self" in capsys.readouterr().err
 
 
 def test_bench_has_an_arm_per_draft_and_controller(tiny_pair, tmp_path, capsys):

@@ -208,10 +208,33 @@ def test_ctrl_c_says_what_was_done_so_far(tiny_pair, monkeypatch, capsys):
 
 
 def test_the_shipped_draft_is_used_for_the_shipped_target_only():
-    assert generate.PairFlags().draft_name == "zoo:draft-domain"
-    assert generate.PairFlags(target="models/other").draft_name is None
-    assert generate.PairFlags(draft="none").draft_name is None
-    assert generate.PairFlags(draft="models/draft").draft_name == "models/draft"
+    assert generate.PairFlags().draft_names == ("zoo:draft-domain",)
+    assert generate.PairFlags(target="models/other").draft_names == ()
+    assert generate.PairFlags(draft=("none",)).draft_names == ()
+    assert generate.PairFlags(draft=("models/draft",)).draft_names == ("models/draft",)
+
+
+def test_several_drafts_keep_their_order_where_somebody_chooses():
+    pair = parse("x", "--draft", "auto", "--draft", "suffix", "--controller", "bandit").pair
+    assert pair.draft_names == ("zoo:draft-domain", "suffix")
+    pair = parse("x", "--draft", "a", "--draft", "b", "--profile", "p", "--profile", "q").pair
+    assert pair.draft_names == ("a", "b")
+    assert [str(path) for path in pair.profile] == ["p", "q"]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "controller", "message"),
+    [
+        (("a", "a"), "bandit", "--draft a is given twice"),
+        (("auto", "zoo:draft-domain"), "bandit", "zoo:draft-domain is given twice"),
+        (("a", "none"), "bandit", "decodes plainly"),
+        (("a", "suffix"), "fixed", "fixed takes the first"),
+        (("a", "suffix"), "auto", "--profile"),
+    ],
+)
+def test_drafts_that_would_do_nothing_are_refused(drafts, controller, message):
+    with pytest.raises(InvalidRequest, match=message):
+        generate.PairFlags(draft=drafts, controller=controller).draft_names  # noqa: B018
 
 
 def test_repeatable_options():

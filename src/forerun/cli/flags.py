@@ -50,9 +50,6 @@ class ModelFlags:
 
     target: str = "zoo:target"
     """Folder, hub name or zoo: name of the model whose text is wanted."""
-    draft: str = "auto"
-    """Draft model; "suffix" copies from the text itself, "self:N" drafts with the target's first N
-    layers, "none" decodes plainly, "auto" takes the shipped draft for a shipped target."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"
@@ -62,26 +59,58 @@ class ModelFlags:
     threads: int | None = None
     """Threads that carry the passes; by default as many as torch takes."""
 
-    @property
-    def draft_name(self) -> str | None:
-        """The draft that is meant; None for plain decoding."""
-        if self.draft == "auto":
+    def meant(self, draft: str) -> str | None:
+        """The draft that a name means; None for plain decoding."""
+        if draft == "auto":
             return ZOO_DRAFT if self.target.startswith(PREFIX) else None
-        return None if self.draft == "none" else self.draft
+        return None if draft == "none" else draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFlags(ModelFlags):
     """Which models, how they run, and how far one drafts for the other."""
 
+    draft: UseAppendAction[tuple[str, ...]] = ()
+    """Draft model; "suffix" copies from the text itself, "self:N" drafts with the target's first N
+    layers, "none" decodes plainly, "auto", the default, takes the shipped draft for a shipped
+    target. Given several times, the controller chooses between them, step by step."""
     k: int = EngineConfig().num_speculative_tokens
     """Most tokens drafted per step; 0 decodes plainly."""
     controller: ControllerName = "auto"
     """Who chooses how many: fixed (always K), heuristic and confidence (as transformers does),
     goodput (most expected tokens per second; needs --profile), bandit (by trial); auto takes
     goodput, kept from being slower than plain decoding, with --profile and fixed without."""
-    profile: Path | None = None
-    """What drafting and verifying cost here, from `forerun profile`."""
+    profile: UseAppendAction[tuple[Path, ...]] = ()
+    """What drafting and verifying cost here, from `forerun profile`; one per draft model. "suffix"
+    needs none: its drafts count as free."""
+
+    @property
+    def draft_names(self) -> tuple[str, ...]:
+        """The drafts that are meant; none for plain decoding.
+
+        Raises:
+            InvalidRequest: one is given twice, there is none among several, or nobody would choose
+                between them.
+        """
+        names = [self.meant(draft) for draft in self.draft or ("auto",)]
+        found = tuple(name for name in names if name is not None)
+        for name in found:
+            if found.count(name) > 1:
+                raise InvalidRequest(f"--draft {name} is given twice")
+        if len(names) > 1:
+            if len(found) < len(names):
+                raise InvalidRequest("--draft none decodes plainly; leave the other drafts out")
+            self._check_choice()
+        return found
+
+    def _check_choice(self) -> None:
+        """Of several drafts, all but the first would silently do nothing under most controllers."""
+        chooses = self.controller in ("goodput", "bandit")
+        if not chooses and not (self.controller == "auto" and self.profile):
+            raise InvalidRequest(
+                f"several drafts need a controller that chooses between them, and {self.controller}"
+                " takes the first; give --profile of every draft model, or --controller bandit"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,9 @@ from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
     from forerun.models.tokenizers import Tokenizer
+    from forerun.trace.writer import TraceWriter
 
 __all__ = ["COMMAND", "GenerateOptions"]
 
@@ -49,22 +51,20 @@ def run(options: GenerateOptions) -> int:
 
     from forerun.cli.session import Session, load_engine
     from forerun.cli.writers import choose_writer, say_figures
-    from forerun.provenance import trace_header
 
     pair, output, params = options.pair, options.output, options.sampling.params
     engine = load_engine(pair, num_samples=params.n)
     ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
-        header = None
+        hashes: dict[str, str | None] = {}
         if trace is not None:
-            header = trace_header(pair.target, pair.draft_name, str(engine.target.device))
-            trace.add(header)
+            hashes = add_headers(trace, pair, engine)
         writer = choose_writer(engine.tokenizer, num_samples=params.n, flags=output)
         session = Session(
             engine,
             trace=trace,
             trace_tokens=options.tracing.trace_tokens,
-            drafter_hash=header.draft_hash if header is not None else None,
+            drafter_hashes=hashes,
         )
         try:
             for chunk in session.run(ids, params):
@@ -77,6 +77,18 @@ def run(options: GenerateOptions) -> int:
             if not output.quiet and session.records:
                 say_figures(session.figures)
     return 0
+
+
+def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str, str | None]:
+    """Write one header per draft, one for plain decoding; the drafts' hashes by method."""
+    from forerun.cli.controlled import drafters_of
+    from forerun.provenance import trace_header
+
+    device = str(engine.target.device)
+    headers = [trace_header(pair.target, name, device) for name in pair.draft_names or (None,)]
+    for header in headers:
+        trace.add(header)
+    return dict(zip(drafters_of(engine), (header.draft_hash for header in headers), strict=False))
 
 
 def read_prompt(prompt: str) -> str:
@@ -111,6 +123,7 @@ COMMAND = Command(
         "forerun generate - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt",
         'forerun generate "Why?" --target DIR --draft DIR --k 6 --chat --system "Be brief."',
         "forerun generate 'import' --k 8 --profile profile.json",
+        "forerun generate 'import' --draft zoo:draft-domain --draft suffix --profile profile.json",
         'forerun generate "import" --json --trace trace.jsonl | jq .figures',
     ),
 )

@@ -31,6 +31,8 @@ class ProfileOptions:
     """Options of `forerun profile`."""
 
     models: ModelFlags = field(default_factory=ModelFlags)
+    draft: str = "auto"
+    """Draft model; "auto" takes the shipped draft for a shipped target."""
     out: Path | None = None
     """Write the profile, samples included, to this JSON file."""
     plot: Path | None = None
@@ -69,7 +71,7 @@ class ProfileOptions:
 def run(options: ProfileOptions) -> int:
     """Measure, show and write."""
     config = options.config
-    draft = options.models.draft_name
+    draft = options.models.meant(options.draft)
     if draft is None:
         raise InvalidRequest(f"a profile is of a pair: name a --draft for {options.models.target}")
     if parse_drafter(draft) is not None:

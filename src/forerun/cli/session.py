@@ -31,9 +31,9 @@ def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
         num_threads=use_threads(pair.threads),
     )
     engine = Engine.load(
-        pair.target, pair.draft_name, dtype=pair.dtype, device=pair.device, config=config
+        pair.target, pair.draft_names or None, dtype=pair.dtype, device=pair.device, config=config
     )
-    if pair.profile is None and pair.controller in ("auto", "fixed"):
+    if not pair.profile and pair.controller in ("auto", "fixed"):
         return engine
     from forerun.cli.controlled import controlled  # reading profiles takes modules of its own
 
@@ -49,12 +49,12 @@ class Session:
         *,
         trace: TraceWriter | None = None,
         trace_tokens: bool = False,
-        drafter_hash: str | None = None,
+        drafter_hashes: Mapping[str, str | None] | None = None,
     ) -> None:
         self.engine = engine
         self.trace = trace
         self.trace_tokens = trace_tokens
-        self.drafter: Mapping[str, Json] = {"drafter_hash": drafter_hash}
+        self.drafter_hashes = drafter_hashes or {}
         self.records: list[StepRecord] = []
         self.num_prompt_tokens = 0
         self.started_s = self.ended_s = time.perf_counter()
@@ -102,7 +102,9 @@ class Session:
             return
         # A step's records and chunks are of the same samples in the same order.
         for record, chunk in zip(records, chunks, strict=True):
-            changes = self.drafter if record.num_drafted else NOTHING
+            changes = NOTHING
+            if record.num_drafted:
+                changes = {"drafter_hash": self.drafter_hashes.get(record.method)}
             if self.trace_tokens:
                 changes = {**changes, "token_ids": chunk.token_ids}
             self.trace.add(record, changes)

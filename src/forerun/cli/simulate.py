@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import TYPE_CHECKING, Literal
 
 from forerun.cli.command import Command
 from forerun.cli.paths import check_picture
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, InvalidTrace
 
 if TYPE_CHECKING:
     from forerun.plan.costs import Costs
     from forerun.plan.simulation.config import Workload
     from forerun.plan.simulation.regret import Oracle
     from forerun.plan.simulation.result import Result
+    from forerun.probe.profile import Profile
 
 __all__ = ["COMMAND", "SimulateOptions"]
+
+logger = logging.getLogger(__name__)
 
 ORACLE_KS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)
 """Fixed K the oracle chooses from, as far as the workload's max_k goes."""
@@ -32,6 +36,9 @@ class SimulateOptions:
     """YAML: requests, arrivals, lengths, acceptance by phase, server; see docs/simulation.md."""
     profile: Path
     """What `forerun profile` wrote: what cycles take."""
+    correct_by: Path | None = None
+    """Correct the profile by what cycles of this trace took, of the same pair, served where and as
+    what is simulated will be."""
     controllers: tuple[str, ...] = ("plain", "fixed:4", "goodput")
     """Any of plain, fixed:K, auto, heuristic, confidence, goodput, bandit."""
     overlap: Literal["none", "early", "pearl"] = "none"
@@ -65,6 +72,8 @@ def run(options: SimulateOptions) -> int:
     workload = load_workload(options.workload)
     profile = load_profile(options.profile)
     costs = Costs(greedy=profile.greedy, sampled=profile.sampled, reading=profile.reading)
+    if options.correct_by is not None:
+        costs = as_traced(costs, profile, options.correct_by, workload.temperature)
     results, oracle = simulated(options, workload, costs)
     if options.json:
         print(json.dumps(content(options, workload, results, oracle)))
@@ -75,6 +84,36 @@ def run(options: SimulateOptions) -> int:
 
         plot(results, oracle, options.plot)
     return 0
+
+
+def as_traced(costs: Costs, profile: Profile, path: Path, temperature: float) -> Costs:
+    """The costs as a trace has them; says on stderr by how much they differ.
+
+    Raises:
+        InvalidTrace: it cannot be read, is of another pair, or has nothing to compare.
+    """
+    from forerun.plan.simulation.correction import corrected, correction_of
+    from forerun.theory.record import TraceHeader
+    from forerun.trace.files import read_trace
+
+    items = list(read_trace(path))
+    for item in items:
+        if isinstance(item, TraceHeader):
+            mine, its = profile.setup.target_hash, item.target_hash
+            if its != mine:
+                raise InvalidTrace(
+                    f"the trace {path} is of target_hash {its} ({item.target}), the profile of "
+                    f"{mine} ({profile.target}): steps of one say nothing of the other"
+                )
+    correction = correction_of(items, costs, temperature, str(path))
+    logger.warning(
+        "corrected by %s: plain steps x%.2f, cycles x%.2f, reading x%.2f",
+        path,
+        correction.plain,
+        correction.cycle,
+        correction.reading,
+    )
+    return corrected(costs, correction)
 
 
 def simulated(
@@ -129,6 +168,7 @@ COMMAND = Command(
         "forerun simulate --workload w.yaml --profile profile.json",
         "forerun simulate --workload w.yaml --profile profile.json --controllers plain fixed:3 "
         "auto bandit --plot s.svg",
+        "forerun simulate --workload w.yaml --profile profile.json --correct-by trace.jsonl",
         "forerun simulate --workload w.yaml --profile profile.json --controllers fixed:4 --overlap "
         "pearl --no-oracle",
         "forerun simulate --workload million.yaml --profile profile.json --controllers fixed:4 "

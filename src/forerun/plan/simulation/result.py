@@ -17,10 +17,12 @@ class Quantiles:
     """Of seconds over requests.
 
     Attributes:
+        mean: of all of them.
         p50: half of the requests are faster.
         p99: all but one in a hundred are.
     """
 
+    mean: float
     p50: float
     p99: float
 
@@ -153,6 +155,6 @@ def result_of(controller: str, tally: Tally, slo: Slo) -> Result:
 
 
 def quantiles(values: np.ndarray) -> Quantiles:
-    """Median and 99th percentile."""
+    """Mean, median and 99th percentile."""
     p50, p99 = np.quantile(values, [0.5, 0.99])
-    return Quantiles(p50=float(p50), p99=float(p99))
+    return Quantiles(mean=float(values.mean()), p50=float(p50), p99=float(p99))

@@ -1,0 +1,150 @@
+"""How far a profile is off where something is really served, by a trace of it.
+
+A profile is made of short visits to cells, a server steps for hours beside whatever its machine
+does as well, with texts that are accepted or not: both can differ by more than two K do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from forerun.errors import InvalidTrace
+from forerun.plan.costs import Costs
+from forerun.plan.simulation.times import Times
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+from forerun.theory.reading_cost import ReadingCost
+from forerun.theory.record import StepRecord
+from forerun.trace.schema import Item
+
+__all__ = ["Correction", "corrected", "correction_of"]
+
+PLAIN, CYCLE, READING = "plain", "cycle", "reading"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What times are multiplied by.
+
+    Attributes:
+        plain: plain steps.
+        cycle: speculative cycles, all parts of them.
+        reading: passes over prompts.
+    """
+
+    plain: float = 1.0
+    cycle: float = 1.0
+    reading: float = 1.0
+
+
+def correction_of(
+    items: Iterable[Item], costs: Costs, temperature: float, where: str
+) -> Correction:
+    """Recorded time over the profile's, summed over all cycles of a kind.
+
+    Cycles count that only decode, or only read prompts. What there is no cycle of is taken to be
+    off by as much as all others together.
+
+    Args:
+        items: what reading a trace yields.
+        costs: the profile's.
+        temperature: of them.
+        where: name of the trace, for messages.
+
+    Raises:
+        InvalidTrace: there is no cycle that could be compared.
+    """
+    times = Times(costs.at(temperature), costs.reading)
+    recorded = dict.fromkeys((PLAIN, CYCLE, READING), 0.0)
+    expected = dict.fromkeys((PLAIN, CYCLE, READING), 0.0)
+    found = cycles(items)
+    for number, cycle in found.items():
+        compared = comparison(cycle, found.get(number + 1, ()), times)
+        if compared is not None:
+            kind, expected_s, recorded_s = compared
+            expected[kind] += expected_s
+            recorded[kind] += recorded_s
+    in_all = sum(expected.values())
+    if not in_all:
+        raise InvalidTrace(f"the trace {where} has no step whose time could be compared")
+    overall = sum(recorded.values()) / in_all
+    return Correction(
+        **{name: recorded[name] / s if s else overall for name, s in expected.items()}
+    )
+
+
+def cycles(items: Iterable[Item]) -> Mapping[int, list[StepRecord]]:
+    """Records by the cycle they share."""
+    found: dict[int, list[StepRecord]] = {}
+    for item in items:
+        if isinstance(item, StepRecord):
+            found.setdefault(item.cycle_id, []).append(item)
+    return found
+
+
+def comparison(
+    cycle: Sequence[StepRecord], following: Sequence[StepRecord], times: Times
+) -> tuple[str, float, float] | None:
+    """Kind of a cycle, its expected and its recorded time; None where that cannot be said.
+
+    A cycle that only decodes lasts until the next one begins, which it does at once where a request
+    is in both.
+    """
+    one = cycle[0]
+    decoding = [record for record in cycle if record.step > 1]
+    if not decoding:
+        return READING, times.reading.target_pass_s(one.num_prefill_rows), one.verify_s
+    stays = {record.request_id for record in cycle} & {r.request_id for r in following}
+    if one.num_prefill_rows or not stays:
+        return None
+    recorded_s = following[0].t_s - one.t_s
+    place = times.at(len(decoding), sum(record.context_tokens for record in decoding))
+    depths = [record.depth_drafted for record in decoding]
+    if not any(depths):
+        return PLAIN, place.plain_s, recorded_s
+    if any(record.step == 2 for record in decoding):  # the draft reads the prompt
+        return None
+    levels = [sum(depth > level for depth in depths) for level in range(max(depths))]
+    draft_s = sum(place.draft_s[num_drafting] for num_drafting in levels)
+    return CYCLE, draft_s + place.pass_s(one.batch_rows) + place.overhead_s, recorded_s
+
+
+def corrected(costs: Costs, correction: Correction) -> Costs:
+    """The costs as the trace has them."""
+    reading = costs.reading
+    return Costs(
+        greedy=scaled_table(costs.greedy, correction),
+        sampled=scaled_table(costs.sampled, correction),
+        reading=None if reading is None else scaled_reading(reading, correction.reading),
+    )
+
+
+def scaled_table(table: CostTable, correction: Correction) -> CostTable:
+    """Plain steps by one factor, parts of cycles by another."""
+    return CostTable(lines=tuple(scaled_line(line, correction) for line in table.lines))
+
+
+def scaled_line(line: CostLine, correction: Correction) -> CostLine:
+    """One line of it; errors keep their share."""
+    plain, cycle = correction.plain, correction.cycle
+    return replace(
+        line,
+        verify_s=tuple(cycle * seconds for seconds in line.verify_s),
+        verify_error_s=tuple(cycle * seconds for seconds in line.verify_error_s),
+        plain_s=plain * line.plain_s,
+        plain_error_s=plain * line.plain_error_s,
+        draft_s=cycle * line.draft_s,
+        draft_error_s=cycle * line.draft_error_s,
+        overhead_s=cycle * line.overhead_s,
+        overhead_error_s=cycle * line.overhead_error_s,
+    )
+
+
+def scaled_reading(reading: ReadingCost, factor: float) -> ReadingCost:
+    """Both models alike."""
+    return replace(
+        reading,
+        target_s=tuple(factor * seconds for seconds in reading.target_s),
+        draft_s=tuple(factor * seconds for seconds in reading.draft_s),
+    )
