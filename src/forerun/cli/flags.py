@@ -21,7 +21,14 @@ from forerun.sampling.config import SamplingParams, Verification
 if TYPE_CHECKING:
     from forerun.trace.writer import TraceWriter
 
-__all__ = ["ModelFlags", "OutputFlags", "PairFlags", "SamplingFlags", "TraceFlags"]
+__all__ = [
+    "ModelFlags",
+    "OutputFlags",
+    "PairFlags",
+    "SamplingFlags",
+    "TargetFlags",
+    "TraceFlags",
+]
 
 ZOO_DRAFT = PREFIX + "draft-domain"
 
@@ -45,8 +52,8 @@ class SamplingFlags(SamplingParams):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFlags:
-    """Which models, and how they run."""
+class TargetFlags:
+    """Which target, and how models run."""
 
     target: str = "zoo:target"
     """Folder, hub name or zoo: name of the model whose text is wanted."""
@@ -67,7 +74,20 @@ class ModelFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairFlags(ModelFlags):
+class ModelFlags(TargetFlags):
+    """Which pair of models, and how they run."""
+
+    draft: str = "auto"
+    """Draft model; "auto" takes the shipped draft for a shipped target, "none" is none."""
+
+    @property
+    def draft_name(self) -> str | None:
+        """The draft that is meant; None for none."""
+        return self.meant(self.draft)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFlags(TargetFlags):
     """Which models, how they run, and how far one drafts for the other."""
 
     draft: UseAppendAction[tuple[str, ...]] = ()

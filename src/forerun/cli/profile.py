@@ -31,8 +31,6 @@ class ProfileOptions:
     """Options of `forerun profile`."""
 
     models: ModelFlags = field(default_factory=ModelFlags)
-    draft: str = "auto"
-    """Draft model; "auto" takes the shipped draft for a shipped target."""
     out: Path | None = None
     """Write the profile, samples included, to this JSON file."""
     plot: Path | None = None
@@ -71,7 +69,7 @@ class ProfileOptions:
 def run(options: ProfileOptions) -> int:
     """Measure, show and write."""
     config = options.config
-    draft = options.models.meant(options.draft)
+    draft = options.models.draft_name
     if draft is None:
         raise InvalidRequest(f"a profile is of a pair: name a --draft for {options.models.target}")
     if parse_drafter(draft) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forerun.cli.flags import ModelFlags
 from forerun.cli.info import InfoOptions
 from forerun.cli.info import run as run_info
 from forerun.cli.profile import ProfileOptions
@@ -17,7 +18,7 @@ def test_what_is_about_models_refuses_them_by_name(draft):
     with pytest.raises(InvalidRequest, match=draft):
         run_info(InfoOptions(model="zoo:target", draft=draft))
     with pytest.raises(InvalidRequest, match=f"bench --arms {draft}@"):
-        run_profile(ProfileOptions(draft=draft))
+        run_profile(ProfileOptions(models=ModelFlags(draft=draft)))
 
 
 def test_a_trace_names_them_without_a_hash():
