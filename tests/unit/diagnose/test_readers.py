@@ -372,3 +372,18 @@ def test_a_truncated_log_is_read_up_to_there():
 
 def test_an_empty_source_has_no_facts():
     assert not read("").facts
+
+
+@pytest.mark.parametrize(
+    ("line", "recurrent"),
+    [
+        ("Reset SSM cache type to float32 for accelerated GDN mamba backend 'none'.", None),
+        ("Setting attention block size to 1072 for a hybrid model", True),
+        ("llama_memory_recurrent: size = 75.00 MiB", True),
+    ],
+)
+def test_a_setting_of_recurrent_layers_is_no_recurrent_target(line: str, recurrent: bool | None):
+    found = read_text(
+        io.BytesIO((line + "\nno CUDA graphs: cuda graph disabled\n").encode()), "log"
+    )
+    assert found.flag("target_recurrent") is recurrent and found.flag("graphs_off") is True

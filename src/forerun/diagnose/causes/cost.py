@@ -43,6 +43,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="method", word="ngram", yes=-4.0),
             Sign(fact="slower_with_tensor_parallel", yes=-0.7),
             Sign(fact="slower_with_batch", yes=-0.7),
+            Sign(fact="prefill_share", ramp=(0.4, 0.7), yes=-1.2),
         ),
         remedies=(
             Remedy(
@@ -144,7 +145,7 @@ COST: tuple[Cause, ...] = (
         what="Each drafted row wakes experts of its own.",
         why="A mixture of experts reads few weights for one token and nearly all for many, so the "
         "pass grows with its rows until every expert is read anyway.",
-        prior=-1.5,
+        prior=-1.6,
         signs=(
             Sign(fact="target_moe", yes=2.8, no=-2.0),
             Sign(fact="experts_dominate", yes=3.0, no=-0.7),
@@ -152,6 +153,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="verify_linearity", ramp=(0.1, 0.3), yes=0.8, no=-1.5),
             Sign(fact="slower_with_k", yes=0.7),
             Sign(fact="slower_than_plain", yes=0.3),
+            Sign(fact="no_gain", yes=0.3),
             Sign(fact="rows", ramp=(64.0, 256.0), yes=-1.0, no=0.2),
             Sign(fact="acceptance_zero", yes=-1.5),
         ),

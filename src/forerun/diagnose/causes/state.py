@@ -61,10 +61,11 @@ STATE: tuple[Cause, ...] = (
         what="Recurrent state keeps rejected tokens.",
         why="A state that sums up the past cannot be cut like a KV cache; without a checkpoint the "
         "model goes on from text that was rejected, fluently and wrongly.",
+        prior=-1.3,
         signs=(
             Sign(fact="target_recurrent", yes=2.5, no=-3.0),
-            Sign(fact="output_differs", yes=1.2, no=-1.5),
-            Sign(fact="output_corrupt", yes=1.2),
+            Sign(fact="output_differs", yes=2.0, no=-1.5),
+            Sign(fact="output_corrupt", yes=2.0),
             Sign(fact="output_differs_after_partial", yes=1.5, no=-0.7),
             Sign(fact="rollback_wrong", yes=0.8),
             Sign(fact="output_differs_at_ties", yes=-1.5, no=0.7),
@@ -123,7 +124,7 @@ STATE: tuple[Cause, ...] = (
         why="Missing, uninitialised or misread tensors make it emit noise: tau is pinned at 1.",
         signs=(
             Sign(fact="acceptance_zero", yes=2.5, no=-2.5),
-            Sign(fact="alpha_1", ramp=(0.25, 0.05), yes=1.2, no=-0.3),
+            Sign(fact="alpha_1", ramp=(0.15, 0.03), yes=1.2, no=-0.3),
             Sign(fact="acceptance_below_reference", yes=1.0),
             Sign(fact="changed", word="engine", yes=0.5),
             Sign(fact="weights_incomplete", yes=3.5, no=-1.0),
@@ -164,6 +165,7 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="acceptance_zero", yes=0.7),
             Sign(fact="changed", word="driver", yes=1.5),
             Sign(fact="changed", word="engine", yes=0.9),
+            Sign(fact="changed", word="config", yes=0.7),
             Sign(fact="acceptance_dropped", yes=0.8),
             Sign(fact="acceptance_differs_by_precision", yes=0.5),
             Sign(fact="output_corrupt", yes=0.8),

@@ -46,6 +46,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold(name="slower_than_plain", figure="speedup", yes=0.97, no=1.0),
     Threshold(name="slowed_down", figure="slowdown", yes=1.08, no=1.03),
     Threshold(name="tools_disagree", figure="client_ratio", yes=1.3, no=1.1),
+    Threshold(name="slower_with_context", figure="context_growth", yes=1.3, no=1.15),
     Threshold(name="graphs_off", figure="graph_hit_share", yes=0.5, no=0.9),
     Threshold(name="ttft_up", figure="ttft_ratio", yes=1.15, no=1.05),
     Threshold(name="cache_hits_lower", figure="prefix_hit_loss", yes=0.03, no=0.01),
@@ -100,7 +101,7 @@ def add_nothing_accepted(evidence: Evidence) -> None:
     first = evidence.number("alpha_1") or 0.0
     if rate > 0.05 or first > 0.15:
         evidence.add("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
-    elif rate <= 0.02 and (seen is None or seen >= MIN_DRAFTS):
+    elif rate <= 0.02 and first <= 0.1 and (seen is None or seen >= MIN_DRAFTS):
         evidence.add("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
 
 

@@ -53,7 +53,13 @@ REMARKS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     ),
     remark(r"enforce[_-]eager=True|--enforce-eager|--disable-cuda-graph", "graphs_off"),
     remark(r"\bpreempt(?:ed|ion)", "memory_pressure"),
-    remark(r"hybrid|\bmamba\b|\bssm\b|\bgdn\b|recurrent state", "target_recurrent"),
+    # Engines name settings of such layers whatever the model is; models and their state, only then.
+    remark(
+        r"(?:\bhybrid|\bmamba|\bssm|\bgdn|recurrent)[ -]"
+        r"(?:kv|models?|attention|layers?|states?|architecture|memory|pages?|blocks?|target)\b|"
+        r"memory_(?:recurrent|hybrid)|\bmamba num: [1-9]",
+        "target_recurrent",
+    ),
 )
 
 
