@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity suffix memory soak paradox on-call objectives zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (10 minutes, nothi
 
 vllm-parity: $(STAMP) $(PEERS)/vllm/.installed  ## what vLLM accepts of a draft beside what we accept of it
 	$(BIN)/python benchmarks/align/vllm_parity.py --out build/vllm-parity $(ARGS)
+
+live-vllm: $(STAMP) $(PEERS)/vllm/.installed  ## is what diagnose reads of a live vLLM what vLLM counted? (two minutes)
+	$(BIN)/python benchmarks/live-vllm/check.py $(ARGS)
 
 suffix: $(STAMP)  ## the suffix drafter on repeated edits and on prose (a minute, nothing else running)
 	$(BIN)/python benchmarks/suffix/run.py --out build/suffix.json $(ARGS)
