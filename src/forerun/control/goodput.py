@@ -98,9 +98,11 @@ class Settled:
             return False
         if [state.request_id for state in states] != self.names:
             return False
-        return self.allocation.lateness == 0.0 and all(
+        return all(
             [
                 plan.num_speculative_tokens < state.max_new
+                and state.tpot_target_s is None
+                and state.time_left_s is None
                 for plan, state in zip(self.plans, states, strict=True)
             ]
         )
