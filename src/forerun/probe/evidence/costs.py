@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, combinations
 from statistics import median
 
@@ -16,7 +16,7 @@ from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.rounds import measure
 from forerun.probe.stopwatch import Stopwatch
 
-__all__ = ["add_pass_costs", "add_step_costs"]
+__all__ = ["add_pass_costs", "add_step_costs", "pass_config"]
 
 CONTEXT = 64
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33)
@@ -33,6 +33,7 @@ def add_pass_costs(
     draft: LanguageModel | None,
     num_speculative_tokens: int,
     config: ProbeConfig,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """v(n) of the target over one sequence, and the time of one drafted token.
 
@@ -42,19 +43,19 @@ def add_pass_costs(
         draft: likewise; None where there is no model behind the drafter.
         num_speculative_tokens: length of the timed chain.
         config: rows, context and time.
+        clock: seconds.
     """
-    clock = time.perf_counter
     context = config.contexts[0]
     target_cells = [
         Cell(quantity=Quantity.TARGET_PASS, batch=1, context=context, size=rows)
         for rows in config.rows
     ]
-    rigs = [rig_of(target, target_cells, context)]
+    rigs = [rig_of(target, target_cells, context, clock)]
     drafting = Cell(
         quantity=Quantity.DRAFT_CHAIN, batch=1, context=context, size=num_speculative_tokens
     )
     if draft is not None and num_speculative_tokens:
-        rigs.append(rig_of(draft, [drafting], context))
+        rigs.append(rig_of(draft, [drafting], context, clock))
     # The least of all times: a probe is short, and what else a machine does only adds.
     samples = measure(rigs, config, clock, lambda rounds, error: None).samples
     least_s = {cell: min(chain.from_iterable(visits)) for cell, visits in samples.items()}
@@ -74,9 +75,11 @@ def add_pass_costs(
         evidence.add("draft_token_s", token_s, words)
 
 
-def rig_of(model: LanguageModel, cells: list[Cell], context: int) -> PassRig:
+def rig_of(
+    model: LanguageModel, cells: list[Cell], context: int, clock: Callable[[], float]
+) -> PassRig:
     """Cells of one model at one context."""
-    stopwatch = Stopwatch(time.perf_counter, model.device)
+    stopwatch = Stopwatch(clock, model.device)
     return PassRig(model, cells, prefixes(model, [context])[context], stopwatch)
 
 

@@ -17,6 +17,7 @@ from forerun.probe.evidence.tape import TapedRequest, TapedStep
 from forerun.probe.evidence.transform import Transform
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
+from forerun.sampling.processors import failed_rows
 from forerun.theory.intervals import Interval
 from forerun.theory.uniformity import uniformity_p_value
 
@@ -53,8 +54,7 @@ class SampledTally:
         variance: of as many coin tosses with these probabilities.
         match_nats: log likelihood of acceptance by exact match over that of min(1, p / q).
         alphas: acceptance probabilities of the replayed draft, at every position it could read.
-        draft_nats: its cross entropy there, without processors.
-        chance_nats: of guessing among all tokens.
+        num_without_law: of these positions, those at which its logits are not finite.
         entropies: of the target's law at emitted positions, in nats.
         near: sum of the acceptance probabilities of a draft that sees the last few tokens only.
         far: of the draft that sees everything, at the same positions.
@@ -78,8 +78,7 @@ class SampledTally:
     variance: float = 0.0
     match_nats: float = 0.0
     alphas: list[float] = field(default_factory=list)
-    draft_nats: list[float] = field(default_factory=list)
-    chance_nats: float = math.inf
+    num_without_law: int = 0
     entropies: list[float] = field(default_factory=list)
     near: float = 0.0
     far: float = 0.0
@@ -117,7 +116,6 @@ class SampledTally:
 
     def _add_text(self, request: TapedRequest, replayed: Replay) -> None:
         target, draft = replayed.target_probs, replayed.draft_probs
-        self.chance_nats = math.log(target.shape[-1])
         tokens = torch.tensor(request.token_ids[: len(target)], device=target.device)
         # Orders that depend on nothing but the text so far: else even a right law would look wrong.
         self.emitted += self.transform.values(target, tokens, target)
@@ -126,8 +124,7 @@ class SampledTally:
             read, said = target[:num_read], tokens[:num_read]
             self.contrasted += self.transform.values(read, said, contrast(read, draft))
             self.alphas += overlap(read, draft).tolist()
-            raw = replayed.draft_logits.log_softmax(-1).gather(-1, said[:, None])[:, 0]
-            self.draft_nats += (-raw).tolist()
+            self.num_without_law += int(failed_rows(draft).sum())
         if replayed.near_probs is not None:
             num_near = len(replayed.near_probs)
             self.num_near += num_near
@@ -203,13 +200,9 @@ class SampledTally:
         if self.entropies:
             mean = sum(self.entropies) / len(self.entropies)
             evidence.add("target_entropy", mean, f"mean over {len(self.entropies)} emitted tokens")
-        if len(self.draft_nats) >= MIN_VALUES:
-            nats = sum(self.draft_nats) / len(self.draft_nats)
-            words = (
-                f"{nats:.2f} nats per token of the target's text, {self.chance_nats:.2f} by chance"
-            )
-            # Not better than guessing is also what NaN comes to.
-            evidence.add("draft_nan", not nats < self.chance_nats, f"the draft has {words}")
+        if self.num_without_law:
+            words = f"its replayed logits are NaN at {self.num_without_law} of {len(self.alphas)}"
+            evidence.add("draft_nan", True, words)
         if self.num_near >= MIN_VALUES and self.near > 0.0:
             words = f"replayed acceptance at {self.num_near} tokens, with all context and with some"
             evidence.add("context_ratio", self.far / self.near, words)
