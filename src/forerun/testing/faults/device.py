@@ -139,7 +139,11 @@ class DeviceModel(WrappedModel):
         return tokens
 
     def _seconds(self, batch: RowBatch) -> float:
-        num_pairs = sum(span.num_rows * (span.start + span.num_rows) for span in batch.spans)
+        # Prompts are read by a kernel that reads the cache once, whatever decoding does.
+        num_pairs = sum(
+            (span.num_rows if span.num_chain == 1 else 1) * (span.start + span.num_rows)
+            for span in batch.spans
+        )
         return self.pace.seconds(len(batch.tokens), num_pairs)
 
     def _chain_seconds(self, batch: RowBatch, num_tokens: int) -> float:

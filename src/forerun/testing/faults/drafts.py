@@ -42,18 +42,22 @@ class OwnText(DraftModel):
         return Context(self.model.store, [*request.ids])
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep the rows that `kept` says, and the text that belongs to them."""
+        """Keep the rows of accepted tokens, and take in what `replaced` says instead of others."""
         for outcome in outcomes:
             branch = self._branches[outcome.request_id]
             proposed = self._proposed[outcome.request_id]
-            num_kept = self.num_kept(outcome.verdict.num_accepted, proposed)
-            branch.context.ids += proposed[:num_kept]
-            branch.commit(num_kept)
-            self._taken[outcome.request_id] += outcome.verdict.num_accepted
+            num_accepted = outcome.verdict.num_accepted
+            num_right, instead, num_skipped = self.replaced(num_accepted, proposed)
+            branch.context.ids += proposed[:num_right]
+            branch.commit(num_right)
+            branch.context.ids += instead
+            self._taken[outcome.request_id] += num_right + num_skipped
 
-    def num_kept(self, num_accepted: int, proposed: Sequence[int]) -> int:
-        """How many drafted tokens stay in the draft's text."""
-        return num_accepted
+    def replaced(
+        self, num_accepted: int, proposed: Sequence[int]
+    ) -> tuple[int, Sequence[int], int]:
+        """What becomes of a draft: accepted tokens kept, tokens behind them, and for how many."""
+        return num_accepted, (), 0
 
     def forget(self, request_id: str) -> None:
         """Drop all state of a request."""
@@ -63,21 +67,37 @@ class OwnText(DraftModel):
 
 
 class KeepsRejected(OwnText):
-    """Off by one after a partial rejection: the rejected token's row stays in the cache."""
+    """Off by one after a partial rejection: the rejected token's row stands for its replacement."""
 
-    def num_kept(self, num_accepted: int, proposed: Sequence[int]) -> int:
-        """One more where some were accepted and some rejected."""
-        partial = 0 < num_accepted < len(proposed)
-        return num_accepted + 1 if partial else num_accepted
+    def replaced(
+        self, num_accepted: int, proposed: Sequence[int]
+    ) -> tuple[int, Sequence[int], int]:
+        """The rejected token where some were accepted and one was not."""
+        if 0 < num_accepted < len(proposed):
+            return num_accepted, (proposed[num_accepted],), 1
+        return num_accepted, (), 0
 
 
 class MissesBonus(OwnText):
-    """The row of the last drafted token is never made up for after a full acceptance."""
+    """After a full acceptance the last drafted token, which was never fed, is taken for padding.
 
-    def num_kept(self, num_accepted: int, proposed: Sequence[int]) -> int:
-        """One fewer where all were accepted: drafting does not feed its last token."""
-        full = bool(proposed) and num_accepted == len(proposed)
-        return num_accepted - 1 if full else num_accepted
+    Args:
+        model: of the draft.
+        vocab_size: of the target.
+        padding: what is read in its place.
+    """
+
+    def __init__(self, model: LanguageModel, vocab_size: int, padding: int) -> None:
+        super().__init__(model, vocab_size)
+        self.padding = padding
+
+    def replaced(
+        self, num_accepted: int, proposed: Sequence[int]
+    ) -> tuple[int, Sequence[int], int]:
+        """Padding where everything was accepted."""
+        if proposed and num_accepted == len(proposed):
+            return num_accepted - 1, (self.padding,), 1
+        return num_accepted, (), 0
 
 
 class ForgetsOnPause(OwnText):

@@ -12,6 +12,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import eos_token_ids, load_pair_member
 from forerun.models.base import LanguageModel
+from forerun.models.runner.config import Runner
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.testing.faults.device import DRAFT_PACE, TARGET_PACE, Device, Pace, on_device
@@ -45,26 +46,29 @@ class Lab:
         device: that all of its models run on.
     """
 
-    def __init__(self, folder: Path, *, num_prompts: int = 10, num_tokens: int = 64) -> None:
+    def __init__(self, folder: Path, *, num_prompts: int = 12, num_tokens: int = 64) -> None:
         self.folder = folder
         self.num_prompts = num_prompts
         self.num_tokens = num_tokens
         self.device = Device()
-        self._loaded: dict[str, tuple[LanguageModel, Tokenizer]] = {}
+        self._loaded: dict[tuple[str, Runner], tuple[LanguageModel, Tokenizer]] = {}
 
-    def model(self, name: str) -> LanguageModel:
-        """A model by name or folder, at no pace but its own."""
-        return self._load(name)[0]
+    def model(self, name: str, runner: Runner = "auto") -> LanguageModel:
+        """A model by name or folder, on no device but the machine."""
+        return self._load(name, runner)[0]
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Of target and drafts."""
         return self._load(TARGET)[1]
 
-    def _load(self, name: str) -> tuple[LanguageModel, Tokenizer]:
-        if name not in self._loaded:
-            self._loaded[name] = load_pair_member(name, dtype="auto", device="cpu", config=CONFIG)
-        return self._loaded[name]
+    def _load(self, name: str, runner: Runner = "auto") -> tuple[LanguageModel, Tokenizer]:
+        known = self._loaded.get((name, runner))
+        if known is None:
+            config = replace(CONFIG, runner=runner)
+            known = load_pair_member(name, dtype="auto", device="cpu", config=config)
+            self._loaded[name, runner] = known
+        return known
 
     def target(
         self, model: LanguageModel | str = TARGET, pace: Pace = TARGET_PACE
@@ -89,7 +93,7 @@ class Lab:
         drafter: Drafter | None,
         k: int,
         *,
-        batch: int = 1,
+        batch: int = 4,
         target: LanguageModel | None = None,
         controller: Controller | None = None,
         judge: Judge | None = None,

@@ -78,7 +78,7 @@ class ForeignIds(LevelByLevel):
 class NearSighted(LevelByLevel):
     """A draft that was made for so many positions and is lost beyond them.
 
-    Positions wrap around there, so what lies further on is read as if it lay at the beginning.
+    All that lies further on is read at the last of them, as from a table that ends there.
 
     Args:
         model: the draft.
@@ -91,4 +91,6 @@ class NearSighted(LevelByLevel):
 
     def forward(self, batch: RowBatch) -> Scores:
         """One pass."""
-        return self.model.forward(replace(batch, positions=batch.positions % self.window))
+        return self.model.forward(
+            replace(batch, positions=batch.positions.clamp(max=self.window - 1))
+        )

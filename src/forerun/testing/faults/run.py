@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from forerun.models.load import model_folder
 from forerun.provenance import trace_header
 from forerun.testing.faults.dice import Dice
 from forerun.testing.faults.lab import Lab
-from forerun.testing.faults.scene import Fault, Scene, Stage
+from forerun.testing.faults.scene import Fault, Request, Scene, Stage
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import open_trace
 from forerun.trace.writer import TraceWriter
@@ -37,6 +37,8 @@ class FaultRun:
         trace: where the trace is.
         says: what a person would enter besides, as facts by name.
         engine: the engine of the last stage, as it was, for a probe.
+        requests: of the last stage.
+        target_folder: files of its target.
         draft_folder: files of its draft, None without a draft model.
         outputs: what the last stage came to.
     """
@@ -44,8 +46,10 @@ class FaultRun:
     fault: Fault
     seed: int
     trace: Path
-    says: Mapping[str, object]
+    says: Mapping[str, float]
     engine: Engine
+    requests: Sequence[Request]
+    target_folder: Path
     draft_folder: Path | None
     outputs: tuple[RequestOutput, ...]
 
@@ -73,6 +77,8 @@ def run_fault(fault: Fault, seed: int, trace: Path, lab: Lab) -> FaultRun:
         trace=trace,
         says=says,
         engine=scene.stages[-1].engine,
+        requests=scene.stages[-1].requests,
+        target_folder=model_folder(scene.stages[-1].target),
         draft_folder=folder_of(scene),
         outputs=last.outputs,
     )

@@ -60,8 +60,8 @@ class Scene:
     """
 
     stages: Sequence[Stage]
-    says: Mapping[str, object] = field(default_factory=dict)
-    client: Callable[[int, int, float], Mapping[str, object]] | None = None
+    says: Mapping[str, float] = field(default_factory=dict)
+    client: Callable[[int, int, float], Mapping[str, float]] | None = None
     draft_folder: Path | None = None
 
 

@@ -13,8 +13,9 @@ from forerun.testing.faults.scene import Request, Scene, Stage
 
 __all__ = ["compared", "long_prompts", "requests", "sampled", "scene_of"]
 
-NUM_PLAIN = 3
-PLAIN_TOKENS = 24
+NUM_PLAIN = 2
+PLAIN_TOKENS = (16, 10)
+"""Of the first plain request, and how many more of each further one: so batches thin out."""
 Format = Callable[[str], str]
 
 
@@ -91,9 +92,10 @@ def compared(
         draft: of its draft.
     """
     num_plain = max(NUM_PLAIN, engine.config.max_batch)
+    first, more = PLAIN_TOKENS
     plain = [
-        replace(r, params=replace(r.params, max_tokens=min(PLAIN_TOKENS, r.params.max_tokens or 1)))
-        for r in asked[:num_plain]
+        replace(r, params=replace(r.params, max_tokens=first + more * place))
+        for place, r in enumerate(asked[:num_plain])
     ]
     return (
         Stage(

@@ -44,10 +44,10 @@ def seeded(lab: Lab, dice: Dice) -> Scene:
     return scene_of(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
 
 
-def batched(lab: Lab, dice: Dice) -> Scene:
-    """Four at once."""
-    engine = lab.engine(lab.drafter(), dice.integer(2, 4), batch=4)
-    return scene_of(lab, engine, requests(lab, dice, count=2 * (lab.num_prompts // 4) * 4))
+def alone(lab: Lab, dice: Dice) -> Scene:
+    """One at a time."""
+    engine = lab.engine(lab.drafter(), dice.integer(2, 4), batch=1)
+    return scene_of(lab, engine, requests(lab, dice, count=2 * lab.num_prompts // 3))
 
 
 def five(lab: Lab, dice: Dice) -> Scene:
@@ -97,7 +97,7 @@ CONTROLS = (
     healthy("sampled", "temperature 1", sampled),
     healthy("top-p and top-k", "both filters at once", filtered),
     healthy("seeded", "draft and target share their noise", seeded),
-    healthy("batch of four", "four sequences at once", batched),
+    healthy("alone", "one sequence at a time instead of four", alone),
     healthy("K of 5", "more than pays at the last position, but not much", five),
     healthy("short and long contexts", "up to 800 tokens of prompt", far),
     healthy("adaptive", "the heuristic or the confidence controller", adaptive),

@@ -26,14 +26,14 @@ def separate_passes(lab: Lab, dice: Dice) -> Scene:
     """The target takes the rows of a step one by one."""
     pace = TARGET_PACE.times(dice.uniform(0.6, 1.0))
     engine = lab.engine(
-        lab.drafter(DRAFT), dice.integer(2, 4), target=RowByRow(lab.target(pace=pace))
+        lab.drafter(DRAFT), dice.integer(2, 4), batch=1, target=RowByRow(lab.target(pace=pace))
     )
     return scene_of(lab, engine, requests(lab, dice))
 
 
 def host_sync(lab: Lab, dice: Dice) -> Scene:
     """The engine waits once per emitted token."""
-    judge = SlowJudge(lab.device, TARGET_PACE.pass_s * dice.uniform(0.3, 0.6))
+    judge = SlowJudge(lab.device, TARGET_PACE.pass_s * dice.uniform(0.15, 0.3))
     engine = lab.engine(lab.drafter(), dice.integer(2, 4), judge=judge)
     return scene_of(lab, engine, requests(lab, dice))
 
@@ -41,11 +41,12 @@ def host_sync(lab: Lab, dice: Dice) -> Scene:
 def busy_batch(lab: Lab, dice: Dice) -> Scene:
     """A batch whose plain rows alone keep the device busy."""
     batch = dice.integer(6, 8)
-    pace = replace(TARGET_PACE, free_rows=batch * dice.uniform(0.8, 1.2))
+    pace = replace(TARGET_PACE, free_rows=batch * dice.uniform(0.15, 0.3))
     engine = lab.engine(
         lab.drafter(), dice.integer(3, 5), batch=batch, target=lab.target(pace=pace)
     )
-    asked = requests(lab, dice, count=batch * max(1, 3 * lab.num_prompts // 10))
+    texts = long_prompts(lab, dice, dice.integer(16, 32), batch * max(1, lab.num_prompts // 5))
+    asked = requests(lab, dice, texts=texts, count=len(texts))
     return scene_of(lab, engine, asked)
 
 
@@ -53,18 +54,18 @@ def long_context(lab: Lab, dice: Dice) -> Scene:
     """A kernel that reads the cache once per row."""
     pace = replace(TARGET_PACE, context_s=TARGET_PACE.pass_s * dice.uniform(0.6, 0.9) / 1000)
     texts = [
-        *long_prompts(lab, dice, dice.integer(40, 80), lab.num_prompts // 2),
-        *long_prompts(lab, dice, dice.integer(650, 850), lab.num_prompts // 2),
+        *long_prompts(lab, dice, dice.integer(40, 80), lab.num_prompts // 3),
+        *long_prompts(lab, dice, dice.integer(650, 850), lab.num_prompts // 3),
     ]
     asked = requests(lab, dice, texts=texts, count=len(texts))
-    engine = lab.engine(lab.drafter(), dice.integer(3, 5), target=lab.target(pace=pace))
+    engine = lab.engine(lab.drafter(), dice.integer(3, 5), batch=1, target=lab.target(pace=pace))
     return scene_of(lab, engine, asked)
 
 
 def prefill_only(lab: Lab, dice: Dice) -> Scene:
     """Long prompts, a few tokens of output."""
-    pace = replace(TARGET_PACE, free_rows=24.0)
-    texts = long_prompts(lab, dice, dice.integer(400, 600), 2 * lab.num_prompts)
+    pace = replace(TARGET_PACE, free_rows=16.0)
+    texts = long_prompts(lab, dice, dice.integer(300, 450), lab.num_prompts)
     asked = requests(lab, dice, texts=texts, count=len(texts), max_tokens=dice.integer(5, 10))
     engine = lab.engine(lab.drafter(), dice.integer(2, 4), target=lab.target(pace=pace))
     return scene_of(lab, engine, asked)

@@ -30,7 +30,7 @@ def chunks_as_tokens(lab: Lab, dice: Dice) -> Scene:
     """A client that counts deliveries."""
     engine = lab.engine(lab.drafter(), dice.integer(2, 4))
 
-    def client(num_tokens: int, num_chunks: int, seconds: float) -> Mapping[str, object]:
+    def client(num_tokens: int, num_chunks: int, seconds: float) -> Mapping[str, float]:
         return {"tokens_per_s_client": num_chunks / seconds}
 
     return Scene(stages=compared(lab, engine, requests(lab, dice)), client=client)

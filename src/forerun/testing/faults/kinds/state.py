@@ -12,16 +12,19 @@ from forerun.testing.faults.workload import requests, scene_of
 
 __all__ = ["STATE"]
 
+PADDING = 0
+"""Also what separates the texts that both models were trained on."""
+
 
 def off_by_one(lab: Lab, dice: Dice) -> Scene:
-    """A rejected row stays after every partial rejection."""
+    """A rejected row is taken for its replacement after every partial rejection."""
     drafter = KeepsRejected(lab.draft_model(), lab.model(TARGET).vocab_size)
     return scene_of(lab, lab.engine(drafter, dice.integer(3, 5)), requests(lab, dice))
 
 
 def missing_bonus(lab: Lab, dice: Dice) -> Scene:
-    """The last drafted token is never fed after a full acceptance."""
-    drafter = MissesBonus(lab.draft_model(), lab.model(TARGET).vocab_size)
+    """A padding row stands for the last drafted token after a full acceptance."""
+    drafter = MissesBonus(lab.draft_model(), lab.model(TARGET).vocab_size, PADDING)
     return scene_of(lab, lab.engine(drafter, dice.integer(1, 3)), requests(lab, dice))
 
 
@@ -37,9 +40,9 @@ def misloaded(lab: Lab, dice: Dice) -> Scene:
 
 def state_lost(lab: Lab, dice: Dice) -> Scene:
     """After every plain step the draft begins again from the last few tokens."""
-    drafter = ForgetsOnPause(lab.draft_model(), lab.model(TARGET).vocab_size, dice.integer(1, 3))
+    drafter = ForgetsOnPause(lab.draft_model(), lab.model(TARGET).vocab_size, dice.integer(1, 2))
     k = dice.integer(2, 4)
-    controller = Pausing(drafter.method, k, dice.integer(3, 5))
+    controller = Pausing(drafter.method, k, dice.integer(8, 11))
     return scene_of(lab, lab.engine(drafter, k, controller=controller), requests(lab, dice))
 
 
@@ -47,14 +50,15 @@ STATE = (
     Fault(
         name="rejected row kept",
         label="kv_position_misalignment",
-        what="the draft's cache keeps the rejected token's row after a partial rejection",
+        what="after a partial rejection the draft's cache has the rejected token's row where its "
+        "replacement's should be",
         varies="K, temperature",
         inject=off_by_one,
     ),
     Fault(
         name="bonus row missing",
         label="kv_position_misalignment",
-        what="the draft's cache lacks the last drafted token's row after a full acceptance",
+        what="after a full acceptance the draft's cache has padding for the last drafted token",
         varies="K, temperature",
         inject=missing_bonus,
     ),

@@ -1,0 +1,208 @@
+"""Diagnose what `collect.py` kept, from the trace alone and with the probe, and draw the confusion.
+
+python benchmarks/faults/judge.py --seeds 5-14 --runs build/faults --out benchmarks/faults/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from collect import name_of, seeds_of
+
+from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.trace.reader import read_trace_evidence
+from forerun.provenance import collect
+from forerun.testing.faults.catalogue import FAULTS
+from forerun.testing.faults.scene import Fault
+from forerun.theory.intervals import Interval, wilson_interval
+
+SILENT = "insufficient evidence"
+WAYS = ("trace", "trace and probe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One run, diagnosed in one way."""
+
+    fault: Fault
+    seed: int
+    way: str
+    found: tuple[str, ...]
+
+    @property
+    def first(self) -> bool:
+        return self.found[:1] == (self.fault.label,)
+
+    @property
+    def top_three(self) -> bool:
+        return self.fault.label in self.found[:3]
+
+
+def main() -> None:
+    """Every run in both ways, then tables and pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=seeds_of, required=True)
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    judged = [
+        judge(fault, seed, way, options.runs)
+        for fault in FAULTS.values()
+        for seed in options.seeds
+        for way in WAYS
+        if (options.runs / f"{name_of(fault, seed)}.facts.json").exists()
+    ]
+    for line in table(judged):
+        print(line)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        write(judged, options.out, f"{options.seeds[0]}-{options.seeds[-1]}")
+
+
+def judge(fault: Fault, seed: int, way: str, runs: Path) -> Judged:
+    """Diagnose one run."""
+    name = name_of(fault, seed)
+    evidence = read_trace_evidence(runs / f"{name}.jsonl")
+    document = json.loads((runs / f"{name}.facts.json").read_text())
+    for fact, value in document["says"].items():
+        evidence.add(fact, value, "the complaint")
+    if way == WAYS[1]:
+        evidence.include(probe_of(document["probe"]))
+    diagnosis = diagnose(evidence)
+    found = tuple(suspect.scored.cause.label for suspect in diagnosis.suspects)
+    return Judged(fault=fault, seed=seed, way=way, found=found)
+
+
+def probe_of(facts: Mapping[str, Mapping[str, object]]) -> Evidence:
+    """Facts as they were kept."""
+    evidence = Evidence()
+    for name, fact in facts.items():
+        ends, value = fact["interval"], fact["value"]
+        interval = None
+        if isinstance(ends, list) and isinstance(value, int | float):
+            interval = Interval(estimate=float(value), low=ends[0], high=ends[1])
+        evidence.add(name, value, str(fact["source"]), interval)
+    return evidence
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def share(flags: Iterable[bool]) -> dict[str, object]:
+    """How many, of how many, and where the share lies with 95% confidence."""
+    found = list(flags)
+    interval = wilson_interval(sum(found), len(found)) if found else None
+    ends = None if interval is None else [round(interval.low, 3), round(interval.high, 3)]
+    return {"right": sum(found), "of": len(found), "interval": ends}
+
+
+def summary(judged: Sequence[Judged]) -> dict[str, object]:
+    """The figures that the laboratory is for."""
+    result: dict[str, object] = {}
+    for way in WAYS:
+        faults = [j for j in judged if j.way == way and j.fault.label != "healthy"]
+        healthy = [j for j in judged if j.way == way and j.fault.label == "healthy"]
+        result[way] = {
+            "faults, right label first": share(j.first for j in faults),
+            "faults, right label among three": share(j.top_three for j in faults),
+            "controls called healthy": share(j.first for j in healthy),
+        }
+    return result
+
+
+def table(judged: Sequence[Judged]) -> list[str]:
+    """One line per fault: right first, right among three, and what was found instead."""
+    lines = [
+        "| run | label | " + " | ".join(f"{way}: first, three" for way in WAYS) + " | instead |"
+    ]
+    lines.append("|---|---|" + "---|" * len(WAYS) + "---|")
+    for fault in FAULTS.values():
+        cells = []
+        for way in WAYS:
+            runs = [j for j in judged if j.fault is fault and j.way == way]
+            first, three = sum(j.first for j in runs), sum(j.top_three for j in runs)
+            cells.append(f"{first}, {three} of {len(runs)}")
+        wrong = Counter(
+            (j.found or (SILENT,))[0]
+            for j in judged
+            if j.fault is fault and j.way == WAYS[1] and not j.first
+        )
+        instead = ", ".join(f"{label} {count}" for label, count in wrong.most_common())
+        lines.append(f"| {fault.name} | `{fault.label}` | " + " | ".join(cells) + f" | {instead} |")
+    for way, figures in summary(judged).items():
+        assert isinstance(figures, dict)
+        for name, found in figures.items():
+            lines.append(
+                f"{way}: {name}: {found['right']} of {found['of']}, 95% {found['interval']}"
+            )
+    return lines
+
+
+def write(judged: Sequence[Judged], out: Path, seeds: str) -> None:
+    """Results, table and one picture per way."""
+    document = {
+        "provenance": collect({}).to_dict(),
+        "seeds": seeds,
+        "summary": summary(judged),
+        "runs": [
+            {"run": j.fault.name, "label": j.fault.label, "seed": j.seed, "way": j.way}
+            | {"found": j.found}
+            for j in judged
+        ],
+    }
+    (out / f"seeds-{seeds}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / f"seeds-{seeds}.md").write_text("\n".join(table(judged)) + "\n")
+    for way in WAYS:
+        name = f"seeds-{seeds}-{way.replace(' ', '-')}.svg"
+        (out / name).write_text(picture([j for j in judged if j.way == way], way))
+
+
+# ----------------------------------------------------------------------------------------- picture
+
+CELL, LEFT, TOP = 24, 230, 210
+
+
+def picture(judged: Sequence[Judged], way: str) -> str:
+    """The confusion matrix: what is there, by row; what was found first, by column."""
+    counts = Counter((j.fault.label, (j.found or (SILENT,))[0]) for j in judged)
+    rows = list(dict.fromkeys(j.fault.label for j in judged))
+    others = dict.fromkeys(found for _, found in counts)
+    columns = rows + [label for label in others if label not in rows]
+    width, height = LEFT + CELL * len(columns) + 10, TOP + CELL * len(rows) + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="8" y="18" font-size="13">From {way}: label by row, found first by column</text>',
+    ]
+    for x, label in enumerate(columns):
+        left = LEFT + CELL * x + CELL / 2 + 4
+        parts.append(f'<text transform="translate({left},{TOP - 6}) rotate(-60)">{label}</text>')
+    for y, label in enumerate(rows):
+        top = TOP + CELL * y
+        total = sum(counts[label, column] for column in columns)
+        parts.append(f'<text x="{LEFT - 6}" y="{top + 16}" text-anchor="end">{label}</text>')
+        for x, column in enumerate(columns):
+            count = counts[label, column]
+            colour = "#1b7f5c" if label == column else "#b5482a"
+            parts.append(
+                f'<rect x="{LEFT + CELL * x}" y="{top}" width="{CELL - 1}" height="{CELL - 1}" '
+                f'fill="{colour if count else "#eef0f2"}" '
+                f'fill-opacity="{0.35 + 0.65 * count / total if count else 1:.2f}"/>'
+            )
+            if count:
+                parts.append(
+                    f'<text x="{LEFT + CELL * x + CELL / 2 - 0.5}" y="{top + 16}" fill="white" '
+                    f'text-anchor="middle">{count}</text>'
+                )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    main()
