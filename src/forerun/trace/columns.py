@@ -38,8 +38,9 @@ STEP_TYPES: Mapping[str, pa.DataType] = {
     "method": pa.string(),
     "acceptance_probability": pa.float64(),
     "graph_hit": pa.bool_(),
+    "token_ids": pa.list_(pa.int64()),
 }
-OPTIONAL = frozenset({"acceptance_probability", "graph_hit"})
+OPTIONAL = frozenset({"acceptance_probability", "graph_hit", "token_ids"})
 CHUNK_BYTES = 1 << 24
 JSON_SCHEMA = pa.schema([("record", pa.string()), *STEP_TYPES.items()])
 

@@ -173,7 +173,7 @@ ALIGNMENT: tuple[Cause, ...] = (
         "accepted.",
         signs=(
             Sign(fact="vocabularies_differ", yes=4.5, no=-2.5),
-            Sign(fact="acceptance_zero", yes=0.7, no=-0.7),
+            Sign(fact="acceptance_zero", yes=1.3, no=-0.7),
             Sign(fact="draft_nan", yes=0.3),
             Sign(fact="acceptance_differs_by_backend", yes=-1.5),
         ),

@@ -98,7 +98,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="target_moe", yes=-0.7),
             Sign(fact="slower_with_k", yes=0.5),
             Sign(fact="faster_with_k", yes=-1.0),
-            Sign(fact="slower_with_context", yes=-0.7),
+            Sign(fact="slower_with_context", yes=-1.5),
         ),
         remedies=(
             Remedy(
@@ -120,6 +120,7 @@ COST: tuple[Cause, ...] = (
         why="Below some hundred rows, on a CPU some ten, the pass waits for weights and further "
         "rows are free; with batch x (K + 1) above it they are not.",
         signs=(
+            Sign(fact="slower_with_context", yes=-1.5),
             Sign(fact="slower_with_batch", yes=2.5, no=-1.5),
             Sign(fact="rows_over_free", ramp=(0.125, 1.0), yes=1.5, no=-1.0),
             Sign(fact="batch_linearity", ramp=(0.05, 0.25), yes=1.5, no=-1.5),

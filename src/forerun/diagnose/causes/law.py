@@ -83,6 +83,7 @@ LAW: tuple[Cause, ...] = (
             Sign(fact="law_in_doubt", yes=1.8),
             Sign(fact="pit_p_value", ramp=(0.02, 0.001), yes=1.0, no=-1.5),
             Sign(fact="acceptance_above_expected", yes=1.2, no=-0.3),
+            Sign(fact="calibration", ramp=(1.03, 1.1), yes=2.0),
             Sign(fact="draft_probs_differ", yes=-0.7),
         ),
         remedies=(

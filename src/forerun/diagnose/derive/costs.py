@@ -120,6 +120,9 @@ RATIOS = (
 
 def add_ratios(evidence: Evidence) -> None:
     """Figures that are one over another."""
+    if "tokens_per_s_client" in evidence and "tokens_per_s_server" not in evidence:
+        rate = evidence.number("tokens_per_s")
+        evidence.add("tokens_per_s_server", rate, "the rate that was measured at the engine")
     k, before = evidence.number("k"), evidence.number("reference_k")
     if k and before and k != before:  # tau grows with K, whatever the draft
         add_ratio(evidence, "reference_ratio", "alpha", "reference_alpha")

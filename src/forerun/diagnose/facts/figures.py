@@ -58,6 +58,8 @@ SPEEDS: tuple[FactKind, ...] = (
     number("graph_hit_share", "target passes that replayed a captured graph", high=1.0),
     number("k0_share", "of the steps of requests that drafted, those that did not", high=1.0),
     number("k_change_share", "consecutive steps of a request with another K", high=1.0),
+    number("k_swing", "mean change of K from step to step of a request, over mean K"),
+    number("context_growth", "a target pass at long contexts over one at short ones"),
     number("prefix_hit_rate", "prompt tokens found in the prefix cache, speculation on", high=1.0),
     number("prefix_hit_rate_plain", "the same with speculation off", high=1.0),
     number("num_preemptions", "requests put back while they ran"),

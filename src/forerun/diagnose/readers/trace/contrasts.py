@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.totals import Hits, TraceTotals
+from forerun.diagnose.readers.trace.totals import Hits, Seconds, TraceTotals
 from forerun.theory.record import RequestRecord
 
 __all__ = ["add_contrasts"]
@@ -17,6 +17,9 @@ MIN_DROP = 0.15
 """A smaller difference of alpha_1 explains no complaint."""
 MIN_Z = 5.0
 """Steps of one request depend on each other, so this asks for more than independent ones would."""
+AGAINST_TREND = 3.0
+"""The same within requests, where dependence would rather show the opposite."""
+MIN_CYCLES = 20
 MAX_POINTS = 60
 FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 """Tags `key:value` of these keys say how a prompt was put, others what it is about."""
@@ -31,13 +34,15 @@ def add_contrasts(
     partial, none, full = (previous.get(name, Hits()) for name in ("partial", "none", "full"))
     # Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts
     # at least as much as one after less, unless the state it drafts from is wrong.
-    add_drop(evidence, "acceptance_falls_after_partial", none, partial, source)
-    add_drop(evidence, "acceptance_falls_after_full", partial, full, source)
+    less = pooled([none, partial])
+    add_drop(evidence, "acceptance_falls_after_partial", none, partial, source, AGAINST_TREND)
+    add_drop(evidence, "acceptance_falls_after_full", less, full, source, AGAINST_TREND)
     paused = hits.get("paused", {})
     again, settled = paused.get("again", Hits()), paused.get("settled", Hits())
-    add_drop(evidence, "acceptance_falls_after_handoff", settled, again, source)
+    add_drop(evidence, "acceptance_falls_after_handoff", settled, again, source, AGAINST_TREND)
     add_ends(evidence, "acceptance_falls_with_context", hits.get("context", {}), source)
     add_ends(evidence, "acceptance_falls_with_generation", hits.get("index", {}), source)
+    add_growth(evidence, totals.far, source)
     company = hits.get("company", {})
     alone, together = company.get("one", Hits()), company.get("several", Hits())
     add_drop(evidence, "acceptance_falls_with_batch", alone, together, source)
@@ -46,21 +51,23 @@ def add_contrasts(
     add_change(evidence, totals.over_time, source)
 
 
-def drop(high: Hits, low: Hits) -> bool | None:
+def drop(high: Hits, low: Hits, min_z: float = MIN_Z) -> bool | None:
     """Whether alpha_1 is clearly lower on one side; None where too few steps tell."""
     if min(high.num_steps, low.num_steps) < MIN_STEPS:
         return None
     difference = high.alpha_1 - low.alpha_1
     both = pooled([high, low]).alpha_1
     error = math.sqrt(both * (1 - both) * (1 / high.num_steps + 1 / low.num_steps))
-    if difference >= MIN_DROP and difference >= MIN_Z * error:
+    if difference >= MIN_DROP and difference >= min_z * error:
         return True
     return False if difference + 2 * error < MIN_DROP else None
 
 
-def add_drop(evidence: Evidence, name: str, high: Hits, low: Hits, source: str) -> None:
+def add_drop(
+    evidence: Evidence, name: str, high: Hits, low: Hits, source: str, min_z: float = MIN_Z
+) -> None:
     """A contrast as a fact whose source names both sides."""
-    found = drop(high, low)
+    found = drop(high, low, min_z)
     sides = f"alpha_1 {high.alpha_1:.2f} of {high.num_steps}, {low.alpha_1:.2f} of {low.num_steps}"
     evidence.add(name, found, f"{source}: {sides}")
 
@@ -76,6 +83,25 @@ def add_ends(evidence: Evidence, name: str, places: dict[str, Hits], source: str
             best = (size, low, high)
     if best is not None:
         add_drop(evidence, name, best[1], best[2], source)
+
+
+def add_growth(
+    evidence: Evidence, cycles: dict[tuple[int, int, int], Seconds], source: str
+) -> None:
+    """How the pass grows from short contexts to long ones, among as many requests and rows."""
+    pairs = {(size, rows) for size, rows, _ in cycles}
+    found: list[tuple[int, float, str]] = []
+    for pair in pairs:
+        places = sorted((place[2], total) for place, total in cycles.items() if place[:2] == pair)
+        low, high = places[0][1], places[-1][1]
+        num = min(low.num_cycles, high.num_cycles)
+        if len(places) > 1 and num >= MIN_CYCLES and low.verify_s > 0.0:
+            short_s, long_s = low.verify_s / low.num_cycles, high.verify_s / high.num_cycles
+            words = f"a pass takes {short_s:.3g} s at short contexts, {long_s:.3g} s at long ones"
+            found.append((num, long_s / short_s, words))
+    if found:
+        _, growth, words = max(found)
+        evidence.add("context_growth", growth, f"{source}: {words}")
 
 
 def add_tags(

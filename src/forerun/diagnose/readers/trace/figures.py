@@ -182,6 +182,9 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         evidence.add("k0_share", max(0.0, 1.0 - drafted / steps), source)
     if totals.num_pairs:
         evidence.add("k_change_share", totals.num_k_changes / totals.num_pairs, source)
+        moved, of = totals.k_swing
+        if of:
+            evidence.add("k_swing", moved / of, f"{source}: mean change of K over mean K")
         rises = totals.num_k_rises / totals.num_pairs
         if rises > MIN_RISES:
             evidence.add("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.trace.contrasts import add_contrasts
 from forerun.diagnose.readers.trace.figures import add_figures
-from forerun.diagnose.readers.trace.setting import add_asked, add_setup
+from forerun.diagnose.readers.trace.setting import add_asked, add_setup, add_texts
 from forerun.diagnose.readers.trace.totals import TraceTotals
 from forerun.theory.record import RequestRecord, TraceHeader
 from forerun.trace.columns import Piece, read_columns
@@ -65,6 +65,7 @@ def read_trace_evidence(path: Path) -> Evidence:
     add_contrasts(evidence, read.totals, read.requests, source)
     add_setup(evidence, read.headers, read.totals.hits.get("method", {}), source)
     add_asked(evidence, read.requests, source)
+    add_texts(evidence, read.totals.texts.values(), source)
     return evidence
 
 

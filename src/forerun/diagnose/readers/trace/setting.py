@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from forerun.diagnose.evidence import MAX_WORD, Evidence
 from forerun.diagnose.readers.trace.totals import HitsBy
 from forerun.theory.record import RequestRecord, TraceHeader
 
-__all__ = ["add_asked", "add_setup"]
+__all__ = ["add_asked", "add_setup", "add_texts"]
 
 METHODS = {"draft_model": "draft_model", "suffix": "ngram"}
 """Ours under the names of the vocabulary."""
 MIN_PROMPT_TOKENS = 200
 """Fewer prompt tokens do not tell a text from a list of random ids."""
 COMMON = 10
-"""In any text the ten commonest tokens are a good part of it; of random ids they are next to none."""
+"""The ten commonest tokens are a good part of any text, and next to nothing of random ids."""
 
 
 def add_setup(
@@ -84,3 +84,19 @@ def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: s
     share = sum(count for _, count in counts.most_common(COMMON)) / total
     answer = True if share < 0.05 else False if share > 0.12 else None
     evidence.add("random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens")
+
+
+GRAM = 4
+MIN_GRAMS = 200
+"""Fewer 4-grams say nothing of how repetitive a text is."""
+
+
+def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -> None:
+    """How much output repeats itself, text by text, where the trace has its tokens."""
+    total = distinct = 0
+    for text in texts:
+        grams = [tuple(text[start : start + GRAM]) for start in range(len(text) - GRAM + 1)]
+        total += len(grams)
+        distinct += len(set(grams))
+    if total >= MIN_GRAMS:
+        evidence.add("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")

@@ -12,8 +12,10 @@ import pyarrow.compute as pc
 
 __all__ = ["Hits", "Seconds", "TraceTotals"]
 
-SOON, LONG = 3, 5
+SOON, LONG = 2, 5
 """Drafting steps behind a plain one that still feel it, and those that should not any more."""
+KEPT = 50_000
+"""Tokens that are looked at: enough to see whether a text repeats itself."""
 SLICES = 16
 """Points in time that a block gives: enough to see when something changed."""
 
@@ -73,12 +75,16 @@ class TraceTotals:
         acceptance: steps per (K, depth drafted, accepted, drafted nodes), drafting ones only.
         cycles: by kind (plain, drafting, prefill) and number of requests in them.
         rows: of drafting cycles by requests and rows per request.
+        far: of drafting cycles by requests, rows per request and context.
+        texts: the first tokens of the trace by request, where it has them.
+        num_kept: tokens among them.
         hits: drafting steps by what came before, whether a pause did, context, index, company and
             request.
         request_steps: decode steps of each request, plain ones included.
         over_time: mean time and hits of slices of the trace.
         num_pairs: consecutive steps of a request.
         num_k_changes: those of them whose K differs.
+        k_swing: sum over them of the change of K, and of K.
         num_k_rises: those of them whose K is larger; at the end of a request K only falls.
         graph_hits: passes by whether they replayed a graph.
         expected: sum of expected_accepted over drafting steps.
@@ -91,12 +97,16 @@ class TraceTotals:
     acceptance: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
     cycles: dict[tuple[str, int], Seconds] = field(default_factory=dict)
     rows: dict[tuple[int, int], Seconds] = field(default_factory=dict)
+    far: dict[tuple[int, int, int], Seconds] = field(default_factory=dict)
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    num_kept: int = 0
     hits: dict[str, HitsBy] = field(default_factory=dict)
     request_steps: Counter[str] = field(default_factory=Counter)
     over_time: list[tuple[float, Hits]] = field(default_factory=list)
     num_pairs: int = 0
     num_k_changes: int = 0
     num_k_rises: int = 0
+    k_swing: tuple[int, int] = (0, 0)
     graph_hits: Counter[bool] = field(default_factory=Counter)
     expected: float = 0.0
     squares: float = 0.0
@@ -108,6 +118,7 @@ class TraceTotals:
         self.num_tokens += pc.sum(steps["num_emitted"]).as_py()
         self._add_cycles(steps)
         self._add_graphs(steps)
+        self._add_texts(steps)
         self._add_requests(steps)
         steps = with_previous(steps)
         self._add_changes(steps)
@@ -138,6 +149,7 @@ class TraceTotals:
                 *((name, "max") for name in ("draft_s", "verify_s", "other_s", "batch_rows")),
                 ("num_prefill_rows", "max"),
                 ("num_drafted", "sum"),
+                ("context_tokens", "mean"),
             ]
         )
         reads, drafts = (
@@ -149,7 +161,8 @@ class TraceTotals:
         cycles = cycles.append_column("kind", kind).append_column("rows", per_request)
         cycles = cycles.append_column("size", cycles["count_all"]).drop_columns(["count_all"])
         sums = [(f"{name}_max", "sum") for name in ("draft_s", "verify_s", "other_s")]
-        keys = ["kind", "size", "rows"]
+        cycles = cycles.append_column("context", bucket(cycles["context_tokens_mean"]))
+        keys = ["kind", "size", "rows", "context"]
         for row in cycles.group_by(keys).aggregate([([], "count_all"), *sums]).to_pylist():
             self._add_seconds(row)
 
@@ -159,12 +172,24 @@ class TraceTotals:
         places = [self.cycles.setdefault((kind, size), Seconds())]
         if kind == "drafting":
             places.append(self.rows.setdefault((size, num_rows), Seconds()))
+            place = size, num_rows, int(row["context"])
+            places.append(self.far.setdefault(place, Seconds()))
         for total in places:
             total.num_cycles += num_cycles
             total.num_steps += num_cycles * size
             total.draft_s += row["draft_s_max_sum"]
             total.verify_s += row["verify_s_max_sum"]
             total.other_s += row["other_s_max_sum"]
+
+    def _add_texts(self, steps: pa.Table) -> None:
+        known = steps.filter(pc.is_valid(steps["token_ids"])) if self.num_kept < KEPT else steps[:0]
+        for name, tokens in zip(
+            known["request_id"].to_pylist(), known["token_ids"].to_pylist(), strict=True
+        ):
+            self.texts.setdefault(name, []).extend(tokens)
+            self.num_kept += len(tokens)
+            if self.num_kept >= KEPT:
+                break
 
     def _add_graphs(self, steps: pa.Table) -> None:
         for value in pc.value_counts(steps["graph_hit"].drop_null()).to_pylist():
@@ -179,6 +204,10 @@ class TraceTotals:
         changed = pc.not_equal(steps["k_budget"], steps["previous_k"]).drop_null()
         self.num_pairs += len(changed)
         self.num_k_changes += pc.sum(changed).as_py() or 0
+        step = pc.abs(pc.subtract(steps["k_budget"], steps["previous_k"])).drop_null()
+        known = steps["k_budget"].filter(pc.is_valid(steps["previous_k"]))
+        moved, of = self.k_swing
+        self.k_swing = (moved + (pc.sum(step).as_py() or 0), of + (pc.sum(known).as_py() or 0))
         risen = pc.and_(
             pc.greater(steps["k_budget"], steps["previous_k"]), pc.greater(steps["since_start"], 1)
         )
