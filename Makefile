@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call objectives zoo clean
+.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -100,6 +100,11 @@ paradox: $(STAMP)  ## useless, distilled, stale, refreshed: the story of one dra
 
 on-call: $(STAMP)  ## an incident: traced, diagnosed, its changes made and measured (a minute, nothing else running)
 	$(BIN)/python recipes/on-call/run.py $(ARGS)
+
+faults: $(STAMP)  ## every fault and control, ten seeds: run, probe, diagnose (half an hour; resumable)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults/collect.py --seeds 5-14 --out build/faults
+	$(BIN)/python benchmarks/faults/judge.py --seeds 5-14 --runs build/faults \
+	  --out benchmarks/faults/results
 
 objectives: $(STAMP)  ## every objective at T=0 and T=1 from one draft (half an hour; after make paradox)
 	$(BIN)/python benchmarks/align/objectives.py --alignment build/paradox/distilled \
