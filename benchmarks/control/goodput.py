@@ -1,10 +1,13 @@
 """Controllers against every fixed K, on workloads that stay the same and on one that does not.
 
     python benchmarks/control/goodput.py measure --threads 2   # a minute of blocks; repeat
+    python benchmarks/control/goodput.py model --seconds 600   # the same, no time is measured
     python benchmarks/control/goodput.py report
 
 Costs are those that `prediction.py profile` has measured. Arms take turns request by request. The
-controllers go on learning from request to request, and begin anew with every call of `measure`.
+controllers go on learning from request to request, and begin anew with every call. `model` runs the
+same engine on the same texts, but the clock is the cost table: of what controllers are told, and of
+what their plans took. What deciding itself costs is not in it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, count, cycle
 from pathlib import Path
 from typing import Any
@@ -27,16 +31,19 @@ from served import (
     fixed_arms,
     items_of,
     load_target,
+    provenance,
     rounded,
     warm_up,
 )
 from texts import Text, code_texts, edit_texts, prose_texts
 
-from forerun.control.base import Controller
+from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.goodput import GoodputController
 from forerun.control.safety import SafeController
 from forerun.engine.engine import Engine
-from forerun.theory.intervals import Interval, bootstrap_ratio
+from forerun.plan.costs import Costs
+from forerun.theory.intervals import bootstrap_ratio
+from forerun.theory.record import StepRecord
 
 MIXED = "mixed stream"
 STREAM = ("code, T=0", "prose, T=1", "edits, T=0", "code, T=1")
@@ -53,13 +60,60 @@ CONTROLLERS: Mapping[str, Callable[[GoodputController], Controller]] = {
     "auto": SafeController,
 }
 METHODS = {"domain": "draft_model", "shelf": "draft_model", "suffix": "suffix"}
-BLOCKS = Path(__file__).parent / "results" / "goodput-blocks.jsonl"
+RESULTS = Path(__file__).parent / "results"
+PATHS = {False: RESULTS / "goodput-blocks.jsonl", True: RESULTS / "goodput-modelled.jsonl"}
+"""Of blocks, by whether time is modelled."""
 AIM = 0.97
+LEAST_BLOCKS = 4
+
+
+class ModelClock:
+    """What steps of one request take by the tables.
+
+    Args:
+        costs: of drafters by their methods.
+    """
+
+    def __init__(self, costs: Mapping[str, Costs]) -> None:
+        self.costs = costs
+
+    def seconds(self, record: StepRecord, temperature: float) -> tuple[float, float]:
+        """Of drafting, and of everything else."""
+        context, depth = record.context_tokens, record.depth_drafted
+        if not depth:
+            return 0.0, next(iter(self.costs.values())).at(temperature).plain_step_s(context)
+        table = self.costs[record.method].at(temperature)
+        overhead_s = table.overhead(context) * table.plain_step_s(context)
+        rest_s = table.verify_step_s(depth + 1, context) + overhead_s
+        return depth * table.draft_token_s(context), rest_s
+
+
+class OnModelClock:
+    """Another controller, told what steps take by the tables and not by this machine's clock."""
+
+    def __init__(self, inner: Controller, clock: ModelClock) -> None:
+        self.inner = inner
+        self.clock = clock
+        self._temperature = 0.0
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        for state in states:
+            self._temperature = state.temperature
+        return self.inner.decide(states, capacity)
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        times = [self.clock.seconds(record, self._temperature) for record in records]
+        self.inner.observe(
+            [
+                replace(record, draft_s=draft_s, verify_s=rest_s, other_s=0.0)
+                for record, (draft_s, rest_s) in zip(records, times, strict=True)
+            ]
+        )
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    flags.add_argument("phase", choices=("measure", "report"))
+    flags.add_argument("phase", choices=("measure", "model", "report"))
     flags.add_argument("--threads", type=int, default=2, help="plain decoding's best")
     flags.add_argument("--seconds", type=float, default=60.0, help="of measuring, loading apart")
     flags.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -67,45 +121,64 @@ def main() -> None:
     if options.phase == "report":
         report()
     else:
-        measure(load_target(options.threads), options.workloads, options.seconds)
+        measure(options.phase == "model", options)
 
 
-def measure(target: Engine, workloads: Sequence[str], seconds: float) -> None:
+def measure(is_modelled: bool, options: argparse.Namespace) -> None:
     """Blocks of the workloads in turns, after those that are there."""
-    done = [block["workload"] for block in read_blocks()]
-    arms = {workload: arms_of(target, workload) for workload in workloads}
+    path, workloads, seconds = PATHS[is_modelled], options.workloads, options.seconds
+    target = load_target(options.threads)
+    done = [block["workload"] for block in read_blocks(path)]
+    arms = {work: arms_of(target, work, is_modelled=is_modelled) for work in workloads}
     queues = {work: queue_of(work, target, done.count(work)) for work in workloads}
     for workload in workloads:
         warm_up(
             [arm for arm in arms[workload] if arm.name not in CONTROLLERS], next(queues[workload])
         )
     start_s, longest_s = time.perf_counter(), 0.0
-    with BLOCKS.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8", buffering=1) as file:
         for workload in cycle(workloads):
             block_s = time.perf_counter()
             if block_s - start_s + longest_s > seconds:
                 return
             block = block_of(arms[workload], next(queues[workload]), done.count(workload))
+            add_modelled(block, workload)
             done.append(workload)
             file.write(json.dumps({"workload": workload, **rounded(block)}) + "\n")
             longest_s = max(longest_s, time.perf_counter() - block_s)
 
 
-def arms_of(target: Engine, workload: str) -> list[Arm]:
+def add_modelled(block: dict[str, Any], workload: str) -> None:
+    """Beside the seconds of every arm what its steps take by the tables."""
+    clock = ModelClock(costs_of(WORKLOADS[workload]))
+    temperature = float(block["kind"][-1])
+    for served in block["arms"].values():
+        times = [clock.seconds(record, temperature) for record in served.pop("records")]
+        served["modelled_s"] = sum(draft_s + rest_s for draft_s, rest_s in times)
+
+
+def arms_of(target: Engine, workload: str, *, is_modelled: bool) -> list[Arm]:
     """Plain decoding, every drafter at every K, and the controllers."""
     names = WORKLOADS[workload]
     fixed = [Arm(name="plain", engine=target)]
     fixed += chain.from_iterable(fixed_arms(target, name) for name in names)
-    return [*fixed, *adaptive_arms(target, names)]
+    return [*fixed, *adaptive_arms(target, names, is_modelled=is_modelled)]
 
 
-def adaptive_arms(target: Engine, names: Sequence[str]) -> Iterator[Arm]:
+def costs_of(names: Sequence[str]) -> dict[str, Costs]:
+    """Of drafters by their methods."""
+    return {METHODS[name]: read_costs(name) for name in names}
+
+
+def adaptive_arms(target: Engine, names: Sequence[str], *, is_modelled: bool) -> Iterator[Arm]:
     """Controllers over all the drafters, which they share as far as one request at a time does."""
     loaded = target.with_draft([DRAFTS[name] for name in names], LOOKAHEADS[-1])
     assert loaded.drafter is not None
-    costs = {METHODS[name]: read_costs(name) for name in names}
+    costs = costs_of(names)
     for name, wrapped in CONTROLLERS.items():
         controller = wrapped(GoodputController(costs, LOOKAHEADS[-1]))
+        if is_modelled:
+            controller = OnModelClock(controller, ModelClock(costs))
         yield Arm(
             name=name, engine=target.with_draft(loaded.drafter.drafter, controller=controller)
         )
@@ -130,39 +203,64 @@ def endless(kind: str, target: Engine, num_done: int) -> Iterator[Item]:
         yield from items_of(kind, target, [texts[at % len(texts)]])
 
 
-def read_blocks() -> list[dict[str, Any]]:
-    """Blocks measured so far."""
-    if not BLOCKS.exists():
+def read_blocks(path: Path) -> list[dict[str, Any]]:
+    """Blocks there are so far."""
+    if not path.exists():
         return []
-    return [json.loads(line) for line in BLOCKS.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def report() -> None:
     """Every workload: its arms, and the controllers beside the best fixed K."""
-    blocks = read_blocks()
+    found: dict[str, Any] = {"asked": AIM, "provenance": provenance()}
+    for is_modelled, path in PATHS.items():
+        kinds = ("modelled_s",) if is_modelled else ("decode_s", "total_s", "modelled_s")
+        name = "modelled" if is_modelled else "measured"
+        print(name)
+        found[name] = report_of(read_blocks(path), kinds)
+    (RESULTS / "goodput.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def report_of(blocks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    """The same of one file."""
+    found = {}
     for workload in WORKLOADS:
         own = [block["arms"] for block in blocks if block["workload"] == workload]
-        if len(own) < 4:
+        if len(own) < LEAST_BLOCKS:
             continue
-        print(f"{workload}, {len(own)} requests")
         fixed = [name for name in own[0] if name not in CONTROLLERS]
-        for name in own[0]:
-            print(
-                f"  {name:14} {rate(own, name):7.0f} tokens/s decoding, "
-                f"{rate(own, name, 'total_s'):7.0f} in all, tau {tau(own, name):.2f}"
-            )
-        for name in CONTROLLERS:
-            for seconds in ("decode_s", "total_s"):
-                winners, ratio = beside_best(own, fixed, name, seconds)
-                print(
-                    f"  {name:8} / best of the other half ({winners[0]}, {winners[1]}): "
-                    f"{ratio.estimate:.3f} ({ratio.low:.3f}-{ratio.high:.3f}), {seconds}"
-                )
+        arms = {
+            name: {
+                "tau": tau(own, name),
+                **{f"tokens_per_s by {kind}": rate(own, name, kind) for kind in kinds},
+            }
+            for name in own[0]
+        }
+        beside = {
+            f"{name} by {kind}": beside_best(own, fixed, name, kind)
+            for name in CONTROLLERS
+            for kind in kinds
+        }
+        found[workload] = {"num_requests": len(own), "arms": arms, "beside_best": beside}
+        show(workload, found[workload])
+    return found
+
+
+def show(workload: str, found: Mapping[str, Any]) -> None:
+    """For people."""
+    print(f"{workload}, {found['num_requests']} requests")
+    for name, figures in found["arms"].items():
+        print(f"  {name:12}", ", ".join(f"{key} {value:.2f}" for key, value in figures.items()))
+    for name, beside in found["beside_best"].items():
+        print(
+            f"  {name:22} / best of the other half ({', '.join(beside['best'])}): "
+            f"{beside['ratio']:.3f} ({beside['ci'][0]:.3f}-{beside['ci'][1]:.3f})"
+        )
 
 
 def rate(own: Sequence[Mapping[str, Any]], name: str, seconds: str = "decode_s") -> float:
     """Tokens per second; the first token of a request comes before its decoding."""
-    first = seconds == "decode_s"
+    first = seconds != "total_s"
     num_tokens = sum(block[name]["num_tokens"] - first for block in own)
     return num_tokens / sum(block[name][seconds] for block in own)
 
@@ -175,7 +273,7 @@ def tau(own: Sequence[Mapping[str, Any]], name: str) -> float:
 
 def beside_best(
     own: Sequence[Mapping[str, Any]], fixed: Sequence[str], name: str, seconds: str = "decode_s"
-) -> tuple[tuple[str, str], Interval]:
+) -> dict[str, Any]:
     """Rate of a controller over that of the fixed K which was best on the half it is not scored on.
 
     Every request has a fixed number of tokens, so rates of a request compare as its seconds do.
@@ -188,7 +286,7 @@ def beside_best(
         [block[name][seconds] for block, _ in scored],
         seed=0,
     )
-    return (winners[0], winners[1]), ratio
+    return {"best": winners, "ratio": ratio.estimate, "ci": [ratio.low, ratio.high]}
 
 
 if __name__ == "__main__":

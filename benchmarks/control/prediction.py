@@ -30,6 +30,7 @@ from served import (
     fixed_arms,
     items_of,
     load_target,
+    provenance,
     rounded,
     warm_up,
 )
@@ -116,6 +117,8 @@ def measure(target: Engine, seconds: float) -> None:
             number = done.count(cell)
             done.append(cell)
             block = block_of(arms[cell], next(queues[cell]), number)
+            for served in block["arms"].values():
+                del served["records"]
             file.write(json.dumps(rounded(block)) + "\n")
             longest_s = max(longest_s, time.perf_counter() - block_s)
 
@@ -152,19 +155,41 @@ def report() -> None:
             for k in LOOKAHEADS:
                 option = option_at(candidate, k, batch=1, context=context)
                 rows.append(row_of(cell, f"{name} K={k}", own, option))
-    for row in rows:
-        print(
-            f"{row['cell']:11} {row['arm']:12} predicted {row['predicted']:.3f} "
-            f"({row['predicted_ci'][0]:.2f}-{row['predicted_ci'][1]:.2f})  measured "
-            f"{row['measured']:.3f} ({row['measured_ci'][0]:.3f}-{row['measured_ci'][1]:.3f})  "
-            f"error {row['error']:+.1%}  tau {row['predicted_tau']:.3f} {row['tau']:.3f}  kappa "
-            f"{row['predicted_kappa']:.3f} {row['kappa']:.3f}  blocks {row['num_blocks']}"
-        )
     errors = [abs(row["error"]) for row in rows]
+    found = {
+        "median_error": median(errors),
+        "worst_error": max(errors),
+        "asked": {"median_error": MEDIAN_AIM, "worst_error": WORST_AIM},
+        "rows": rows,
+        "provenance": provenance(),
+    }
+    (RESULTS / "prediction.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    show(rows, errors)
+
+
+def show(rows: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> None:
+    """As a table for the page."""
+    print("| text | draft | K | predicted (95%) | measured (95%) | error | tau | kappa |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        draft, _, k = row["arm"].partition(" K=")
+        print(
+            f"| {row['cell']} | {draft} | {k} | {interval_of(row, 'predicted')} | "
+            f"{interval_of(row, 'measured')} | {row['error']:+.1%} | "
+            f"{row['predicted_tau']:.2f}, {row['tau']:.2f} | "
+            f"{row['predicted_kappa']:.2f}, {row['kappa']:.2f} |"
+        )
     print(
         f"median {median(errors):.1%} (asked {MEDIAN_AIM:.0%}), "
-        f"worst {max(errors):.1%} (asked {WORST_AIM:.0%})"
+        f"worst {max(errors):.1%} (asked {WORST_AIM:.0%}), blocks "
+        f"{ {row['cell']: row['num_blocks'] for row in rows} }"
     )
+
+
+def interval_of(row: Mapping[str, Any], name: str) -> str:
+    """Estimate and ends."""
+    low, high = row[name + "_ci"]
+    return f"{row[name]:.2f} ({low:.2f}–{high:.2f})"
 
 
 def row_of(cell: str, arm: str, own: Sequence[Mapping[str, Any]], option: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from forerun.bench.scout import MIN_TOKENS
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
 from forerun.theory.text import first_repeat
@@ -132,7 +133,7 @@ class Arm:
 
 
 def serve(arm: Arm, item: Item) -> dict[str, Any]:
-    """One request: seconds in all and after the first token, tokens, and K of its steps."""
+    """One request: seconds in all and after the first token, tokens, and its steps."""
     target = arm.engine.target
     assert isinstance(target, MaybeScripted)
     script = item.script
@@ -155,6 +156,7 @@ def serve(arm: Arm, item: Item) -> dict[str, Any]:
         "num_prompt": len(item.prompt),
         "draft_s": sum(record.draft_s for record in decoded),
         "drafted": depths(decoded),
+        "records": decoded,
     }
 
 
@@ -202,3 +204,9 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     return value
+
+
+def provenance() -> dict[str, object]:
+    """Of what is reported now; the number of threads is said beside the figures."""
+    models = [TARGET, *(draft for draft in DRAFTS.values() if draft != "suffix")]
+    return collect({model: content_hash(model) for model in models}).to_dict()
