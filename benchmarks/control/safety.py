@@ -45,13 +45,13 @@ MAX_K = 8
 NUM_TOKENS = 250
 PER_ROUND = 8
 """Prompts, so 2,000 tokens."""
-PHASE = 400
+PHASE = 300
 """Steps with one draft."""
 WINDOW = 20
 """Steps that are looked at together to say whether speculation is on or off."""
 MOSTLY = 0.8
 """Share of a window that has to draft for it to be on, or not to for it to be off."""
-MOST_PROMPT = 400
+MOST_PROMPT = 100
 
 
 class Swapped:

@@ -85,17 +85,19 @@ def test_buckets_are_judged_apart():
     assert sum(record.k_budget == 5 for record in alone.records) > 150
 
 
-def test_probes_of_the_inner_controller_pass():
+@pytest.mark.parametrize(("k", "num_passed"), [(1, 10), (3, 0)])
+def test_where_speculation_is_off_probes_of_one_token_pass(k, num_passed):
     class Curious(FixedController):
         def decide(self, states, capacity):
             self.asked = getattr(self, "asked", 0) + 1
             probe = self.asked % 10 == 0
-            return [Plan(method="d", num_speculative_tokens=1 if probe else 5, probe=probe)]
+            return [Plan(method="d", num_speculative_tokens=k if probe else 5, probe=probe)]
 
     ours = world(0.0)
-    ours.run(SafeController(Curious(5, "d")), 300)
+    ours.run(SafeController(Curious(5, "d"), SafetyConfig(retry_after=1000)), 300)
     late = ours.records[200:]
-    assert sum(record.k_budget == 1 for record in late) == 10
+    assert sum(record.k_budget == k for record in late) == num_passed
+    assert not any(record.k_budget == 5 for record in late)
 
 
 def test_probes_of_the_inner_controller_are_refused_where_they_cost_too_much():
