@@ -40,6 +40,7 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="output_differs_after_partial", yes=1.0),
             Sign(fact="output_differs_only_batched", yes=1.2),
             Sign(fact="output_corrupt", yes=1.4),
+            Sign(fact="output_differs", yes=0.5),
             Sign(fact="acceptance_fine", yes=-0.5),
             Sign(fact="acceptance_falls_after_handoff", yes=-0.7),
             Sign(fact="target_recurrent", yes=-1.0),
@@ -64,8 +65,8 @@ STATE: tuple[Cause, ...] = (
         prior=-1.3,
         signs=(
             Sign(fact="target_recurrent", yes=2.5, no=-3.0),
-            Sign(fact="output_differs", yes=2.0, no=-1.5),
-            Sign(fact="output_corrupt", yes=2.0),
+            Sign(fact="output_differs", yes=1.5, no=-1.5),
+            Sign(fact="output_corrupt", yes=1.4),
             Sign(fact="output_differs_after_partial", yes=1.5, no=-0.7),
             Sign(fact="rollback_wrong", yes=0.8),
             Sign(fact="output_differs_at_ties", yes=-1.5, no=0.7),
