@@ -1,43 +1,64 @@
-"""The simulator beside the engine: the same requests served by both, on the shipped pair.
+"""The simulator beside the engine: recorded workloads served by both, on the shipped pair.
 
-`python benchmarks/simulate/engine.py --profile FILE --out FILE --threads 2`, nothing else running;
-`forerun profile` made the profile just before, since the machine's speed differs by the hour.
+`OMP_NUM_THREADS=1 python benchmarks/simulate/engine.py --profile FILE --out FILE`, nothing else
+running; `forerun profile` made the profile just before, since the machine's speed differs by the
+minute. What FILE holds of earlier rounds, each with its own profile, is kept and counted.
 
-Requests arrive by a Poisson process at the engine, which records a trace; the trace is then
-repeated by `forerun simulate`'s own code with the profile's costs, at the same K.
+Requests come at an engine on a thread of its own, at the times that workloads/*.jsonl say. The
+first time a workload is served, its trace is kept; `forerun simulate`'s own code repeats that trace
+in simulated time, under the same controller, with the profile's costs, corrected by what the cycles
+of the trace took and not. What comes of it is compared with the other times the workload is served.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
-from forerun.control.fixed import FixedController
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.results import RequestOutput
+from forerun.engine.thread import EngineThread
 from forerun.engine.tracing import request_records
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.plan.costs import Costs
+from forerun.plan.simulation.comparison import Comparison
 from forerun.plan.simulation.config import ServerConfig, Slo
-from forerun.plan.simulation.draws import Purpose, key_of
+from forerun.plan.simulation.correction import corrected, correction_of
 from forerun.plan.simulation.recorded import workload_of
-from forerun.plan.simulation.result import Result
-from forerun.plan.simulation.simulate import simulate
-from forerun.plan.simulation.times import Times
-from forerun.plan.simulation.traffic import gaps, traffic_of
 from forerun.probe.profile_file import load_profile
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
+from forerun.theory.intervals import bootstrap_mean
 from forerun.theory.record import StepRecord
 from forerun.trace.files import open_trace, read_trace
+from forerun.trace.writer import TraceWriter
 
 TARGET, DRAFT = "zoo:target", "zoo:draft-domain"
+WORKLOADS = Path(__file__).parent / "workloads"
 MAX_BATCH = 8
+MAX_CONTEXT = 1024
+NUM_SEEDS = 5
+"""A simulation draws which drafts are accepted; its figures are medians over so many draws."""
+
+COMPARED = (
+    "duration_s",
+    "tokens_per_s",
+    "ttft_mean_s",
+    "ttft_p50_s",
+    "tpot_mean_s",
+    "tpot_p50_s",
+)
+
+Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,103 +66,178 @@ class Case:
     """What is served.
 
     Attributes:
-        k: most drafted tokens per step.
-        rate_per_s: requests per second.
-        count: how many.
-        temperature: of all of them.
+        workload: name of its file.
+        k: drafted tokens per step; 0 decodes plainly.
+        temperature: of all requests.
     """
 
+    workload: str
     k: int
-    rate_per_s: float
-    count: int
     temperature: float
 
 
-CASES = (
-    Case(k=0, rate_per_s=20.0, count=32, temperature=0.0),
-    Case(k=3, rate_per_s=20.0, count=32, temperature=0.0),
-    Case(k=3, rate_per_s=1000.0, count=24, temperature=1.0),
-    Case(k=0, rate_per_s=6.0, count=24, temperature=0.0),  # idle in between
+CASES = tuple(
+    Case(workload=workload, k=k, temperature=temperature)
+    for workload, temperature in (("busy", 0.0), ("bursty", 1.0), ("light", 0.0))
+    for k in (0, 3)
 )
 
 
-def served(case: Case, num_threads: int, path: Path) -> float:
-    """Serve requests as they come, write the trace; seconds from the first arrival to the end."""
-    config = EngineConfig(
-        num_speculative_tokens=case.k,
-        max_batch=MAX_BATCH,
-        max_context=1024,
-        sharing="none",  # the simulator reads every prompt
-        num_threads=num_threads,
-    )
-    engine = Engine.load(TARGET, DRAFT, config=config)
-    prompts = [prompt.text for prompt in held_out_prompts()]
-    params = SamplingParams(temperature=case.temperature, max_tokens=128, ignore_eos=True)
-    engine.generate(prompts[:MAX_BATCH], replace(params, max_tokens=32))  # warm
-    gaps_s = gaps(key_of(1, Purpose.ARRIVALS), case.count, case.rate_per_s)
-    arrivals: list[float] = gaps_s.cumsum().tolist()
-    with open_trace(path) as writer:
-        writer.add(trace_header(TARGET, DRAFT, str(engine.target.device)))
-        engine.on_record = writer.add
-        started_s = time.monotonic()
-        waiting = list(enumerate(arrivals))
-        while waiting or engine.has_unfinished:
-            now_s = time.monotonic() - started_s
-            while waiting and waiting[0][1] <= now_s:
-                index, _ = waiting.pop(0)
-                engine.add_request(prompts[index % len(prompts)], params, request_id=str(index))
-            if engine.has_unfinished:
-                engine.step()
-            else:
-                time.sleep(max(0.0, waiting[0][1] - now_s))
-        total_s = time.monotonic() - started_s - arrivals[0]
-        for index in range(case.count):
-            for record in request_records(engine.take_output(str(index)), params):
-                writer.add(record)
-    return total_s
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One line of a workload: when it comes, with what, for how long."""
+
+    at_s: float
+    ids: Sequence[int]
+    params: SamplingParams
 
 
-def simulated(case: Case, costs: Costs, path: Path) -> Result:
-    """Repeat a trace."""
-    server = ServerConfig(max_batch=MAX_BATCH, max_context=1024, max_k=max(case.k, 1))
-    workload = workload_of(read_trace(path), str(path), server, Slo(), case.temperature)
-    traffic, times = traffic_of(workload, 1), Times(costs.at(case.temperature))
-    return simulate(workload, traffic, times, FixedController(case.k), f"fixed:{case.k}")
+class Service:
+    """One case on a loaded engine.
+
+    Args:
+        case: what.
+        num_threads: that carry passes.
+    """
+
+    def __init__(self, case: Case, num_threads: int) -> None:
+        config = EngineConfig(
+            num_speculative_tokens=case.k,
+            max_batch=MAX_BATCH,
+            max_context=MAX_CONTEXT,
+            sharing="none",  # the simulator reads every prompt
+            num_threads=num_threads,
+        )
+        self.engine = Engine.load(TARGET, DRAFT, config=config)
+        self.requests = requests_of(case, self.engine)
+        longest = max(self.requests, key=lambda request: len(request.ids))
+        self.engine.generate([longest.ids] * MAX_BATCH, longest.params)  # warm
+
+    def serve(self, trace: TraceWriter) -> Figures:
+        """Serve all requests as they come, write every step and request."""
+        records: list[StepRecord] = []
+        before_s = others_s()
+        self.engine.on_record = records.append
+        with EngineThread(self.engine) as running:
+            started_s = time.monotonic()
+            submitted_s, tickets = [], []
+            for request in self.requests:
+                time.sleep(max(0.0, started_s + request.at_s - time.monotonic()))
+                submitted_s.append(time.monotonic())
+                tickets.append(running.submit(request.ids, request.params))
+            outputs = [ticket.result() for ticket in tickets]
+        disturbed_s = others_s() - before_s
+        trace.add(trace_header(TARGET, DRAFT, str(self.engine.target.device)))
+        for record in records:
+            trace.add(record)
+        for request, output in zip(self.requests, outputs, strict=True):
+            for end in request_records(output, request.params):
+                trace.add(end)
+        return {**served_figures(submitted_s, outputs), "others_s": disturbed_s}
 
 
-def compared(folder: Path, costs: Costs, num_threads: int, repeats: int) -> list[dict[str, object]]:
-    """Every case, as served and as simulated, in turns; then their medians."""
-    rows: list[list[dict[str, float]]] = [[] for _ in CASES]
-    for repeat in range(repeats):
-        for number, case in enumerate(CASES):
-            path = folder / f"{number}-{repeat}.jsonl"
-            total_s = served(case, num_threads, path)
-            found = simulated(case, costs, path)
-            times = {"served_s": total_s, "simulated_s": found.total_s, **latencies(path, found)}
-            rows[number].append(times)
+def others_s() -> float:
+    """Seconds of processors that went to others since the start: other processes, other guests."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+    ticks = user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def requests_of(case: Case, engine: Engine) -> list[Request]:
+    """The lines of a workload."""
+    texts = {prompt.name: prompt.text for prompt in held_out_prompts()}
+    lines = (WORKLOADS / f"{case.workload}.jsonl").read_text().splitlines()
     return [
-        {
-            **asdict(case),
-            "total_ratio": median(row["simulated_s"] / row["served_s"] for row in found),
-            "tpot_ratio": median(row["simulated_tpot_s"] / row["served_tpot_s"] for row in found),
-            "repeats": found,
-        }
-        for case, found in zip(CASES, rows, strict=True)
+        Request(
+            at_s=line["at_s"],
+            ids=engine.tokenizer.encode(texts[line["prompt"]]),
+            params=SamplingParams(
+                temperature=case.temperature, max_tokens=line["max_tokens"], ignore_eos=True
+            ),
+        )
+        for line in map(json.loads, lines)
     ]
 
 
-def latencies(path: Path, found: Result) -> dict[str, float]:
-    """Mean decoding time per token, as recorded and as simulated."""
-    cycles: dict[str, float] = {}
-    tokens: dict[str, int] = {}
-    for item in read_trace(path):
-        if isinstance(item, StepRecord) and item.step > 1:
-            seconds = item.draft_s + item.verify_s + item.other_s
-            cycles[item.request_id] = cycles.get(item.request_id, 0.0) + seconds
-            tokens[item.request_id] = tokens.get(item.request_id, 0) + item.num_emitted
-    recorded = sum(cycles.values()) / sum(tokens.values())
-    repeated = found.decode_s / sum(phase.num_tokens for phase in found.phases)
-    return {"served_tpot_s": recorded, "simulated_tpot_s": repeated}
+def served_figures(submitted_s: Sequence[float], outputs: Sequence[RequestOutput]) -> Figures:
+    """What requests waited, and what all of them took."""
+    ends = [output.completions[0] for output in outputs]
+    finished_s = [at_s + end.total_s for at_s, end in zip(submitted_s, ends, strict=True)]
+    total_s = max(finished_s) - submitted_s[0]
+    ttft_s = [end.ttft_s for end in ends if end.ttft_s is not None]
+    tpot_s = [
+        (end.total_s - first_s) / (len(end.token_ids) - 1)
+        for end, first_s in zip(ends, ttft_s, strict=True)
+    ]
+    return {
+        "duration_s": total_s,
+        "tokens_per_s": sum(len(end.token_ids) for end in ends) / total_s,
+        "ttft_mean_s": fmean(ttft_s),
+        "ttft_p50_s": median(ttft_s),
+        "tpot_mean_s": fmean(tpot_s),
+        "tpot_p50_s": median(tpot_s),
+    }
+
+
+def both(case: Case, costs: Costs, path: Path) -> dict[str, Any]:
+    """Repeat a trace with the profile's costs, and with those costs as the trace corrects them."""
+    correction = correction_of(read_trace(path), costs, case.temperature, str(path))
+    return {
+        "correction": asdict(correction),
+        "simulated": simulated(case, corrected(costs, correction), path),
+        "uncorrected": simulated(case, costs, path),
+    }
+
+
+def simulated(case: Case, costs: Costs, path: Path) -> Figures:
+    """Repeat a trace."""
+    server = ServerConfig(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, max_k=max(case.k, 1))
+    workload = workload_of(read_trace(path), str(path), server, Slo(), case.temperature)
+    found = [
+        Comparison(workload, costs, seed=seed).run(f"fixed:{case.k}") for seed in range(NUM_SEEDS)
+    ]
+    return {
+        "duration_s": median(result.total_s for result in found),
+        "tokens_per_s": median(result.tokens_per_s for result in found),
+        "ttft_mean_s": median(result.ttft_s.mean for result in found),
+        "ttft_p50_s": median(result.ttft_s.p50 for result in found),
+        "tpot_mean_s": median(result.tpot_s.mean for result in found),
+        "tpot_p50_s": median(result.tpot_s.p50 for result in found),
+    }
+
+
+def one_round(costs: Costs, num_threads: int, repeats: int, keep: Path) -> list[dict[str, Any]]:
+    """Every case simulated once and served often, in turns."""
+    services = [Service(case, num_threads) for case in CASES]
+    paths = [keep / f"{case.workload}-{case.k}.jsonl" for case in CASES]
+    for service, path in zip(services, paths, strict=True):
+        with open_trace(path) as trace:
+            service.serve(trace)
+    predicted = [both(case, costs, path) for case, path in zip(CASES, paths, strict=True)]
+    served: list[list[Figures]] = [[] for _ in CASES]
+    for repeat in range(repeats):
+        for number, service in enumerate(services):
+            with open_trace(keep / f"{number}-{repeat}.jsonl") as trace:
+                served[number].append(service.serve(trace))
+    return [
+        {**prediction, "served": found} for prediction, found in zip(predicted, served, strict=True)
+    ]
+
+
+def summary(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, object]]:
+    """Simulated over served by case, with intervals over all the times it was served."""
+    rows = []
+    for case, found in zip(CASES, zip(*rounds, strict=True), strict=True):
+        row: dict[str, object] = asdict(case)
+        for costs in ("simulated", "uncorrected"):
+            ratios = {}
+            for name in COMPARED:
+                each = [r[costs][name] / served[name] for r in found for served in r["served"]]
+                ratios[name] = asdict(bootstrap_mean(each, seed=1)) | {"samples": each}
+            row[costs] = ratios
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -149,17 +245,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="folder for the traces; default: nowhere")
     arguments = parser.parse_args()
     profile = load_profile(arguments.profile)
-    costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
+    costs = Costs(greedy=profile.greedy, sampled=profile.sampled, reading=profile.reading)
     with tempfile.TemporaryDirectory() as folder:
-        rows = compared(Path(folder), costs, arguments.threads, arguments.repeats)
+        keep = arguments.keep or Path(folder)
+        found = one_round(costs, arguments.threads, arguments.repeats, keep)
+    rounds = json.loads(arguments.out.read_text())["rounds"] if arguments.out.exists() else []
+    rounds.append({"cases": found, "provenance": collect({}).to_dict()})
+    rows = summary([entry["cases"] for entry in rounds])
+    show(rows)
+    arguments.out.write_text(json.dumps({"rows": rows, "rounds": rounds}, indent=1) + "\n")
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line per case."""
     for row in rows:
-        print({name: value for name, value in row.items() if name != "repeats"})
-    content = {"rows": rows, "profile": str(arguments.profile), "provenance": collect({}).to_dict()}
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        for costs in ("simulated", "uncorrected"):
+            figures = " ".join(
+                f"{name} {ratio['estimate']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+                for name, ratio in row[costs].items()
+            )
+            print(row["workload"], f"K={row['k']}", f"T={row['temperature']:g}", costs, figures)
 
 
 if __name__ == "__main__":
