@@ -1,8 +1,8 @@
 """How many requests per second `forerun simulate` gets through, by controller and mode.
 
 `python benchmarks/simulate/run.py --out result.json`. Every figure is the median of several runs in
-one process, over the whole of a run: requests drawn, texts drawn, served, summed up. Seconds are the
-processor's for this one thread, so that waiting for it does not count.
+one process, over the whole of a run: requests drawn, texts drawn, served, summed up. Seconds are
+the processor's for this one thread, so that waiting for it does not count.
 """
 
 from __future__ import annotations
