@@ -51,7 +51,7 @@ ALIGNMENT: tuple[Cause, ...] = (
             Sign(fact="acceptance_dropped", yes=-1.5, no=0.3),
             Sign(fact="acceptance_zero", yes=-1.0),
             Sign(fact="acceptance_falls_after_partial", yes=-1.0),
-            Sign(fact="acceptance_falls_with_context", yes=-1.2),
+            Sign(fact="acceptance_falls_with_context", yes=-1.8),
             Sign(fact="acceptance_falls_with_generation", yes=-0.8),
             Sign(fact="acceptance_falls_with_batch", yes=-1.0),
             Sign(fact="acceptance_falls_after_handoff", yes=-1.0),
@@ -198,7 +198,7 @@ ALIGNMENT: tuple[Cause, ...] = (
         signs=(
             Sign(fact="context_over_window", ramp=(0.9, 1.05), yes=3.5, no=-3.0),
             Sign(fact="context_ratio", ramp=(0.95, 0.75), yes=3.0, no=-1.0),
-            Sign(fact="acceptance_falls_with_context", yes=2.2, no=-2.0),
+            Sign(fact="acceptance_falls_with_context", yes=2.6, no=-2.0),
             Sign(fact="slower_with_context", yes=1.3, no=-0.7),
             Sign(fact="acceptance_fine", yes=-1.0),
         ),

@@ -14,8 +14,7 @@ POLICY: tuple[Cause, ...] = (
         why="The token at position K is worth its acceptance through K; it costs c and its row "
         "whether accepted or not.",
         signs=(
-            Sign(fact="gain_of_lower_k", ramp=(1.01, 1.15), yes=2.5, no=-2.0),
-            Sign(fact="gain_of_lower_k", ramp=(1.2, 1.6), yes=1.0),
+            Sign(fact="gain_of_lower_k", ramp=(1.01, 1.25), yes=3.2, no=-2.0),
             Sign(fact="speedup_of_best_k", ramp=(0.9, 1.05), yes=0.5, no=-2.0),
             Sign(fact="slower_with_k", yes=1.8, no=-0.7),
             Sign(fact="later_over_first", ramp=(0.6, 0.1), yes=1.2, no=-0.2),

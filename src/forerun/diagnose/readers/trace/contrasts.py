@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.totals import Hits, Seconds, TraceTotals
+from forerun.diagnose.readers.trace.totals import Hits, Seconds, TraceTotals, merged
 from forerun.theory.record import RequestRecord
 
 __all__ = ["add_contrasts"]
@@ -89,13 +89,15 @@ def add_growth(
     evidence: Evidence, cycles: dict[tuple[int, int, int], Seconds], source: str
 ) -> None:
     """How the pass grows from short contexts to long ones, among as many requests and rows."""
-    pairs = {(size, rows) for size, rows, _ in cycles}
     found: list[tuple[int, float, str]] = []
-    for pair in pairs:
+    for pair in {(size, rows) for size, rows, _ in cycles}:
         places = sorted((place[2], total) for place, total in cycles.items() if place[:2] == pair)
-        low, high = places[0][1], places[-1][1]
-        num = min(low.num_cycles, high.num_cycles)
-        if len(places) > 1 and num >= MIN_CYCLES and low.verify_s > 0.0:
+        parts = [total for _, total in places]
+        for at in range(1, len(parts)):
+            low, high = merged(parts[:at]), merged(parts[at:])
+            num = min(low.num_cycles, high.num_cycles)
+            if num < MIN_CYCLES or low.verify_s <= 0.0:
+                continue
             short_s, long_s = low.verify_s / low.num_cycles, high.verify_s / high.num_cycles
             words = f"a pass takes {short_s:.3g} s at short contexts, {long_s:.3g} s at long ones"
             found.append((num, long_s / short_s, words))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.totals import Seconds, TraceTotals
+from forerun.diagnose.readers.trace.totals import Seconds, TraceTotals, merged
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
 from forerun.theory.record import RequestRecord
@@ -149,17 +149,6 @@ def add_verify_curve(
     if len(curve) > 1:
         evidence.add("verify_rows", [rows for rows, _ in curve], source)
         evidence.add("verify_costs", [cost for _, cost in curve], source)
-
-
-def merged(parts: Sequence[Seconds]) -> Seconds:
-    """Cycles of several sizes together."""
-    return Seconds(
-        num_cycles=sum(part.num_cycles for part in parts),
-        num_steps=sum(part.num_steps for part in parts),
-        draft_s=math.fsum(part.draft_s for part in parts),
-        verify_s=math.fsum(part.verify_s for part in parts),
-        other_s=math.fsum(part.other_s for part in parts),
-    )
 
 
 def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:

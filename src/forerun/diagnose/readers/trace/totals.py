@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["Hits", "Seconds", "TraceTotals"]
+__all__ = ["Hits", "Seconds", "TraceTotals", "merged"]
 
 SOON, LONG = 2, 5
 """Drafting steps behind a plain one that still feel it, and those that should not any more."""
@@ -309,3 +310,14 @@ def hits_by(drafting: pa.Table, key: pa.ChunkedArray) -> Iterator[tuple[str, Hit
     for row in table.group_by("key").aggregate(wanted).to_pylist():
         if row["key"] is not None:
             yield row["key"], Hits(row["count_all"], row["first_sum"], row["accepted_sum"])
+
+
+def merged(parts: Sequence[Seconds]) -> Seconds:
+    """Cycles of several sizes together."""
+    return Seconds(
+        num_cycles=sum(part.num_cycles for part in parts),
+        num_steps=sum(part.num_steps for part in parts),
+        draft_s=math.fsum(part.draft_s for part in parts),
+        verify_s=math.fsum(part.verify_s for part in parts),
+        other_s=math.fsum(part.other_s for part in parts),
+    )

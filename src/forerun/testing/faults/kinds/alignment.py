@@ -81,11 +81,12 @@ def beyond_window(lab: Lab, dice: Dice) -> Scene:
     model = NearSighted(lab.model(DRAFT, "eager"), window)
     drafter = lab.drafter(model)
     texts = [
-        *long_prompts(lab, dice, dice.integer(80, 140), lab.num_prompts // 2),
-        *long_prompts(lab, dice, window + dice.integer(120, 200), lab.num_prompts // 2),
+        *long_prompts(lab, dice, dice.integer(80, 140), lab.num_prompts // 3),
+        *long_prompts(lab, dice, window + dice.integer(120, 200), lab.num_prompts // 3),
     ]
-    asked = requests(lab, dice, texts=texts, count=len(texts))
-    return scene_of(lab, lab.engine(drafter, dice.integer(2, 3)), asked)
+    tokens = 3 * lab.num_tokens // 4
+    asked = requests(lab, dice, texts=texts, count=len(texts), max_tokens=tokens)
+    return scene_of(lab, lab.engine(drafter, 2), asked)
 
 
 ALIGNMENT = (
@@ -121,7 +122,7 @@ ALIGNMENT = (
         name="beyond the draft's window",
         label="draft_context_overflow",
         what="every position of the draft behind so many is the last one",
-        varies="K, temperature, the window, prompt lengths",
+        varies="temperature, the window, prompt lengths",
         inject=beyond_window,
     ),
 )

@@ -59,7 +59,7 @@ def far(lab: Lab, dice: Dice) -> Scene:
     """Short and long contexts."""
     texts = [
         *long_prompts(lab, dice, dice.integer(60, 120), lab.num_prompts // 2),
-        *long_prompts(lab, dice, dice.integer(500, 800), lab.num_prompts // 2),
+        *long_prompts(lab, dice, dice.integer(350, 500), lab.num_prompts // 2),
     ]
     asked = requests(lab, dice, texts=texts, count=len(texts))
     return scene_of(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
@@ -99,7 +99,7 @@ CONTROLS = (
     healthy("seeded", "draft and target share their noise", seeded),
     healthy("alone", "one sequence at a time instead of four", alone),
     healthy("K of 5", "more than pays at the last position, but not much", five),
-    healthy("short and long contexts", "up to 800 tokens of prompt", far),
+    healthy("short and long contexts", "up to 500 tokens of prompt", far),
     healthy("adaptive", "the heuristic or the confidence controller", adaptive),
     healthy("suffix", "copying from repetitive text", suffix),
 )

@@ -52,13 +52,13 @@ def busy_batch(lab: Lab, dice: Dice) -> Scene:
 
 def long_context(lab: Lab, dice: Dice) -> Scene:
     """A kernel that reads the cache once per row."""
-    pace = replace(TARGET_PACE, context_s=TARGET_PACE.pass_s * dice.uniform(0.6, 0.9) / 1000)
+    pace = replace(TARGET_PACE, context_s=TARGET_PACE.pass_s * dice.uniform(1.0, 1.5) / 1000)
     texts = [
         *long_prompts(lab, dice, dice.integer(40, 80), lab.num_prompts // 3),
-        *long_prompts(lab, dice, dice.integer(650, 850), lab.num_prompts // 3),
+        *long_prompts(lab, dice, dice.integer(380, 480), lab.num_prompts // 3),
     ]
     asked = requests(lab, dice, texts=texts, count=len(texts))
-    engine = lab.engine(lab.drafter(), dice.integer(3, 5), batch=1, target=lab.target(pace=pace))
+    engine = lab.engine(lab.drafter(), dice.integer(3, 5), batch=2, target=lab.target(pace=pace))
     return scene_of(lab, engine, asked)
 
 
