@@ -10,6 +10,7 @@ import pytest
 
 from forerun.cli import generate
 from forerun.cli.main import main
+from forerun.errors import InvalidRequest
 
 GREEDY = ("--temperature", "0", "--max-tokens", "24")
 
