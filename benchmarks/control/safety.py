@@ -51,7 +51,8 @@ WINDOW = 20
 """Steps that are looked at together to say whether speculation is on or off."""
 MOSTLY = 0.8
 """Share of a window that has to draft for it to be on, or not to for it to be off."""
-MOST_PROMPT = 100
+MOST_PROMPT, SHORT_PROMPT = 400, 100
+"""Tokens of prompts; where steps are looked at, most of the time should go into steps."""
 
 
 class Swapped:
@@ -166,7 +167,7 @@ class Bench:
 
         engine.on_record = note
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        prompts = cycle(self.prompts)
+        prompts = cycle(ids[:SHORT_PROMPT] for ids in self.prompts)
         while len(ks) < 3 * PHASE:
             engine.generate([next(prompts)], params)
         return {
