@@ -19,6 +19,7 @@ from corpus import is_held_out, read_text, stdlib_root
 from prompts import body_starts, cut
 
 PER_MODULE = 12
+FOLLOWING_CHARS = 1500
 TESTS = frozenset({"test", "tests", "idle_test", "lib2to3"})
 
 
@@ -34,14 +35,23 @@ def modules() -> Iterator[tuple[str, str]]:
 
 
 def openings(num_prompts: int, seed: int) -> list[dict[str, str]]:
-    """Up to PER_MODULE openings of every module, `num_prompts` of them, shuffled."""
+    """Up to PER_MODULE openings of every module, `num_prompts` of them, shuffled.
+
+    The source that follows an opening is its "response": text for `--fixed-share`.
+    """
     rng = np.random.default_rng(seed)
     found = []
     for name, source in modules():
         lines = [line for line in body_starts(source) if line > 15]
         for line in rng.permutation(lines)[:PER_MODULE]:
-            found.append({"tag": "library", "prompt": cut(source, int(line)), "name": name})
+            opening = {"tag": "library", "prompt": cut(source, int(line)), "name": name}
+            found.append({**opening, "response": following(source, int(line))})
     return [found[i] for i in rng.permutation(len(found))[:num_prompts]]
+
+
+def following(source: str, line: int) -> str:
+    """What the library says from `line` on."""
+    return "".join(source.splitlines(keepends=True)[line:])[:FOLLOWING_CHARS]
 
 
 def write(path: Path, num_prompts: int, seed: int = 0) -> int:

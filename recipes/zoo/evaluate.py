@@ -37,6 +37,7 @@ class ModelFigures:
 
     name: str
     num_parameters: int
+    num_layers: int
     file_bytes: int
     held_out_bits_per_byte: float
     texts: tuple[TextFigures, ...]
@@ -64,6 +65,7 @@ def judge(name: str, folder: Path, data: Path) -> ModelFigures:
     return ModelFigures(
         name=name,
         num_parameters=sum(p.numel() for p in model.parameters()),
+        num_layers=model.config.num_hidden_layers,
         file_bytes=(folder / "model.safetensors").stat().st_size,
         held_out_bits_per_byte=held_out_bits_per_byte(model, data),
         texts=tuple(text_figures(engine, t) for t in (0.0, 0.7, 1.0)),
@@ -99,7 +101,7 @@ library_name: transformers
 {purpose}
 
 {figures.num_parameters / 1e6:.2f}M parameters, Llama-shaped: width {config.hidden_size},
-{config.num_layers} layers, vocabulary 8,192 (byte-level BPE),
+{figures.num_layers} layers, vocabulary 8,192 (byte-level BPE),
 context {config.context}, bf16, {figures.file_bytes / 2**20:.1f} MiB.
 Trained by `recipes/zoo/build.py` on {tokens / 1e6:.1f}M tokens in windows of {config.window},
 seed {config.seed}.
@@ -141,8 +143,8 @@ PURPOSES = {
     "target": "The target of the shipped pair: completes Python source. After training it was "
     "tuned for 120 steps against repeating itself (`unloop.py`: unlikelihood on its own loops, "
     "averaged with the weights before).",
-    "draft-domain": "A draft for the target: trained on the target's own domain, then distilled "
-    "to the target's own answers (`distil.py`; `forerun.json` has the figures).",
+    "draft-domain": "A draft for the target: trained on the target's own domain, then deepened and "
+    "distilled to the target's own answers (`distil.py`; `forerun.json` has the figures).",
     "draft-off-the-shelf": "A draft with the right tokenizer and the wrong training: English "
     "books only. It shows what an unaligned draft costs.",
 }
