@@ -11,11 +11,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence, Reading
+from forerun.engine.loading import check_vocabularies
 from forerun.errors import IncompatibleDraft
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import template_hash
 from forerun.models.draft_card import CardFigures, DraftCard, identify, read_card
-from forerun.models.load import read_config
+from forerun.models.load import load_tokenizer, read_config
 
 __all__ = ["add_card_ratio", "add_files", "evidence_of_misfit"]
 
@@ -28,12 +29,23 @@ def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
     """
     positions = read_config(read_checkpoint(draft))[1].max_positions
     evidence.add("draft_max_context", positions, f"{draft.name}: positions of the configuration")
+    add_vocabularies(evidence, target, draft)
     card = read_card(draft)
     if card is not None:
         add_card(evidence, card, target)
     elif template_hash(draft) == template_hash(target):
         evidence.add("template_differs", False, "both folders have one chat template")
     add_weights(evidence, draft)
+
+
+def add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
+    """Whether both tokenizers give every id the same text."""
+    try:
+        check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
+    except IncompatibleDraft as error:
+        evidence.add("vocabularies_differ", True, str(error))
+    else:
+        evidence.add("vocabularies_differ", False, "both folders' tokenizers compared id by id")
 
 
 def add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
