@@ -32,6 +32,10 @@ ROUTE_EVERY = 2
 """Decisions after which the drafter of a request is chosen anew: it rests on what is slow."""
 MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
+PLAIN_PATIENCE = 32
+"""The same where nobody drafts: then nothing is learnt but how long plain steps take."""
+PLAIN_SAMPLE = 4
+"""Once that is so, one in so many plain steps is looked at."""
 
 
 class Probe(NamedTuple):
@@ -186,14 +190,20 @@ class GoodputController:
         ]
         patience, last = 1, self._settled
         if last is not None and last.plans == plans and last.names == names:
-            patience = min(MOST_PATIENCE, 2 * last.patience)
+            is_plain = not any(allocation.depths)
+            patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
         return Settled(names, plans, capacity.max_rows, patience, candidates, pricing, allocation)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn how far drafts came, and what the step took."""
         if not records:
             return
-        probe = self._probe
+        probe, settled = self._probe, self._settled
+        if settled is not None:
+            if probe is not None:  # nobody drafts, and now something is known of drafting
+                settled.steps_left = 0
+            elif settled.patience == PLAIN_PATIENCE and settled.steps_left % PLAIN_SAMPLE:
+                return
         if probe is not None:
             self._observe_probe(probe, records)
         for record in records:
