@@ -169,7 +169,7 @@ class SampledTally:
 
     def _add_reached(self, step: TapedStep, target: Tensor, laws: Tensor, tokens: Tensor) -> None:
         num = step.num_reached
-        accept = overlap(target[:num], laws[:num]).double()
+        accept = overlap(target[:num], laws[:num]).double().clamp(max=1.0)  # equal laws round up
         self.num_reached += num
         self.num_reached_accepted += step.record.num_accepted
         self.overlaps += float(accept.sum())

@@ -81,7 +81,8 @@ def added(matrix: Tensor, distance: float, generator: torch.Generator) -> Tensor
     right = torch.empty(RANK, matrix.shape[1]).normal_(generator=generator)
     step = left @ right
     whole = matrix.to(torch.float32)
-    return (whole + step * (distance * whole.norm() / step.norm())).to(matrix.dtype)
+    size = float(distance * torch.linalg.vector_norm(whole) / torch.linalg.vector_norm(step))
+    return whole.add(step, alpha=size).to(matrix.dtype)
 
 
 def renumbered(name: str, folder: Path, ids: Sequence[int]) -> Path:
