@@ -30,7 +30,8 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
         before: of the run it is compared with.
     """
     said = evidence.words("changed")
-    changed, same = set(said), set()
+    changed: set[str] = set(said)
+    same: set[str] = set()
     for name, witnesses in SAMENESS.items():
         pair = both(evidence, before, witnesses)
         if pair is not None:
