@@ -64,7 +64,7 @@ def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
     """
     facts: dict[str, Json] = {}
     for fact in evidence:
-        value = list(fact.value) if isinstance(fact.value, tuple) else fact.value
+        value: Json = [*fact.value] if isinstance(fact.value, tuple) else fact.value
         entry: dict[str, Json] = {"value": value, "source": fact.source[:MAX_WORD]}
         if fact.interval is not None:
             entry["interval"] = [fact.interval.low, fact.interval.high]

@@ -69,7 +69,9 @@ def adaptive(lab: Lab, dice: Dice) -> Scene:
     """K that follows acceptance, or ends where the draft is unsure."""
     drafter = lab.drafter()
     k = dice.integer(4, 6)
-    controller = dice.choice((HeuristicController, ConfidenceController))(drafter.method, k)
+    kinds: tuple[type[HeuristicController | ConfidenceController], ...]
+    kinds = (HeuristicController, ConfidenceController)
+    controller = dice.choice(kinds)(drafter.method, k)
     return scene_of(lab, lab.engine(drafter, k, controller=controller), requests(lab, dice))
 
 
