@@ -19,6 +19,8 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import TokenSource
 from forerun.testing.faults.drafts import KeepsRejected
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # thousands of steps
+
 CONFIG = EvidenceConfig(num_prompts=16, num_tokens=48, num_self_prompts=4, costs_s=0.0)
 PROMPTS = [[1 + (i * j) % 7 for j in range(3, 8)] for i in range(16)]
 WIDE = 16

@@ -7,17 +7,21 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.tiny import cousin, drafting, engine_over, tabular
 from tests.unit.probe.planted import Clock, Costs, planted_pair
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.facts_file import facts_document, read_facts
 from forerun.models.zoo.catalog import zoo_path
+from forerun.probe.evidence.config import EvidenceConfig
 from forerun.probe.evidence.costs import add_pass_costs, pass_config
 from forerun.probe.evidence.files import add_card_ratio, add_files
 from forerun.probe.evidence.hits import Hits
+from forerun.probe.evidence.run import Probed, probe_engine
 from forerun.probe.evidence.state import Onsets, StateTally
 from forerun.probe.evidence.transform import Transform
+from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 from forerun.theory.uniformity import uniformity_p_value
 
@@ -154,6 +158,16 @@ def test_a_facts_file_says_what_the_evidence_said():
     evidence.add("method", "draft_model", "said")
     back = read_facts(facts_document(evidence, "a probe"), "facts.json")
     assert back.facts == evidence.facts
+
+
+def test_shapes_and_types_of_a_whole_probe():
+    """A short one; longer ones run unchecked."""
+    target = tabular()
+    engine = engine_over(target, drafting(cousin(target, 1), target.vocab_size), k=2)
+    config = EvidenceConfig(num_prompts=2, num_tokens=6, costs_s=1e-9)
+    found = probe_engine(Probed(engine=engine), [[1, 2], [3, 4]], SamplingParams(), config)
+    assert found.flag("output_differs") is False
+    assert "verify_costs" in found
 
 
 def test_probed_facts_decide_the_diagnosis():
