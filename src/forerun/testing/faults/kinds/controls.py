@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from forerun.control.base import Controller
+from forerun.control.base import Controller
 from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
@@ -69,10 +71,12 @@ def adaptive(lab: Lab, dice: Dice) -> Scene:
     """K that follows acceptance, or ends where the draft is unsure."""
     drafter = lab.drafter()
     k = dice.integer(4, 6)
-    kinds: tuple[type[HeuristicController | ConfidenceController], ...]
-    kinds = (HeuristicController, ConfidenceController)
-    controller = dice.choice(kinds)(drafter.method, k)
-    return scene_of(lab, lab.engine(drafter, k, controller=controller), requests(lab, dice))
+    controllers: tuple[Controller, ...] = (
+        HeuristicController(drafter.method, k),
+        ConfidenceController(drafter.method, k),
+    )
+    engine = lab.engine(drafter, k, controller=dice.choice(controllers))
+    return scene_of(lab, engine, requests(lab, dice))
 
 
 def suffix(lab: Lab, dice: Dice) -> Scene:
