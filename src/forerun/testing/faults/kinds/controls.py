@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.control.base import Controller
-from forerun.control.base import Controller
 from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
