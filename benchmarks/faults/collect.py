@@ -33,7 +33,7 @@ def main() -> None:
     """Whatever is missing, until time is up."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=seeds_of, required=True)
-    parser.add_argument("--only", choices=FAULTS)
+    parser.add_argument("--only", choices=FAULTS, nargs="*", default=FAULTS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> None:
     for seed in options.seeds:
         for fault in FAULTS.values():
             facts = options.out / f"{name_of(fault, seed)}.facts.json"
-            if facts.exists() or options.only not in (None, fault.name):
+            if facts.exists() or fault.name not in options.only:
                 continue
             if time.monotonic() - start_s > options.seconds:
                 sys.exit(LEFT)
