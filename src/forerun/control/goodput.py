@@ -213,9 +213,9 @@ class GoodputController:
             self.beliefs.observe(record, Way(plan.method, plan.stop is not None))
             if self.calibration is not None:
                 self.calibration.observe(record)
-        if records[0].num_prefill_rows == 0:
-            # A probe catches up with what the draft has missed, which is in no table.
-            self.scenes.observe(records, draft_counts=probe is None)
+        # A probe catches up and finds cold caches, so it is slower than drafting step after step.
+        if records[0].num_prefill_rows == 0 and probe is None:
+            self.scenes.observe(records)
 
     def _candidates(self, states: Sequence[RequestState], pricing: Pricing) -> list[Candidate]:
         late = None

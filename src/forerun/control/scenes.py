@@ -78,12 +78,11 @@ class Scenes:
             scene = self._last = Scene(place, greedy, times, correction)
         return scene
 
-    def observe(self, records: Sequence[StepRecord], *, draft_counts: bool) -> None:
+    def observe(self, records: Sequence[StepRecord]) -> None:
         """Compare what the last step took with what the tables say of it.
 
-        Args:
-            records: of its requests.
-            draft_counts: whether the time of drafting is that of drafting alone.
+        While nobody drafts, what is known of speculative steps grows old: else steps that were held
+        up once would keep it off for good.
         """
         scene, first = self._last, records[0]
         rest_s = first.verify_s + first.other_s
@@ -98,6 +97,7 @@ class Scenes:
             plain_s = next(iter(scene.times.values())).plain_s
             self.punctuality.observe(rest_s, plain_s * correction.plain_factor)
             correction.plain.observe(rest_s, plain_s)
+            correction.speculative.fade()
             return
         draft_s, expected_s = expected_times(depths, scene.times)
         believed_s = expected_s * correction.speculative_factor
@@ -105,7 +105,7 @@ class Scenes:
             believed_s += seconds * correction.draft_factor(method)
         self.punctuality.observe(first.draft_s + rest_s, believed_s)
         correction.speculative.observe(rest_s, expected_s)
-        if draft_counts and len(depths) == 1 and first.draft_s > 0.0:  # else whose time was it?
+        if len(depths) == 1 and first.draft_s > 0.0:  # else whose time was it?
             (method,) = depths
             if draft_s[method] > 0.0:
                 factor = correction.drafts.setdefault(method, Factor())

@@ -141,6 +141,11 @@ class Factor:
         self.log = self.log * MEMORY + surprise
         self.count = self.count * MEMORY + 1.0
 
+    def fade(self) -> None:
+        """A step passes that says nothing of it."""
+        self.log *= MEMORY
+        self.count *= MEMORY
+
     def value(self, prior: float = 0.0) -> float:
         """The factor, where it is believed to be exp(prior) before any step was seen."""
         return math.exp((self.log + STRENGTH * prior) / (self.count + STRENGTH))
