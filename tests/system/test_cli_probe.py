@@ -42,7 +42,7 @@ def test_facts_go_to_diagnose(models, prompts, tmp_path, capsys):
 def test_a_table_for_people(models, prompts, capsys):
     assert main(["probe", *models, *prompts, *FEW, "--once"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("pit_p_value", "output_differs", "no", "forerun diagnose trace.jsonl facts.json"):
+    for words in ("calibration", "output_differs", "no", "forerun diagnose trace.jsonl facts.json"):
         assert words in text
 
 

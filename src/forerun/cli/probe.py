@@ -195,7 +195,7 @@ def show(evidence: Evidence, out: Path | None) -> None:
     console.print(table)
     file = "facts.json" if out is None else str(out)
     more = "" if out is not None else " (write it with --out facts.json)"
-    console.print(Text(f"\nforerun diagnose trace.jsonl {file} says what follows{more}"))
+    console.print(Text(f"\nforerun diagnose trace.jsonl {file} says what follows{more}"), soft_wrap=True)
 
 
 def said(value: object) -> str:
@@ -203,7 +203,7 @@ def said(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.4g}"
     if isinstance(value, tuple):
         return f"{len(value)} values"
     return str(value)
