@@ -50,6 +50,7 @@ ALIGNMENT: tuple[Cause, ...] = (
             Sign(fact="acceptance_differs_by_domain", yes=-1.5, no=0.4),
             Sign(fact="acceptance_dropped", yes=-1.5, no=0.3),
             Sign(fact="acceptance_zero", yes=-1.0),
+            Sign(fact="card_ratio", ramp=(0.9, 0.6), yes=-1.5),
             Sign(fact="acceptance_falls_after_partial", yes=-1.8),
             Sign(fact="acceptance_falls_after_full", yes=-1.8),
             Sign(fact="acceptance_falls_with_context", yes=-1.8),

@@ -129,6 +129,7 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="acceptance_below_reference", yes=1.0),
             Sign(fact="changed", word="engine", yes=0.5),
             Sign(fact="weights_incomplete", yes=3.5, no=-1.0),
+            Sign(fact="card_ratio", ramp=(0.6, 0.3), yes=2.0, no=-1.0),
             Sign(fact="draft_nan", yes=1.2),
             Sign(fact="weights_reloaded", yes=1.5),
             Sign(fact="draft_quantised", yes=0.7),

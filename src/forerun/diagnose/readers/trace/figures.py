@@ -171,14 +171,26 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         evidence.add("k0_share", max(0.0, 1.0 - drafted / steps), source)
     if totals.num_pairs:
         evidence.add("k_change_share", totals.num_k_changes / totals.num_pairs, source)
-        moved, of = totals.k_swing
-        if of:
-            evidence.add("k_swing", moved / of, f"{source}: mean change of K over mean K")
-        rises = totals.num_k_rises / totals.num_pairs
-        if rises > MIN_RISES:
-            evidence.add("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
+        add_swing(evidence, totals, source)
     if graphs := totals.graph_hits.total():
         evidence.add("graph_hit_share", totals.graph_hits[True] / graphs, source)
+
+
+PAUSING = frozenset({"suffix"})
+"""Drafters that draft nothing where the text does not repeat itself, whoever chooses K."""
+
+
+def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """How K moves from step to step, where it is chosen and not found."""
+    methods = totals.hits.get("method", {})
+    if sum(hits.num_steps for name, hits in methods.items() if name in PAUSING):
+        return
+    moved, of = totals.k_swing
+    if of:
+        evidence.add("k_swing", moved / of, f"{source}: mean change of K over mean K")
+    rises = totals.num_k_rises / totals.num_pairs
+    if rises > MIN_RISES:
+        evidence.add("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
 
 
 def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
