@@ -195,7 +195,9 @@ def show(evidence: Evidence, out: Path | None) -> None:
     console.print(table)
     file = "facts.json" if out is None else str(out)
     more = "" if out is not None else " (write it with --out facts.json)"
-    console.print(Text(f"\nforerun diagnose trace.jsonl {file} says what follows{more}"), soft_wrap=True)
+    console.print(
+        Text(f"\nforerun diagnose trace.jsonl {file} says what follows{more}"), soft_wrap=True
+    )
 
 
 def said(value: object) -> str:
