@@ -22,8 +22,8 @@ def path(request, tmp_path):
 @pytest.fixture
 def generate(tiny_pair, capsys):
     def run(*arguments):
-        pair = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
-        code = main(["generate", "def f", *pair, *arguments])
+        draft = () if "--draft" in arguments else ("--draft", str(tiny_pair.draft))
+        code = main(["generate", "def f", "--target", str(tiny_pair.target), *draft, *arguments])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

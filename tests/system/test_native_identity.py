@@ -187,6 +187,8 @@ def test_in_bf16_the_eager_runner_parts_only_at_near_ties(eager, plain_outputs):
 def test_a_text_of_another_model_parts_elsewhere(eager, plain_outputs):
     """What the margin test would say of an engine that accepts whatever is drafted."""
     config = EngineConfig(max_batch=1, runner="eager", **SMALL)
-    found = margins(eager, plain_outputs, greedy(Engine.load("zoo:draft-domain", config=config)))
+    found = margins(
+        eager, plain_outputs, greedy(Engine.load("zoo:draft-off-the-shelf", config=config))
+    )
     assert found
     assert min(found) > 4, found

@@ -78,7 +78,10 @@ def test_what_reading_costs_is_found(exact):
 def test_reading_is_not_measured_where_nobody_wants_it():
     found = profile_of(target_costs(), draft_costs(), replace(BRIEF, read=()))
     assert found.reading is None
-    assert Profile.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    written = json.loads(json.dumps(found.to_dict()))
+    kept = Profile.from_dict(written)
+    assert kept.reading is None
+    assert json.loads(json.dumps(kept.to_dict())) == written
 
 
 def test_plain_steps_draft_and_overhead_are_found(exact):
@@ -93,7 +96,9 @@ def test_plain_steps_draft_and_overhead_are_found(exact):
 def test_sampled_tokens_are_drafted_by_single_passes(exact):
     for line in exact.sampled.lines:
         assert line.draft_s == pytest.approx(0.0008, rel=3e-3)
-        assert line.overhead_s == pytest.approx(line.batch * 2 * COMMIT_S, rel=3e-3)
+        # Steps are timed a few tokens further on, at CACHED_S each, than passes are.
+        commits_s = line.batch * 2 * COMMIT_S
+        assert line.overhead_s == pytest.approx(commits_s, rel=3e-3, abs=16 * CACHED_S)
 
 
 def test_a_pass_among_other_work_is_counted_in_the_step():
