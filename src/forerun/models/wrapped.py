@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from forerun.models.base import KVStore, LanguageModel, RowBatch, Scores
+from forerun.models.base import (
+    KVStore,
+    LanguageModel,
+    RowBatch,
+    SampledChains,
+    SampledTokens,
+    Scores,
+)
+from forerun.theory.stop_rule import StopRule
 
-__all__ = ["WrappedModel"]
+__all__ = ["WatchedChains", "WatchedModel", "WrappedModel"]
 
 
 class WrappedModel:
@@ -55,3 +66,60 @@ class WrappedModel:
     ) -> Int64[Tensor, "sequences num_tokens"]:
         """A greedy chain of the model."""
         return self.model.greedy_chain(batch, num_tokens, vocab_size)
+
+
+class WatchedModel(WrappedModel):
+    """A LanguageModel, unchanged, with a clock around its passes: a subclass says which."""
+
+    @abstractmethod
+    def begin(self) -> float:
+        """Passes begin; returns what `end` is to be told."""
+
+    @abstractmethod
+    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
+        """They are done.
+
+        Args:
+            begun: what `begin` said.
+            batch: of the first pass.
+            num_passes: it and those after it, of one row per sequence.
+        """
+
+    def forward(self, batch: RowBatch) -> Scores:
+        """One pass of the model."""
+        begun = self.begin()
+        scores = self.model.forward(batch)
+        self.end(begun, batch, 1)
+        return scores
+
+    def greedy_chain(
+        self, batch: RowBatch, num_tokens: int, vocab_size: int
+    ) -> Int64[Tensor, "sequences num_tokens"]:
+        """A greedy chain of the model: as many passes as tokens."""
+        begun = self.begin()
+        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
+        self.end(begun, batch, num_tokens)
+        return tokens
+
+
+class WatchedChains(WatchedModel):
+    """A WatchedModel over one that draws whole chains."""
+
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+        stops: Sequence[StopRule | None] = (),
+    ) -> SampledTokens:
+        """A sampled chain of the model: as many passes as were drawn."""
+        assert isinstance(self.model, SampledChains)
+        begun = self.begin()
+        drawn = self.model.sampled_chain(
+            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
+        )
+        self.end(begun, batch, len(drawn.tokens))
+        return drawn

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from jaxtyping import Float32, Int64
-from torch import Tensor
-
-from forerun.models.base import LanguageModel, RowBatch, SampledChains, SampledTokens, Scores
-from forerun.models.wrapped import WrappedModel
+from forerun.models.base import LanguageModel, RowBatch, SampledChains
+from forerun.models.wrapped import WatchedChains, WatchedModel
 from forerun.probe.stopwatch import Stopwatch
-from forerun.theory.stop_rule import StopRule
 
 __all__ = ["TimedModel", "timed"]
 
 
-class TimedModel(WrappedModel):
+class TimedModel(WatchedModel):
     """Another LanguageModel, unchanged but for the clock around its passes.
 
     Args:
@@ -32,44 +26,17 @@ class TimedModel(WrappedModel):
         self.stopwatch = stopwatch
         self.inside_s = 0.0
 
-    def forward(self, batch: RowBatch) -> Scores:
-        """One pass of the model, timed."""
-        start_s = self.stopwatch.now_s()
-        scores = self.model.forward(batch)
-        self.inside_s += self.stopwatch.now_s() - start_s
-        return scores
+    def begin(self) -> float:
+        """The time."""
+        return self.stopwatch.now_s()
 
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """A greedy chain of the model, timed."""
-        start_s = self.stopwatch.now_s()
-        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
-        self.inside_s += self.stopwatch.now_s() - start_s
-        return tokens
+    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
+        """Add up."""
+        self.inside_s += self.stopwatch.now_s() - begun
 
 
-class TimedSampledModel(TimedModel):
+class TimedSampledModel(WatchedChains, TimedModel):
     """A TimedModel over one that draws whole chains."""
-
-    def sampled_chain(
-        self,
-        batch: RowBatch,
-        keys: Int64[Tensor, "num_tokens sequences"],
-        temperatures: Float32[Tensor, " sequences"],
-        vocab_size: int,
-        *,
-        by_race: bool,
-        stops: Sequence[StopRule | None] = (),
-    ) -> SampledTokens:
-        """A sampled chain of the model, timed."""
-        assert isinstance(self.model, SampledChains)
-        start_s = self.stopwatch.now_s()
-        drawn = self.model.sampled_chain(
-            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
-        )
-        self.inside_s += self.stopwatch.now_s() - start_s
-        return drawn
 
 
 def timed(model: LanguageModel, stopwatch: Stopwatch) -> TimedModel:

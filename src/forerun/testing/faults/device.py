@@ -10,16 +10,11 @@ is measured, in CPU time of its thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jaxtyping import Float32, Int64
-from torch import Tensor
-
-from forerun.models.base import LanguageModel, RowBatch, SampledChains, SampledTokens, Scores
-from forerun.models.wrapped import WrappedModel
-from forerun.theory.stop_rule import StopRule
+from forerun.models.base import LanguageModel, RowBatch, SampledChains
+from forerun.models.wrapped import WatchedChains, WatchedModel
 
 __all__ = ["DRAFT_PACE", "TARGET_PACE", "Device", "Pace", "Spent", "on_device"]
 
@@ -106,7 +101,7 @@ class Device:
         return Spent(draft_s=self.pass_s["draft"], target_s=self.pass_s["target"], host_s=host_s)
 
 
-class DeviceModel(WrappedModel):
+class DeviceModel(WatchedModel):
     """A LanguageModel on a device.
 
     Args:
@@ -122,61 +117,30 @@ class DeviceModel(WrappedModel):
         self.runs_on = device
         self.role: Role = role
 
-    def forward(self, batch: RowBatch) -> Scores:
-        """One pass of the model."""
-        start_s = time.thread_time()
-        scores = self.model.forward(batch)
-        self._tell(start_s, self._seconds(batch))
-        return scores
+    def begin(self) -> float:
+        """CPU time of this thread."""
+        return time.thread_time()
 
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """A greedy chain of the model: as many passes as tokens."""
-        start_s = time.thread_time()
-        tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
-        self._tell(start_s, self._chain_seconds(batch, num_tokens))
-        return tokens
+    def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
+        """Tell the clock what the passes take on the device, and hide what they took here."""
+        self.runs_on.pass_s[self.role] += self._seconds(batch, num_passes)
+        self.runs_on.hidden_s += time.thread_time() - begun
 
-    def _seconds(self, batch: RowBatch) -> float:
+    def _seconds(self, batch: RowBatch, num_passes: int) -> float:
         # Prompts are read by a kernel that reads the cache once, whatever decoding does.
         num_pairs = sum(
             (span.num_rows if span.num_chain == 1 else 1) * (span.start + span.num_rows)
             for span in batch.spans
         )
-        return self.pace.seconds(len(batch.tokens), num_pairs)
-
-    def _chain_seconds(self, batch: RowBatch, num_tokens: int) -> float:
-        num_pairs = sum(span.start + span.num_rows for span in batch.spans)
-        later_s = self.pace.seconds(len(batch.spans), num_pairs)
-        return self._seconds(batch) + (num_tokens - 1) * later_s
-
-    def _tell(self, start_s: float, seconds: float) -> None:
-        self.runs_on.hidden_s += time.thread_time() - start_s
-        self.runs_on.pass_s[self.role] += seconds
+        seconds = self.pace.seconds(len(batch.tokens), num_pairs)
+        if num_passes > 1:
+            later_pairs = sum(span.start + span.num_rows for span in batch.spans)
+            seconds += (num_passes - 1) * self.pace.seconds(len(batch.spans), later_pairs)
+        return seconds
 
 
-class SampledDeviceModel(DeviceModel):
+class SampledDeviceModel(WatchedChains, DeviceModel):
     """A DeviceModel over one that draws whole chains."""
-
-    def sampled_chain(
-        self,
-        batch: RowBatch,
-        keys: Int64[Tensor, "num_tokens sequences"],
-        temperatures: Float32[Tensor, " sequences"],
-        vocab_size: int,
-        *,
-        by_race: bool,
-        stops: Sequence[StopRule | None] = (),
-    ) -> SampledTokens:
-        """A sampled chain of the model: as many passes as were drawn."""
-        assert isinstance(self.model, SampledChains)
-        start_s = time.thread_time()
-        drawn = self.model.sampled_chain(
-            batch, keys, temperatures, vocab_size, by_race=by_race, stops=stops
-        )
-        self._tell(start_s, self._chain_seconds(batch, len(drawn.tokens)))
-        return drawn
 
 
 def on_device(model: LanguageModel, pace: Pace, device: Device, role: Role) -> LanguageModel:
