@@ -44,9 +44,8 @@ class GreedyTally:
         margins: per text that parts from plain decoding, the gap there in noise widths.
         num_parted: those of them by more than a tie.
         num_after_partial: those of them right after a step that rejected something.
-        num_reached: drafted positions whose predecessors were accepted.
-        num_accepted: accepted ones among them.
-        num_agreeing: those where the replayed draft agrees with the target.
+        hits: acceptance of reached positions.
+        num_agreeing: those of them where the replayed draft agrees with the target.
         num_apart: those where the two differ.
         state: where first drafted tokens cease to be the draft's own, by more than a tie.
     """
@@ -56,8 +55,7 @@ class GreedyTally:
     margins: list[float] = field(default_factory=list)
     num_parted: int = 0
     num_after_partial: int = 0
-    num_reached: int = 0
-    num_accepted: int = 0
+    hits: Hits = field(default_factory=Hits)
     num_agreeing: int = 0
     num_apart: int = 0
     state: StateTally = field(default_factory=StateTally)
@@ -101,17 +99,11 @@ class GreedyTally:
         for place in range(reached):
             accepted = place < step.record.num_accepted
             agrees = own[place] == best[place]
-            self.num_reached += 1
-            self.num_accepted += accepted
+            self.hits.add(1, accepted)
             self.num_agreeing += agrees
             self.num_apart += accepted != agrees
         row, drafted = replayed.draft_logits[start], int(proposal.tokens[0])
         return float(row[own[0]] - row[drafted]) > TIE * self.noise
-
-    @property
-    def hits(self) -> Hits:
-        """Acceptance of reached positions."""
-        return Hits(num_reached=self.num_reached, num_accepted=self.num_accepted)
 
     def add_facts(self, evidence: Evidence) -> None:
         """What the counts come to."""
@@ -135,12 +127,13 @@ class GreedyTally:
         self._add_replay(evidence)
 
     def _add_replay(self, evidence: Evidence) -> None:
-        if self.num_reached < MIN_TOKENS or self.num_agreeing == 0:
+        hits = self.hits
+        if hits.num_reached < MIN_TOKENS or self.num_agreeing == 0:
             return
-        ratio = self.num_accepted / self.num_agreeing
+        ratio = hits.num_accepted / self.num_agreeing
         reach = Z95 * math.sqrt(self.num_apart) / self.num_agreeing
         interval = Interval(estimate=ratio, low=max(0.0, ratio - reach), high=ratio + reach)
-        counts = f"{self.num_accepted} accepted, {self.num_agreeing} of {self.num_reached} replayed"
+        counts = f"{hits.num_accepted} accepted, {self.num_agreeing} of {hits.num_reached} replayed"
         evidence.add("replay_ratio", ratio, f"{SOURCE}: {counts}", interval)
 
 

@@ -14,7 +14,7 @@ MIN_DROP = 0.15
 MIN_Z = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Hits:
     """Counts of one kind of text.
 
@@ -23,8 +23,13 @@ class Hits:
         num_accepted: accepted ones among them.
     """
 
-    num_reached: int
-    num_accepted: int
+    num_reached: int = 0
+    num_accepted: int = 0
+
+    def add(self, num_reached: int, num_accepted: int) -> None:
+        """Count more."""
+        self.num_reached += num_reached
+        self.num_accepted += num_accepted
 
     @property
     def words(self) -> str:

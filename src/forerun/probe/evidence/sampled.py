@@ -48,8 +48,7 @@ class SampledTally:
         num_accepted: accepted tokens.
         expected: what the engine's verifier expected.
         squares: of the differences, step by step.
-        num_reached: drafted positions whose predecessors were accepted.
-        num_reached_accepted: accepted ones among them.
+        hits: acceptance of reached positions.
         overlaps: sum of min(p, q) there, q as recorded.
         variance: of as many coin tosses with these probabilities.
         match_nats: log likelihood of acceptance by exact match over that of min(1, p / q).
@@ -72,8 +71,7 @@ class SampledTally:
     num_accepted: int = 0
     expected: float = 0.0
     squares: float = 0.0
-    num_reached: int = 0
-    num_reached_accepted: int = 0
+    hits: Hits = field(default_factory=Hits)
     overlaps: float = 0.0
     variance: float = 0.0
     match_nats: float = 0.0
@@ -170,8 +168,7 @@ class SampledTally:
     def _add_reached(self, step: TapedStep, target: Tensor, laws: Tensor, tokens: Tensor) -> None:
         num = step.num_reached
         accept = overlap(target[:num], laws[:num]).double().clamp(max=1.0)  # equal laws round up
-        self.num_reached += num
-        self.num_reached_accepted += step.record.num_accepted
+        self.hits.add(num, step.record.num_accepted)
         self.overlaps += float(accept.sum())
         self.variance += float((accept * (1 - accept)).sum())
         places = torch.arange(num, device=laws.device)
@@ -182,11 +179,6 @@ class SampledTally:
         self.match_nats += float(nats.sum())
 
     # --- the facts
-
-    @property
-    def hits(self) -> Hits:
-        """Acceptance of reached positions."""
-        return Hits(num_reached=self.num_reached, num_accepted=self.num_reached_accepted)
 
     def add_facts(self, evidence: Evidence) -> None:
         """What the counts come to."""
@@ -222,8 +214,8 @@ class SampledTally:
             evidence.add("draft_one_hot", self.num_one_hot > self.num_sampled, words)
         if self.overlaps <= 0.0:
             return
-        ratio = self.num_reached_accepted / self.overlaps
-        words = f"{self.num_reached_accepted} accepted, sum(min(p, q)) = {self.overlaps:.1f}"
+        ratio = self.hits.num_accepted / self.overlaps
+        words = f"{self.hits.num_accepted} accepted, sum(min(p, q)) = {self.overlaps:.1f}"
         reach = Z95 * math.sqrt(self.variance) / self.overlaps
         evidence.add("accept_rule_ratio", ratio, words, around(ratio, reach))
         if abs(self.match_nats) > MIN_NATS:
