@@ -8,7 +8,7 @@ rows of a batch go to whoever gains most by them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from forerun.control.allocation import Allocator, allocator
@@ -43,21 +43,20 @@ class Probe(NamedTuple):
 
     Attributes:
         names: of the requests.
-        tokens: expected of the step without it.
-        step_s: expected of the step without it.
+        without: what is expected of the step without it.
         longer_s: by how much it is expected to be longer.
     """
 
     names: frozenset[str]
-    tokens: float
-    step_s: float
+    without: Allocation
     longer_s: float
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Settled:
     """What was decided, and from what. It holds for a few steps while the requests are the same.
 
-    Args:
+    Attributes:
         names: of the requests.
         plans: of all of them.
         max_rows: there was room for.
@@ -65,36 +64,21 @@ class Settled:
         candidates: what was chosen from.
         pricing: what steps take.
         allocation: what is expected of the step.
+        steps_left: steps it still holds for.
     """
 
-    __slots__ = (
-        "allocation",
-        "candidates",
-        "max_rows",
-        "names",
-        "patience",
-        "plans",
-        "pricing",
-        "steps_left",
-    )
+    names: list[str]
+    plans: list[Plan]
+    max_rows: int
+    patience: int
+    candidates: list[Candidate]
+    pricing: Pricing
+    allocation: Allocation
+    steps_left: int = field(init=False)
 
-    def __init__(  # noqa: PLR0913 (made in one place)
-        self,
-        names: list[str],
-        plans: list[Plan],
-        max_rows: int,
-        patience: int,
-        candidates: list[Candidate],
-        pricing: Pricing,
-        allocation: Allocation,
-    ) -> None:
-        self.names = names
-        self.plans = plans
-        self.max_rows = max_rows
-        self.patience = self.steps_left = patience
-        self.candidates = candidates
-        self.pricing = pricing
-        self.allocation = allocation
+    def __post_init__(self) -> None:
+        """Nothing of its time is over."""
+        self.steps_left = self.patience
 
     def holds(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
         """Whether it may be followed once more; wishes are looked at in every step."""
@@ -162,8 +146,7 @@ class GoodputController:
         if probed := self.exploration.probed:
             self._probe = Probe(
                 names=frozenset(settled.names[at] for at in probed),
-                tokens=allocation.tokens,
-                step_s=allocation.step_s,
+                without=allocation,
                 longer_s=tried.step_s - allocation.step_s,
             )
         elif self.exploration.explored is not None:
@@ -192,7 +175,15 @@ class GoodputController:
         if last is not None and last.plans == plans and last.names == names:
             is_plain = not any(allocation.depths)
             patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
-        return Settled(names, plans, capacity.max_rows, patience, candidates, pricing, allocation)
+        return Settled(
+            names=names,
+            plans=plans,
+            max_rows=capacity.max_rows,
+            patience=patience,
+            candidates=candidates,
+            pricing=pricing,
+            allocation=allocation,
+        )
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn how far drafts came, and what the step took."""
@@ -313,10 +304,10 @@ class GoodputController:
         accepted = [r.num_accepted for r in records if r.k_budget and r.request_id in probe.names]
         if not accepted:
             return
-        first, spent_s = records[0], probe.longer_s
+        first, spent_s, without = records[0], probe.longer_s, probe.without
         if first.num_prefill_rows == 0:
-            spent_s = first.draft_s + first.verify_s + first.other_s - probe.step_s
-        self.exploration.observe(spent_s / probe.step_s - sum(accepted) / probe.tokens)
+            spent_s = first.draft_s + first.verify_s + first.other_s - without.step_s
+        self.exploration.observe(spent_s / without.step_s - sum(accepted) / without.tokens)
 
 
 def plan_of(method: str, k: int, rule: StopRule | None, was: Plan) -> Plan:
