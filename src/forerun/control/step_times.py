@@ -96,11 +96,6 @@ class StepTimes:
             return self.verify_s[below]
         return self.verify_s[below] + share * (self.verify_s[below + 1] - self.verify_s[below])
 
-    def cycle_s(self, depth: float, batch: int) -> float:
-        """A cycle in which every sequence drafts so many nodes on average; not for 0."""
-        draft_s = depth * self.draft_s[batch - 1]
-        return draft_s + self.verify_nodes_s(depth * batch) + self.overhead_s
-
 
 class Tables:
     """Step times by method, kind of draft and place; each is read once.
