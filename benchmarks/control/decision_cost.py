@@ -17,7 +17,6 @@ from pathlib import Path
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import GoodputConfig
-from forerun.control.exploration import share_of
 from forerun.control.goodput import GoodputController
 from forerun.control.named import Means, build_controller
 from forerun.control.safety import SafeController
@@ -25,7 +24,7 @@ from forerun.provenance import collect
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.record import StepRecord
-from forerun.theory.splitmix import INCREMENT, finalise
+from forerun.theory.splitmix import INCREMENT, finalise, share_of
 
 BATCHES = (1, 4, 16, 64)
 MAX_K = 8

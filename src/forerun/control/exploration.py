@@ -8,7 +8,7 @@ from dataclasses import replace
 from forerun.control.base import Plan
 from forerun.control.config import GoodputConfig
 
-__all__ = ["Exploration", "share_of"]
+__all__ = ["Exploration"]
 
 LEAST_LOSS = 0.02
 """What trying another plan counts for at least, in steps: even what is free need not be all."""
@@ -137,8 +137,3 @@ class Exploration:
                 has paid.
         """
         self._debt = max(-MOST_CREDIT, self._debt + min(loss, MOST_LOSS))
-
-
-def share_of(bits: int) -> float:
-    """A number in [0, 1) out of 64 bits."""
-    return bits / 2.0**64

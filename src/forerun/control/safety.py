@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import SafetyConfig
-from forerun.control.exploration import share_of
 from forerun.theory.ratio import DiscountedRatio
 from forerun.theory.record import StepRecord
-from forerun.theory.splitmix import INCREMENT, finalise
+from forerun.theory.splitmix import INCREMENT, finalise, share_of
 
 __all__ = ["SafeController", "Switch"]
 

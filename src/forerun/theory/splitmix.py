@@ -5,7 +5,7 @@ Source: Steele, Lea and Flood 2014.
 
 from __future__ import annotations
 
-__all__ = ["FACTORS", "INCREMENT", "MASK", "SHIFTS", "finalise"]
+__all__ = ["FACTORS", "INCREMENT", "MASK", "SHIFTS", "finalise", "share_of"]
 
 MASK = (1 << 64) - 1
 INCREMENT = 0x9E3779B97F4A7C15
@@ -20,3 +20,8 @@ def finalise(bits: int) -> int:
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits = ((bits ^ bits >> shift) * factor) & MASK
     return bits ^ bits >> SHIFTS[-1]
+
+
+def share_of(bits: int) -> float:
+    """A number in [0, 1) out of 64 bits."""
+    return bits / 2.0**64
