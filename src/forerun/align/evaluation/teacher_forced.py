@@ -78,10 +78,17 @@ def acceptance_probabilities(
 
 
 def logits_of(
-    model: LanguageModel, ids: Sequence[int], first: int, chunk: int = CHUNK
+    model: LanguageModel, ids: Sequence[int], first: int, chunk: int | None = None
 ) -> Iterator[Float[Tensor, "rows vocab"]]:
-    """Logits of rows `first` to the last but one, in the same chunks whatever the model."""
-    fed = list(ids[:-1])
+    """Logits of rows `first` to the last but one, in the same chunks whatever the model.
+
+    Args:
+        model: with a free slot.
+        ids: known to the model.
+        first: row.
+        chunk: rows of one pass, by default `CHUNK`.
+    """
+    fed, chunk = list(ids[:-1]), chunk or CHUNK
     context = Context(model.store, fed)
     try:
         for start in range(0, len(fed), chunk):
