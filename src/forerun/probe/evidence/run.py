@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun.align.evaluation.judge import draft_model_of
+from forerun.align.evaluation.judge import draft_model_of, spread
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt
@@ -129,10 +129,9 @@ def chosen(
     engine: Engine, prompts: Sequence[Prompt], config: EvidenceConfig
 ) -> list[tuple[int, ...]]:
     """Token ids of some prompts, evenly from all."""
-    num = min(config.num_prompts, len(prompts))
-    some = [prompts[i * len(prompts) // num] for i in range(num)]
     params = SamplingParams(max_tokens=config.num_tokens)
-    return [tuple(engine.intake.check(prompt, params)) for prompt in some]
+    indices = spread(len(prompts), config.num_prompts)
+    return [tuple(engine.intake.check(prompts[index], params)) for index in indices]
 
 
 def params_of(params: SamplingParams, num: int, config: EvidenceConfig) -> list[SamplingParams]:
