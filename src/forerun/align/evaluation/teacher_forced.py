@@ -16,7 +16,7 @@ from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 
-__all__ = ["acceptance_probabilities", "laws", "logits_of"]
+__all__ = ["acceptance_probabilities", "along", "laws", "logits_of", "num_known", "overlap"]
 
 CHUNK = 256
 """Rows of one pass; those of a chunk are the largest tensors here."""
@@ -49,9 +49,8 @@ def acceptance_probabilities(
         knows the ids.
     """
     ids = [*prompt_ids, *response_ids]
-    num_readable = next((i for i, token in enumerate(ids) if token >= draft.vocab_size), len(ids))
     # The last token need not be read.
-    reach = min(target.max_context, draft.max_context, num_readable + 1)
+    reach = min(target.max_context, draft.max_context, num_known(draft, ids) + 1)
     ids, response = ids[:reach], response_ids[: max(0, reach - len(prompt_ids))]
     if not response:
         return []
@@ -69,8 +68,7 @@ def acceptance_probabilities(
         target_rows = laws(target_logits, params, histories)
         shared = fit_vocabulary(draft_logits.to(target_rows.device), target.vocab_size)
         draft_rows = laws(shared, draft_params(params), histories)
-        # A draft without a law drafts nothing, so nothing of it is accepted.
-        alphas += torch.minimum(target_rows, draft_rows).sum(-1).nan_to_num(0.0).tolist()
+        alphas += overlap(target_rows, draft_rows).tolist()
         if history is not None:
             for token in chunk:
                 history.append(token)
@@ -101,6 +99,19 @@ def logits_of(
                 yield logits
     finally:
         context.close()
+
+
+def num_known(model: LanguageModel, ids: Sequence[int]) -> int:
+    """How many of these ids come before the first that the model does not know."""
+    return next((i for i, token in enumerate(ids) if token >= model.vocab_size), len(ids))
+
+
+def overlap(one: Float[Tensor, "*rows vocab"], other: Float[Tensor, "*rows vocab"]) -> Tensor:
+    """Sum of min: the acceptance probability of two laws.
+
+    A draft without a law drafts nothing, so nothing of it is accepted: 0 where one is NaN.
+    """
+    return torch.minimum(one, other).sum(-1).nan_to_num(0.0)
 
 
 def along(history: History, tokens: Sequence[int]) -> list[RowHistory]:

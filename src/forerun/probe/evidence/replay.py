@@ -9,16 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from forerun.align.evaluation.teacher_forced import laws, logits_of
+from forerun.align.evaluation.teacher_forced import along, laws, logits_of, num_known
 from forerun.drafters.levels import fit_vocabulary
 from forerun.models.base import LanguageModel
 from forerun.probe.evidence.tape import TapedRequest
-from forerun.sampling.config import SamplingParams, draft_params
+from forerun.sampling.config import draft_params
 from forerun.sampling.history import History, RowHistory
-from forerun.theory.tree import TokenTree
 
-__all__ = ["Replay", "overlap", "replay"]
-
+__all__ = ["Replay", "replay"]
 
 NEAR = 64
 """Prompt tokens left to a draft that is to do without the rest."""
@@ -92,8 +90,7 @@ def replay(
 
 def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tensor, "read vocab"]:
     """Logits of rows `first` to the last but one, as far as the model has ids and positions."""
-    num_known = next((i for i, token in enumerate(ids) if token >= model.vocab_size), len(ids))
-    read = ids[: min(num_known + 1, len(ids), model.max_context)]
+    read = ids[: min(num_known(model, ids) + 1, model.max_context)]
     found = [*logits_of(model, read, first)] if len(read) > first + 1 else []
     return torch.cat(found).float() if found else torch.empty(0, model.vocab_size)
 
@@ -102,16 +99,10 @@ def histories_of(
     request: TapedRequest, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> list[RowHistory]:
     """What the law of each output token depends on besides logits; empty where on nothing."""
-    params: SamplingParams = request.params
+    params = request.params
     if not params.needs_history:
         return []
     history = History.of(
         params, request.prompt_ids, vocab_size=vocab_size, eos_token_ids=eos_token_ids
     )
-    tokens = list(request.token_ids)
-    return history.along(TokenTree.chain(len(tokens) - 1), tokens[:-1])
-
-
-def overlap(one: Float[Tensor, "*rows vocab"], other: Float[Tensor, "*rows vocab"]) -> Tensor:
-    """Sum of min: the acceptance probability of two laws; 0 where one is NaN."""
-    return torch.minimum(one, other).sum(-1).nan_to_num(0.0)
+    return along(history, request.token_ids)

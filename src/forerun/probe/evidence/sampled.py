@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from forerun.align.evaluation.teacher_forced import overlap
 from forerun.diagnose.evidence import Evidence
 from forerun.probe.evidence.hits import Hits
-from forerun.probe.evidence.replay import Replay, overlap
+from forerun.probe.evidence.replay import Replay
 from forerun.probe.evidence.state import StateTally
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
 from forerun.probe.evidence.transform import Transform
