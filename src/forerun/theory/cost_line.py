@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["CostLine", "Reading", "interpolate", "isotonic"]
+__all__ = ["CostLine", "Reading", "interpolate", "isotonic", "numbers"]
 
 
 class Reading(NamedTuple):
@@ -119,9 +119,9 @@ class CostLine:
             batch=_integers("batch", [values["batch"]])[0],
             context=_integers("context", [values["context"]])[0],
             rows=_integers("rows", values["rows"]),
-            verify_s=_numbers("verify_s", values["verify_s"]),
-            verify_error_s=_numbers("verify_error_s", values["verify_error_s"]),
-            **{name: _numbers(name, [values[name]])[0] for name in scalars},
+            verify_s=numbers("verify_s", values["verify_s"]),
+            verify_error_s=numbers("verify_error_s", values["verify_error_s"]),
+            **{name: numbers(name, [values[name]])[0] for name in scalars},
         )
 
 
@@ -145,6 +145,20 @@ def interpolate(xs: Sequence[int], readings: Sequence[Reading], x: int) -> Readi
         s=below.s + weight * (above.s - below.s),
         error_s=abs(1 - weight) * below.error_s + weight * above.error_s,
     )
+
+
+def numbers(name: str, values: object) -> tuple[float, ...]:
+    """What JSON has under a name.
+
+    Raises:
+        ValueError: it is no list, or something in it is no number.
+    """
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} is {values!r}; it must be a list")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} contains {value!r}; it must be a number")
+    return tuple(map(float, values))
 
 
 def isotonic(values: Sequence[float]) -> tuple[float, ...]:
@@ -193,19 +207,8 @@ def _check_times(name: str, values: Iterable[float], *, allow_zero: bool = True)
             raise ValueError(f"{name} contains {value} s; times are finite and {bound}")
 
 
-def _numbers(name: str, values: object) -> tuple[float, ...]:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} is {values!r}; it must be a list")
-    numbers = []
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} contains {value!r}; it must be a number")
-        numbers.append(float(value))
-    return tuple(numbers)
-
-
 def _integers(name: str, values: object) -> tuple[int, ...]:
-    numbers = _numbers(name, values)
-    if any(number != int(number) for number in numbers):
+    found = numbers(name, values)
+    if any(number != int(number) for number in found):
         raise ValueError(f"{name} is {values!r}; it must hold whole numbers")
-    return tuple(map(int, numbers))
+    return tuple(map(int, found))

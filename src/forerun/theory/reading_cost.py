@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 
-from forerun.theory.cost_line import Reading, interpolate
+from forerun.theory.cost_line import Reading, interpolate, numbers
 
 __all__ = ["ReadingCost"]
 
@@ -74,18 +74,9 @@ class ReadingCost:
             raise ValueError(
                 f"a reading cost has {', '.join(sorted(names))}; this one {', '.join(values)}"
             )
-        found = {name: _numbers(name, values[name]) for name in names}
+        found = {name: numbers(name, values[name]) for name in names}
         return cls(
             tokens=tuple(map(int, found["tokens"])),
             target_s=found["target_s"],
             draft_s=found["draft_s"],
         )
-
-
-def _numbers(name: str, values: object) -> tuple[float, ...]:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} is {values!r}; it must be a list")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} contains {value!r}; it must be a number")
-    return tuple(map(float, values))
