@@ -12,7 +12,12 @@ from forerun.errors import InvalidRequest
 from forerun.plan.drafts import Drafts
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
-from forerun.theory.speedup import acceptance_length, constant_survival, survival
+from forerun.theory.speedup import (
+    acceptance_length,
+    conditional_acceptance,
+    constant_survival,
+    survival,
+)
 
 __all__ = ["MIN_ALLOWED", "Acceptance", "Drafting", "counted", "given", "improved"]
 
@@ -188,8 +193,7 @@ def improved(acceptance: Acceptance, share: float) -> Acceptance:
 
 def fewer_rejections(survivals: Sequence[float], share: float) -> tuple[float, ...]:
     """Survival once `share` of the rejections at every position are gone."""
-    pairs = pairwise((1.0, *survivals))
-    alphas = [after / before if before else 0.0 for before, after in pairs]
+    alphas = conditional_acceptance(survivals)
     return survival([1.0 - (1.0 - share) * (1.0 - alpha) for alpha in alphas])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "best_k",
     "break_even_alpha",
     "break_even_rate",
+    "conditional_acceptance",
     "constant_acceptance_length",
     "constant_survival",
     "cycle_cost",
@@ -58,6 +59,16 @@ def survival(conditional: Sequence[float]) -> tuple[float, ...]:
     for position, probability in enumerate(conditional, start=1):
         _check_probability(probability, f"conditional acceptance at position {position}")
     return tuple(accumulate(conditional, mul))
+
+
+def conditional_acceptance(survival: Sequence[float]) -> tuple[float, ...]:
+    """P(position i accepted | all before it accepted), 0 where that never happens.
+
+    Args:
+        survival: P(accepted through i) for i = 1..K.
+    """
+    pairs = pairwise((1.0, *survival))
+    return tuple(after / before if before else 0.0 for before, after in pairs)
 
 
 def constant_survival(alpha: float, num_speculative_tokens: int) -> tuple[float, ...]:

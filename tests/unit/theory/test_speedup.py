@@ -9,6 +9,7 @@ from forerun.theory.speedup import (
     best_k,
     break_even_alpha,
     break_even_rate,
+    conditional_acceptance,
     constant_acceptance_length,
     constant_survival,
     cycle_cost,
@@ -38,6 +39,11 @@ def test_the_same_figures_as_conditional_and_as_survival_differ():
 def test_survival_is_the_running_product():
     assert survival([0.9, 0.5, 0.0, 0.7]) == pytest.approx((0.9, 0.45, 0.0, 0.0))
     assert constant_survival(0.5, 3) == (0.5, 0.25, 0.125)
+
+
+def test_conditional_acceptance_is_what_survival_was_made_of():
+    assert conditional_acceptance(survival([0.9, 0.5, 0.7])) == pytest.approx((0.9, 0.5, 0.7))
+    assert conditional_acceptance((0.9, 0.0, 0.0)) == (0.9, 0.0, 0.0)
 
 
 def test_cycle_cost_adds_up():

@@ -28,6 +28,7 @@ from forerun.plan.simulation.kinds.config import (
     Recorded,
     Uniform,
 )
+from forerun.theory.speedup import conditional_acceptance
 
 __all__ = ["Traffic", "traffic_of"]
 
@@ -198,9 +199,8 @@ def mixed(
 
 def conditional(beta: Sequence[float], max_k: int) -> tuple[float, ...]:
     """P(accepted | all before it accepted) for `max_k` positions."""
-    before = (1.0, *beta)
-    ratios = [b / a if a else 0.0 for a, b in zip(before, beta, strict=False)]
-    return tuple((ratios + [ratios[-1]] * max_k)[:max_k])
+    alphas = conditional_acceptance(beta)
+    return (*alphas, *[alphas[-1]] * max_k)[:max_k]
 
 
 def floats(values: NDFloats) -> list[float]:
