@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from forerun.diagnose.drops import is_drop
 
 __all__ = ["Hits"]
 
 MIN_POSITIONS = 100
 """Fewer say nothing: neighbouring positions are alike."""
-MIN_DROP = 0.15
-"""A smaller difference explains no complaint."""
-MIN_Z = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,9 +38,5 @@ class Hits:
         """Whether acceptance is clearly lower here; None where too few positions tell."""
         if min(self.num_reached, other.num_reached) < MIN_POSITIONS:
             return None
-        both = (self.num_accepted + other.num_accepted) / (self.num_reached + other.num_reached)
-        error = math.sqrt(both * (1 - both) * (1 / self.num_reached + 1 / other.num_reached))
-        drop = other.num_accepted / other.num_reached - self.num_accepted / self.num_reached
-        if drop >= MIN_DROP and drop >= MIN_Z * error:
-            return True
-        return False if drop + 2 * error < MIN_DROP else None
+        high, low = ((hits.num_accepted, hits.num_reached) for hits in (other, self))
+        return is_drop(high, low)

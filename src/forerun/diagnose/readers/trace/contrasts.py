@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from forerun.diagnose.drops import MIN_Z, is_drop
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace.totals import Hits, Seconds, TraceTotals, merged
 from forerun.theory.record import RequestRecord
@@ -13,12 +14,8 @@ __all__ = ["add_contrasts"]
 
 MIN_STEPS = 50
 """Fewer drafting steps on one side say nothing."""
-MIN_DROP = 0.15
-"""A smaller difference of alpha_1 explains no complaint."""
-MIN_Z = 5.0
-"""Steps of one request depend on each other, so this asks for more than independent ones would."""
 AGAINST_TREND = 3.0
-"""The same within requests, where dependence would rather show the opposite."""
+"""Standard errors asked for within requests, where dependence would rather show the opposite."""
 MIN_CYCLES = 20
 MAX_POINTS = 60
 FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
@@ -55,12 +52,7 @@ def drop(high: Hits, low: Hits, min_z: float = MIN_Z) -> bool | None:
     """Whether alpha_1 is clearly lower on one side; None where too few steps tell."""
     if min(high.num_steps, low.num_steps) < MIN_STEPS:
         return None
-    difference = high.alpha_1 - low.alpha_1
-    both = pooled([high, low]).alpha_1
-    error = math.sqrt(both * (1 - both) * (1 / high.num_steps + 1 / low.num_steps))
-    if difference >= MIN_DROP and difference >= min_z * error:
-        return True
-    return False if difference + 2 * error < MIN_DROP else None
+    return is_drop((high.num_first, high.num_steps), (low.num_first, low.num_steps), min_z)
 
 
 def add_drop(
