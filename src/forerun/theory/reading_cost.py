@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forerun.theory.cost_line import Reading, interpolate, numbers
@@ -31,6 +31,8 @@ class ReadingCost:
     tokens: tuple[int, ...]
     target_s: tuple[float, ...]
     draft_s: tuple[float, ...]
+    _target: tuple[Reading, ...] = field(init=False, repr=False, compare=False)
+    _draft: tuple[Reading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be read."""
@@ -42,10 +44,12 @@ class ReadingCost:
                 raise ValueError(f"{name} has {len(times)} entries for {len(self.tokens)} numbers")
             if not all(0.0 <= seconds < math.inf for seconds in times):
                 raise ValueError(f"{name} is {list(times)}; times are finite and 0 or more")
+        object.__setattr__(self, "_target", tuple(map(Reading, self.target_s)))
+        object.__setattr__(self, "_draft", tuple(map(Reading, self.draft_s)))
 
     def target_pass_s(self, num_tokens: int) -> float:
         """The target reads, and nothing else is in its pass."""
-        return self._at(self.target_s, num_tokens)
+        return interpolate(self.tokens, self._target, num_tokens).s
 
     def target_more_s(self, num_tokens: int) -> float:
         """What reading adds to a pass of the target that would happen anyway."""
@@ -53,14 +57,12 @@ class ReadingCost:
 
     def draft_more_s(self, num_tokens: int) -> float:
         """What it costs that the draft reads so many tokens instead of one before it drafts."""
-        return max(0.0, self._at(self.draft_s, num_tokens) - self.draft_s[0])
-
-    def _at(self, times: Sequence[float], num_tokens: int) -> float:
-        return interpolate(self.tokens, [Reading(seconds) for seconds in times], num_tokens).s
+        read_s = interpolate(self.tokens, self._draft, num_tokens).s
+        return max(0.0, read_s - self.draft_s[0])
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
-        return asdict(self)
+        return {"tokens": self.tokens, "target_s": self.target_s, "draft_s": self.draft_s}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> ReadingCost:
@@ -69,11 +71,9 @@ class ReadingCost:
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or a value is impossible.
         """
-        names = {item.name for item in fields(cls)}
-        if values.keys() != names:
-            raise ValueError(
-                f"a reading cost has {', '.join(sorted(names))}; this one {', '.join(values)}"
-            )
+        names = ("draft_s", "target_s", "tokens")
+        if values.keys() != set(names):
+            raise ValueError(f"a reading cost has {', '.join(names)}; this one {', '.join(values)}")
         found = {name: numbers(name, values[name]) for name in names}
         return cls(
             tokens=tuple(map(int, found["tokens"])),
