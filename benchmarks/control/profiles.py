@@ -72,8 +72,7 @@ def measure_copying(num_threads: int) -> None:
 
 def read_costs(name: str) -> Costs:
     """Costs of a drafter; of copying, those of a pair whose drafts take what copies took."""
-    profile = load_profile(profile_path("domain" if name == "suffix" else name))
-    costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
+    costs = load_profile(profile_path("domain" if name == "suffix" else name)).costs
     if name != "suffix":
         return costs
     draft_token_s = json.loads(COPYING.read_text(encoding="utf-8"))["draft_token_s"]

@@ -33,7 +33,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.loading import load_drafters
 from forerun.models.load import model_folder
 from forerun.models.zoo.catalog import held_out_prompts
-from forerun.plan.costs import Costs
 from forerun.probe.profile_file import load_profile
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
@@ -93,8 +92,7 @@ class Bench:
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        profile = load_profile(arguments.profile)
-        self.costs = {"draft_model": Costs(greedy=profile.greedy, sampled=profile.sampled)}
+        self.costs = {"draft_model": load_profile(arguments.profile).costs}
         config = EngineConfig(
             num_speculative_tokens=MAX_K,
             max_batch=1,

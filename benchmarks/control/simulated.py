@@ -71,8 +71,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    profile = load_profile(arguments.profile)
-    costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
+    costs = load_profile(arguments.profile).costs
     rows = []
     for alphas in ALPHAS:
         for seed in SEEDS:

@@ -249,8 +249,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="folder for the traces; default: nowhere")
     arguments = parser.parse_args()
-    profile = load_profile(arguments.profile)
-    costs = Costs(greedy=profile.greedy, sampled=profile.sampled, reading=profile.reading)
+    costs = load_profile(arguments.profile).costs
     with tempfile.TemporaryDirectory() as folder:
         keep = arguments.keep or Path(folder)
         found = one_round(costs, arguments.threads, arguments.repeats, keep)

@@ -63,9 +63,7 @@ def main() -> None:
     parser.add_argument("--million", type=int, default=MILLION, help="requests in the coarse mode")
     arguments = parser.parse_args()
     workload = load_workload(HERE / "workload.yaml")
-    profile = load_profile(PROFILE)
-    costs = Costs(greedy=profile.greedy, sampled=profile.sampled, reading=profile.reading)
-    found = measured(workload, costs, arguments.million)
+    found = measured(workload, load_profile(PROFILE).costs, arguments.million)
     for name, rate in found.items():
         print(f"{name:<16} {rate['requests_per_s']:,.0f} requests/s")  # type: ignore[index]
     content = {"rates": found, "provenance": collect({}).to_dict()}

@@ -52,8 +52,7 @@ class PairCosts:
             InvalidProfile: the profile is of another machine or target.
         """
         if self._costs is None:
-            profile = self._profile(draft, target_hash)
-            self._costs = Costs(greedy=profile.greedy, sampled=profile.sampled)
+            self._costs = self._profile(draft, target_hash).costs
         return self._costs.at(temperature)
 
     def _profile(self, draft: Path, target_hash: str) -> Profile:

@@ -18,7 +18,6 @@ from forerun.plan.costs import Costs
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import Facts, Pair, facts_of, setup_of
-from forerun.probe.profile import Profile
 from forerun.probe.profile_file import check_setup, load_profile
 
 __all__ = ["measured_costs", "read_costs"]
@@ -36,9 +35,10 @@ def measured_costs(comparison: Comparison, tell: Callable[[str], None]) -> Mappi
         def say(num_rounds: int, error: float, draft: str = draft) -> None:
             tell(f"measuring costs with {draft}: round {num_rounds}, within {error:.1%}")
 
-        found[draft] = costs_in(
-            measure_pair(pair, facts, probe_for(comparison), clock=time.perf_counter, tell=say)
+        profile = measure_pair(
+            pair, facts, probe_for(comparison), clock=time.perf_counter, tell=say
         )
+        found[draft] = profile.costs
     return found
 
 
@@ -60,7 +60,7 @@ def read_costs(paths: Sequence[Path], comparison: Comparison) -> Mapping[str, Co
         if draft is None:
             raise InvalidRequest(f"{path} is a profile of {profile.draft}, which no arm uses")
         check_setup(profile, setups[draft])
-        found[draft] = costs_in(profile)
+        found[draft] = profile.costs
     return found
 
 
@@ -106,8 +106,3 @@ def probe_for(comparison: Comparison) -> ProbeConfig:
         read=(),
         budget_s=BUDGET_S,
     )
-
-
-def costs_in(profile: Profile) -> Costs:
-    """The tables of a profile."""
-    return Costs(greedy=profile.greedy, sampled=profile.sampled)

@@ -65,7 +65,7 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, AnyCosts]:
         check_setup(profile, setups[method])
         if method in found:
             raise InvalidRequest(f"{path} is a second profile of {named[method]}")
-        found[method] = Costs(greedy=profile.greedy, sampled=profile.sampled)
+        found[method] = profile.costs
     beside = next(iter(found.values()))
     free = Costs(
         greedy=with_draft_cost(beside.greedy, draft_s=0.0),

@@ -12,7 +12,7 @@ from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import Acceptance, counted, given
 from forerun.plan.config import PlanConfig
-from forerun.plan.costs import Costs, with_draft_cost
+from forerun.plan.costs import with_draft_cost
 from forerun.plan.option import Candidate
 from forerun.plan.roofline import Machine, cost_table
 from forerun.plan.traced import TracedDrafts, drafts_in
@@ -50,11 +50,7 @@ def candidates_of(options: PlanOptions) -> tuple[list[Candidate], PlanConfig]:
     traced = read_traced(options)
     check_same_pair(profiles, traced)
     if machine is None:
-        measured = {
-            name: Costs(greedy=profile.greedy, sampled=profile.sampled)
-            for name, profile in profiles.items()
-        }
-        tables = {name: costs.at(config.temperature) for name, costs in measured.items()}
+        tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
     else:
         tables = rooflines(machine, options, profiles, config)
     names = options.draft or tuple(tables)

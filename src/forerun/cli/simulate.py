@@ -65,13 +65,12 @@ def run(options: SimulateOptions) -> int:
         raise InvalidRequest("name the --controllers to simulate")
 
     from forerun.cli.simulate_tables import print_simulation
-    from forerun.plan.costs import Costs
     from forerun.plan.simulation.workload_file import load_workload
     from forerun.probe.profile_file import load_profile
 
     workload = load_workload(options.workload)
     profile = load_profile(options.profile)
-    costs = Costs(greedy=profile.greedy, sampled=profile.sampled, reading=profile.reading)
+    costs = profile.costs
     if options.correct_by is not None:
         costs = as_traced(costs, profile, options.correct_by, workload.temperature)
     results, oracle = simulated(options, workload, costs)

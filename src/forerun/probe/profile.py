@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from forerun.plan.costs import Costs
 from forerun.probe.cells import Cell, Quantity
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
@@ -140,6 +141,11 @@ class Profile:
     greedy: CostTable
     sampled: CostTable
     reading: ReadingCost | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The tables, as plans, controllers and the simulator take them."""
+        return Costs(greedy=self.greedy, sampled=self.sampled, reading=self.reading)
 
     @property
     def num_rounds(self) -> int:
