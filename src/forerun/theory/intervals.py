@@ -1,7 +1,7 @@
 """Confidence intervals: of a proportion, of a mean, of a paired ratio, of a median.
 
-Nothing here assumes a normal sample. Resampling draws its indices from a hash of (seed, resample,
-draw), so an interval is a function of its arguments.
+Nothing here assumes a normal sample, and only `normal_interval` a normal estimate. Resampling draws
+its indices from a hash of (seed, resample, draw), so an interval is a function of its arguments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ __all__ = [
     "bootstrap_mean",
     "bootstrap_ratio",
     "median_interval",
+    "normal_interval",
     "wilson_interval",
 ]
 
 MASK_32 = (1 << 32) - 1
+Z95 = 1.96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,18 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
     # At 0 and 1 an end equals the estimate; rounding must not put it on the wrong side.
     low, high = max(0.0, centre - reach), min(1.0, centre + reach)
     return Interval(estimate=share, low=min(low, share), high=max(high, share))
+
+
+def normal_interval(estimate: float, error: float, *, least: float = 0.0) -> Interval:
+    """95% interval of something that is as good as normal.
+
+    Args:
+        estimate: of it.
+        error: standard error of the estimate.
+        least: what it cannot be below.
+    """
+    reach = Z95 * error
+    return Interval(estimate=estimate, low=max(least, estimate - reach), high=estimate + reach)
 
 
 def bootstrap(

@@ -10,6 +10,7 @@ from forerun.theory.intervals import (
     bootstrap_mean,
     bootstrap_ratio,
     median_interval,
+    normal_interval,
     wilson_interval,
 )
 
@@ -123,6 +124,13 @@ def test_groups_are_resampled_each_within_itself():
 def test_impossible_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_normal_interval_ends_two_errors_away_or_where_nothing_can_be():
+    found = normal_interval(2.0, 0.5)
+    assert (found.low, found.estimate, found.high) == pytest.approx((1.02, 2.0, 2.98))
+    assert normal_interval(0.5, 0.5).low == 0.0
+    assert normal_interval(1.5, 0.5, least=1.0).low == 1.0
 
 
 def test_median_interval_is_between_order_statistics():

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from forerun.diagnose.evidence import Evidence
-from forerun.theory.intervals import Interval, wilson_interval
+from forerun.theory.intervals import Interval, normal_interval, wilson_interval
 from forerun.theory.speedup import break_even_alpha
 
 __all__ = ["add_rates"]
 
-Z95 = 1.96
 MIN_REACHED = 20
 """A position that fewer steps reached says nothing of its conditional acceptance."""
 MIN_RATE = 1e-6
@@ -78,8 +77,8 @@ def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interv
     if not rates or drafts < 2:
         return None
     square = sum((2 * i - 1) * rate for i, rate in enumerate(rates, start=1))
-    reach = Z95 * math.sqrt(max(0.0, square - (tau - 1.0) ** 2) / drafts)
-    return Interval(estimate=tau, low=max(1.0, tau - reach), high=tau + reach)
+    error = math.sqrt(max(0.0, square - (tau - 1.0) ** 2) / drafts)
+    return normal_interval(tau, error, least=1.0)
 
 
 def add_draft_rate(evidence: Evidence) -> None:

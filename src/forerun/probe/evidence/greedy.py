@@ -22,11 +22,10 @@ from forerun.probe.evidence.hits import Hits
 from forerun.probe.evidence.replay import Replay
 from forerun.probe.evidence.state import StateTally, before_step
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
-from forerun.theory.intervals import Interval
+from forerun.theory.intervals import normal_interval
 
 __all__ = ["GreedyTally", "noise_width"]
 
-Z95 = 1.96
 MIN_TOKENS = 30
 """Fewer reached positions say nothing about acceptance."""
 TIE = 4.0
@@ -131,8 +130,7 @@ class GreedyTally:
         if hits.num_reached < MIN_TOKENS or self.num_agreeing == 0:
             return
         ratio = hits.num_accepted / self.num_agreeing
-        reach = Z95 * math.sqrt(self.num_apart) / self.num_agreeing
-        interval = Interval(estimate=ratio, low=max(0.0, ratio - reach), high=ratio + reach)
+        interval = normal_interval(ratio, math.sqrt(self.num_apart) / self.num_agreeing)
         counts = f"{hits.num_accepted} accepted, {self.num_agreeing} of {hits.num_reached} replayed"
         evidence.add("replay_ratio", ratio, f"{SOURCE}: {counts}", interval)
 

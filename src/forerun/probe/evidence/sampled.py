@@ -19,12 +19,11 @@ from forerun.probe.evidence.transform import Transform
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
 from forerun.sampling.processors import failed_rows
-from forerun.theory.intervals import Interval
+from forerun.theory.intervals import normal_interval
 from forerun.theory.uniformity import uniformity_p_value
 
 __all__ = ["SampledTally"]
 
-Z95 = 1.96
 MIN_VALUES = 50
 """A test of uniformity on fewer has no power, and one that passes would say nothing."""
 CERTAIN = 0.001
@@ -203,11 +202,11 @@ class SampledTally:
     def _add_calibration(self, evidence: Evidence) -> None:
         if self.expected <= 0.0:
             return
-        ratio, reach = self.num_accepted / self.expected, Z95 * math.sqrt(self.squares)
+        ratio, error = self.num_accepted / self.expected, math.sqrt(self.squares) / self.expected
         z = (self.num_accepted - self.expected) / math.sqrt(max(self.squares, TINY))
         words = f"{self.num_accepted} accepted, {self.expected:.1f} expected, z = {z:+.1f}"
         evidence.add("expected_accepted", self.expected, words)
-        evidence.add("calibration", ratio, words, around(ratio, reach / self.expected))
+        evidence.add("calibration", ratio, words, normal_interval(ratio, error))
 
     def _add_rule(self, evidence: Evidence) -> None:
         if self.num_one_hot + self.num_sampled:
@@ -217,8 +216,8 @@ class SampledTally:
             return
         ratio = self.hits.num_accepted / self.overlaps
         words = f"{self.hits.num_accepted} accepted, sum(min(p, q)) = {self.overlaps:.1f}"
-        reach = Z95 * math.sqrt(self.variance) / self.overlaps
-        evidence.add("accept_rule_ratio", ratio, words, around(ratio, reach))
+        error = math.sqrt(self.variance) / self.overlaps
+        evidence.add("accept_rule_ratio", ratio, words, normal_interval(ratio, error))
         if abs(self.match_nats) > MIN_NATS:
             words = (
                 f"log likelihood of acceptance by match over min(1, p / q): {self.match_nats:+.0f}"
@@ -269,11 +268,6 @@ def is_coupled(step: TapedStep) -> bool:
 def decided(p_value: float) -> bool | None:
     """Whether a hypothesis fails; None in between."""
     return True if p_value < CERTAIN else False if p_value >= DOUBTFUL else None
-
-
-def around(estimate: float, reach: float) -> Interval:
-    """95% of something that is not negative."""
-    return Interval(estimate=estimate, low=max(0.0, estimate - reach), high=estimate + reach)
 
 
 def contrast(

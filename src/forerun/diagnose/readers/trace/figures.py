@@ -9,13 +9,12 @@ from statistics import fmean, median
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace.totals import Seconds, TraceTotals, merged
 from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.intervals import Interval
+from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord
 from forerun.trace.costs import MIN_PLAIN_STEPS
 
 __all__ = ["add_figures"]
 
-Z95 = 1.96
 MIN_RISES = 0.03
 """Of steps, the share with a larger K than the one before, from which on K is being chosen."""
 
@@ -64,8 +63,7 @@ def add_counts(
     evidence.add("zero_accept_share", none / counts.num_steps, source)
     if totals.expected > 0.0:
         ratio = counts.num_accepted / totals.expected
-        reach = Z95 * math.sqrt(totals.squares) / totals.expected
-        interval = Interval(estimate=ratio, low=max(0.0, ratio - reach), high=ratio + reach)
+        interval = normal_interval(ratio, math.sqrt(totals.squares) / totals.expected)
         evidence.add("expected_accepted", totals.expected, source)
         evidence.add("calibration", ratio, source, interval)
     overlap, num_known = totals.overlap
