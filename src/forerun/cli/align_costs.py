@@ -90,6 +90,8 @@ class PairCosts:
 
     def _threads(self) -> int:
         """The number asked for, or the best; training keeps its own."""
+        if self.num_threads is not None:
+            return self.num_threads
         config, num_torch_threads = self.config, torch.get_num_threads()
 
         def load(num_threads: int) -> Engine:
@@ -97,7 +99,7 @@ class PairCosts:
             return Engine.load(config.target, dtype=config.dtype, device=config.device, config=own)
 
         try:
-            best, _ = on_best_threads(load, SCOUT_TEXT, time.perf_counter, self.num_threads)
+            best, _ = on_best_threads(load, SCOUT_TEXT, time.perf_counter)
         finally:
             torch.set_num_threads(num_torch_threads)
         return best.config.num_threads or num_torch_threads
