@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags
 from forerun.cli.paths import check_writable
+from forerun.cli.progress import progress_bar
 from forerun.cli.threads import use_threads
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
@@ -148,7 +147,7 @@ def probed(
             loaded = load_probed(names, engine, twice=not options.once)
     except IncompatibleDraft as error:
         return evidence_of_misfit(error)
-    with progress() as tell:
+    with progress_bar("probing", 1.0) as tell:
         return probe_engine(loaded, prompts, params, config, tell)
 
 
@@ -161,22 +160,6 @@ def texts(options: ProbeOptions) -> list[str]:
     from forerun.bench.prompts import read_prompts
 
     return read_prompts(options.prompts)
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar that says what is being done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("probing", total=1.0)
-
-        def tell(what: str, share: float) -> None:
-            bar.update(task, description=what, completed=share)
-
-        yield tell
 
 
 def show(evidence: Evidence, out: Path | None) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags
 from forerun.cli.paths import check_picture, check_writable
+from forerun.cli.progress import progress_bar
 from forerun.cli.threads import use_threads
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
@@ -113,12 +114,7 @@ def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
 @contextmanager
 def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
     """A bar that fills with the time budget and says how steady the figures are."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("warming up", total=config.budget_s)
+    with progress_bar("warming up", config.budget_s) as fill:
         started_s: list[float] = []
 
         def tell(num_rounds: int, error: float) -> None:
@@ -126,7 +122,7 @@ def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
             spent_s = started_s[-1] - started_s[0]
             within = f"within {error:.1%}" if math.isfinite(error) else "no intervals yet"
             text = f"round {num_rounds}, {within} (goal {config.target_error:.1%})"
-            bar.update(task, description=text, completed=min(spent_s, config.budget_s))
+            fill(text, min(spent_s, config.budget_s))
 
         yield tell
 
