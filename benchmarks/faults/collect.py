@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.facts_file import facts_document
 from forerun.probe.evidence.config import EvidenceConfig
 from forerun.probe.evidence.run import Probed, probe_engine
 from forerun.testing.faults.catalogue import FAULTS
@@ -69,15 +71,15 @@ def collect(fault: Fault, seed: int, facts: Path, lab: Lab) -> None:
     trace = facts.with_name(f"{name_of(fault, seed)}.jsonl")
     run = run_fault(fault, seed, trace, lab)
     ran_s = time.monotonic() - start_s
-    document = {"says": dict(run.says), "probe": probed(run)}
+    document = {"says": dict(run.says), "probe": facts_document(probed(run), "the probe")}
     facts.write_text(json.dumps(document, indent=1) + "\n")
     probed_s = time.monotonic() - start_s - ran_s
     print(f"{fault.name}, seed {seed}: run {ran_s:.1f} s, probe {probed_s:.1f} s", flush=True)
 
 
-def probed(run: FaultRun) -> dict[str, object]:
-    """What a probe of the live engine finds, by fact."""
-    evidence = probe_engine(
+def probed(run: FaultRun) -> Evidence:
+    """What a probe of the live engine finds."""
+    return probe_engine(
         Probed(
             engine=run.engine,
             target_folder=run.target_folder,
@@ -87,7 +89,6 @@ def probed(run: FaultRun) -> dict[str, object]:
         run.requests[0].params,
         PROBE,
     )
-    return {fact.name: fact.to_dict() for fact in evidence}
 
 
 if __name__ == "__main__":

@@ -8,19 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from collect import name_of, seeds_of
 
 from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.readers.facts_file import read_facts
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
 from forerun.provenance import collect
 from forerun.testing.faults.catalogue import FAULTS
 from forerun.testing.faults.scene import Fault
-from forerun.theory.intervals import Interval, wilson_interval
+from forerun.theory.intervals import wilson_interval
 
 SILENT = "insufficient evidence"
 WAYS = ("trace", "trace and probe")
@@ -73,22 +73,10 @@ def judge(fault: Fault, seed: int, way: str, runs: Path) -> Judged:
     for fact, value in document["says"].items():
         evidence.add(fact, value, "the complaint")
     if way == WAYS[1]:
-        evidence.include(probe_of(document["probe"]))
+        evidence.include(read_facts(document["probe"], "the probe"))
     diagnosis = diagnose(evidence)
     found = tuple(suspect.scored.cause.label for suspect in diagnosis.suspects)
     return Judged(fault=fault, seed=seed, way=way, found=found)
-
-
-def probe_of(facts: Mapping[str, Mapping[str, object]]) -> Evidence:
-    """Facts as they were kept."""
-    evidence = Evidence()
-    for name, fact in facts.items():
-        ends, value = fact["interval"], fact["value"]
-        interval = None
-        if isinstance(ends, list) and isinstance(value, int | float):
-            interval = Interval(estimate=float(value), low=ends[0], high=ends[1])
-        evidence.add(name, value, str(fact["source"]), interval)
-    return evidence
 
 
 # ------------------------------------------------------------------------------------------ tables
