@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-__all__ = ["distinct_ngram_share", "first_repeat"]
+__all__ = ["distinct_ngram_share", "first_repeat", "ngrams"]
+
+
+def ngrams(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    """Every run of so many neighbouring tokens, in order; none of a shorter text."""
+    return (tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
 
 
 def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
@@ -17,8 +22,8 @@ def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
     Returns:
         The share; 1.0 for a text too short to hold an n-gram.
     """
-    ngrams = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
-    return len(set(ngrams)) / len(ngrams) if ngrams else 1.0
+    grams = [*ngrams(token_ids, size)]
+    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def first_repeat(token_ids: Sequence[int], size: int = 32) -> int:
@@ -27,8 +32,7 @@ def first_repeat(token_ids: Sequence[int], size: int = 32) -> int:
     The second occurrence may overlap the first, as it does in a short loop.
     """
     seen: set[tuple[int, ...]] = set()
-    for start in range(len(token_ids) - size + 1):
-        ngram = tuple(token_ids[start : start + size])
+    for start, ngram in enumerate(ngrams(token_ids, size)):
         if ngram in seen:
             return start
         seen.add(ngram)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from forerun.diagnose.evidence import MAX_WORD, Evidence
 from forerun.diagnose.readers.trace.totals import HitsBy
 from forerun.theory.record import RequestRecord, TraceHeader
+from forerun.theory.text import ngrams
 
 __all__ = ["add_asked", "add_setup", "add_texts"]
 
@@ -95,7 +96,7 @@ def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -
     """How much output repeats itself, text by text, where the trace has its tokens."""
     total = distinct = 0
     for text in texts:
-        grams = [tuple(text[start : start + GRAM]) for start in range(len(text) - GRAM + 1)]
+        grams = [*ngrams(text, GRAM)]
         total += len(grams)
         distinct += len(set(grams))
     if total >= MIN_GRAMS:

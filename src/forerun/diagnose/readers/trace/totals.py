@@ -202,17 +202,19 @@ class TraceTotals:
             self.request_steps[value["values"]] += value["counts"]
 
     def _add_changes(self, steps: pa.Table) -> None:
-        changed = pc.not_equal(steps["k_budget"], steps["previous_k"]).drop_null()
-        self.num_pairs += len(changed)
-        self.num_k_changes += pc.sum(changed).as_py() or 0
-        step = pc.abs(pc.subtract(steps["k_budget"], steps["previous_k"])).drop_null()
-        known = steps["k_budget"].filter(pc.is_valid(steps["previous_k"]))
+        pairs = steps.select(["k_budget", "previous_k", "since_start"]).drop_null()
+        if not pairs.num_rows:
+            return
+        change = pc.subtract(pairs["k_budget"], pairs["previous_k"])
+        risen = pc.and_(pc.greater(change, 0), pc.greater(pairs["since_start"], 1))
         moved, of = self.k_swing
-        self.k_swing = (moved + (pc.sum(step).as_py() or 0), of + (pc.sum(known).as_py() or 0))
-        risen = pc.and_(
-            pc.greater(steps["k_budget"], steps["previous_k"]), pc.greater(steps["since_start"], 1)
+        self.num_pairs += pairs.num_rows
+        self.num_k_changes += pc.sum(pc.not_equal(change, 0)).as_py()
+        self.num_k_rises += pc.sum(risen).as_py()
+        self.k_swing = (
+            moved + pc.sum(pc.abs(change)).as_py(),
+            of + pc.sum(pairs["k_budget"]).as_py(),
         )
-        self.num_k_rises += pc.sum(risen).as_py() or 0
 
     def _add_hits(self, drafting: pa.Table) -> None:
         rows = pc.divide(drafting["batch_rows"], pc.add(drafting["depth_drafted"], 1))
