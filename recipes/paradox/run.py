@@ -23,7 +23,7 @@ from rich.console import Console
 from story import draw, table, tell
 
 from forerun.align.config import TrainingConfig
-from forerun.models.zoo import held_out_prompts
+from forerun.models.zoo.catalog import held_out_prompts
 
 HERE = Path(__file__).parent
 OFF_THE_SHELF = "zoo:draft-off-the-shelf"

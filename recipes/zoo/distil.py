@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grow import grow
 
-from forerun.models.zoo import held_out_prompts
+from forerun.models.zoo.catalog import held_out_prompts
 
 PARADOX = Path(__file__).parents[1] / "paradox"
 NUM_PROMPTS = 3260

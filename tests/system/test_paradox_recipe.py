@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from forerun.align.config import DataConfig
 from forerun.align.texts import read_sides
 from forerun.models.load import load_tokenizer
-from forerun.models.zoo import held_out_prompts
+from forerun.models.zoo.catalog import held_out_prompts
 
 RECIPES = ("paradox", "zoo")
 OWN_MODULES = ("corpus", "finetune", "openings", "prompts", "story")

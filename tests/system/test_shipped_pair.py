@@ -9,7 +9,7 @@ import pytest
 from forerun.bench.exactness import check_exactness
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.models.zoo import held_out_prompts, zoo_path
+from forerun.models.zoo.catalog import held_out_prompts, zoo_path
 from forerun.sampling.config import SamplingParams
 
 MEBIBYTE = 2**20

@@ -1,1 +1,0 @@
-"""Drafters: what proposes tokens for the target to verify."""

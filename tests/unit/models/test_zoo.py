@@ -7,7 +7,6 @@ import json
 import pytest
 
 from forerun.errors import InvalidModel
-from forerun.models import zoo
 from forerun.models.load import model_folder
 from forerun.models.zoo import catalog
 
@@ -18,10 +17,10 @@ def shelf(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", catalog.ZOO)
 def test_names_resolve_with_and_without_prefix(shelf, name):
     (shelf / name).mkdir()
-    assert zoo.zoo_path(name) == model_folder(f"zoo:{name}") == shelf / name
+    assert catalog.zoo_path(name) == model_folder(f"zoo:{name}") == shelf / name
 
 
 def test_unknown_name():
@@ -31,7 +30,7 @@ def test_unknown_name():
 
 def test_missing_weights(shelf):
     with pytest.raises(InvalidModel, match="zoo:target is missing from this installation"):
-        zoo.zoo_path("zoo:target")
+        catalog.zoo_path("zoo:target")
 
 
 def test_prompts(shelf):
@@ -40,7 +39,7 @@ def test_prompts(shelf):
         json.dumps({"name": "b", "text": ""}),
     ]
     (shelf / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    prompts = zoo.held_out_prompts()
+    prompts = catalog.held_out_prompts()
     assert [(p.name, p.text) for p in prompts] == [("bisect", "def é\n"), ("b", "")]
 
 
@@ -49,9 +48,4 @@ def test_damaged_prompts(shelf, content):
     if content is not None:
         (shelf / "prompts.jsonl").write_text(content)
     with pytest.raises(InvalidModel, match=r"prompts\.jsonl"):
-        zoo.held_out_prompts()
-
-
-def test_unknown_attribute():
-    with pytest.raises(AttributeError, match="no attribute 'giraffe'"):
-        _ = zoo.giraffe
+        catalog.held_out_prompts()

@@ -1,1 +1,0 @@
-"""Drafting from text that was there before, without a model."""
