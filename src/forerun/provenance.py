@@ -53,6 +53,14 @@ class Provenance:
     models: dict[str, str]
     date: str
 
+    @property
+    def line(self) -> str:
+        """For people."""
+        packages = ", ".join(f"{name} {version}" for name, version in self.packages.items())
+        commit = f", commit {self.commit[:12]}" if self.commit else ""
+        machine = f"{self.cpu} x{self.num_cores}, threads {self.num_threads}"
+        return f"forerun {self.version}{commit}, {packages}, {machine}, {self.date}"
+
     def to_dict(self) -> dict[str, object]:
         """As JSON wants it."""
         return asdict(self)

@@ -7,7 +7,6 @@ from rich.markup import escape
 
 from forerun.align.report import AlignReport
 from forerun.cli.align_tables import print_changes, print_drafts, print_ledger
-from forerun.cli.demo_tables import origin
 
 __all__ = ["print_report"]
 
@@ -28,4 +27,4 @@ def print_report(report: AlignReport) -> None:
         f"{report.data.num_samples:,} texts, objective {report.objective}"
     )
     console.print(f"draft: {escape(str(report.draft))}")
-    console.print(f"[dim]{escape(origin(report.provenance))}[/]")
+    console.print(f"[dim]{escape(report.provenance.line)}[/]")

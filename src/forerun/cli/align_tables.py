@@ -11,9 +11,8 @@ from rich.table import Column
 from forerun.align.evaluation.compare import Change
 from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures
 from forerun.align.evaluation.ledger import Ledger
-from forerun.cli.demo_tables import with_ends
 from forerun.cli.figures import rates
-from forerun.cli.tables import table_of
+from forerun.cli.tables import table_of, with_ends
 from forerun.theory.intervals import Interval
 
 __all__ = ["print_changes", "print_drafts", "print_ledger"]

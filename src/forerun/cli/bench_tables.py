@@ -11,8 +11,7 @@ from forerun.bench.best import BestOfSeveral
 from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.summary import ArmSummary
 from forerun.bench.verdict import outcome, verdict
-from forerun.cli.demo_tables import origin, with_ends
-from forerun.cli.tables import table_of
+from forerun.cli.tables import table_of, with_ends
 
 __all__ = ["print_comparison"]
 
@@ -40,7 +39,7 @@ def print_comparison(report: BenchReport) -> None:
         else:
             console.print(f"{escape(cell.title)}: too few blocks for a table", "")
     console.print(f"[dim]{LEGEND}[/]")
-    console.print(f"[dim]{escape(origin(report.provenance))}[/]")
+    console.print(f"[dim]{escape(report.provenance.line)}[/]")
 
 
 def print_cell(console: Console, cell: CellReport) -> None:

@@ -16,11 +16,9 @@ from forerun.bench.summary import ArmSummary
 from forerun.bench.verdict import verdict
 from forerun.cli.colour import ColouredText, legend
 from forerun.cli.figures import rates
-from forerun.cli.tables import table_of
-from forerun.provenance import Provenance
-from forerun.theory.intervals import Interval
+from forerun.cli.tables import table_of, with_ends
 
-__all__ = ["origin", "print_report", "with_ends"]
+__all__ = ["print_report"]
 
 PROMPT_LINES = 6
 HEADINGS = (
@@ -45,7 +43,7 @@ def print_report(report: DemoReport, example: Example | None) -> None:
     if report.exactness is not None:
         style = "green" if report.exactness.passed else "bold red"
         console.print(f"[bold]exactness[/] [{style}]{escape(report.exactness.sentence)}[/]")
-    console.print(f"[dim]{escape(origin(report.provenance))}[/]")
+    console.print(f"[dim]{escape(report.provenance.line)}[/]")
 
 
 def coloured(example: Example) -> Text:
@@ -79,23 +77,9 @@ def print_rows(console: Console, rows: Sequence[ArmSummary], title: str) -> None
     console.print()
 
 
-def with_ends(interval: Interval, spec: str) -> str:
-    """An estimate over its interval."""
-    low, high = format(interval.low, spec), format(interval.high, spec)
-    return f"{format(interval.estimate, spec)}\n({low}–{high})"
-
-
 def rate_and_break_even(row: ArmSummary) -> str:
     """Share of drafted tokens accepted, and the share that would cost nothing."""
     rate = row.acceptance.draft_acceptance_rate
     if rate is None or row.break_even is None:
         return ""
     return f"{rate:.2f}\n({max(0.0, row.break_even):.2f})"
-
-
-def origin(found: Provenance) -> str:
-    """Where the figures come from, on one line."""
-    packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
-    commit = f", commit {found.commit[:12]}" if found.commit else ""
-    machine = f"{found.cpu} x{found.num_cores}, threads {found.num_threads}"
-    return f"forerun {found.version}{commit}, {packages}, {machine}, {found.date}"

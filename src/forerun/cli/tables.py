@@ -5,7 +5,9 @@ from __future__ import annotations
 from rich import box
 from rich.table import Column, Table
 
-__all__ = ["table_of"]
+from forerun.theory.intervals import Interval
+
+__all__ = ["table_of", "with_ends"]
 
 
 def table_of(first: Column, *others: str, title: str | None = None) -> Table:
@@ -27,3 +29,9 @@ def table_of(first: Column, *others: str, title: str | None = None) -> Table:
     for heading in others:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
+
+
+def with_ends(interval: Interval, spec: str) -> str:
+    """An estimate over its interval."""
+    low, high = format(interval.low, spec), format(interval.high, spec)
+    return f"{format(interval.estimate, spec)}\n({low}–{high})"
