@@ -21,6 +21,7 @@ from forerun.probe.evidence.hits import Hits
 from forerun.probe.evidence.run import Probed, probe_engine
 from forerun.probe.evidence.state import Onsets, StateTally
 from forerun.probe.evidence.transform import Transform
+from forerun.probe.evidence.weights import add_weights, looks_drawn
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 from forerun.theory.uniformity import uniformity_p_value
@@ -140,13 +141,46 @@ def test_weights_that_are_no_weights_are_found(copied):
     assert name in evidence.facts["weights_incomplete"].source
 
 
+def test_matrices_left_as_they_were_drawn_are_counted(copied):
+    path = copied / "model.safetensors"
+    tensors = load_file(path)
+    names = sorted(name for name, tensor in tensors.items() if tensor.ndim == 2)
+    for seed, name in enumerate(names[::2]):
+        drawn = torch.empty(tensors[name].shape)
+        generator = torch.Generator().manual_seed(seed)
+        if seed % 2:
+            drawn.normal_(std=0.02, generator=generator)
+        else:
+            drawn.uniform_(-0.1, 0.1, generator=generator)
+        tensors[name] = drawn.to(tensors[name].dtype)
+    save_file(tensors, path)
+    before, after = Evidence(), Evidence()
+    add_weights(before, zoo_path("draft-domain"))
+    add_weights(after, copied)
+    assert before.number("drawn_share") == 0.0
+    assert after.number("drawn_share") == pytest.approx(len(names[::2]) / len(names), abs=0.04)
+
+
+def test_a_matrix_that_training_moved_does_not_look_drawn():
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.empty(160, 96).normal_(generator=generator)
+    direction = torch.empty(160, 1).normal_(generator=generator) @ torch.ones(1, 96)
+    assert looks_drawn(drawn)
+    assert not looks_drawn(drawn + 0.5 * direction), "one direction stands out"
+    assert not looks_drawn(drawn * torch.linspace(0.7, 1.3, 160)[:, None]), "rows of unlike size"
+    assert not looks_drawn(drawn * torch.linspace(0.7, 1.3, 96)), "columns of unlike size"
+
+
 def test_the_card_is_what_acceptance_is_compared_with(copied):
     evidence = Evidence()
-    add_card_ratio(evidence, copied, 1.0, 0.3)
+    add_card_ratio(evidence, copied, [(1.0, 0.3), (0.0, 0.6)])
     assert 0.4 < evidence.number("card_ratio") < 0.6
+    greedy = Evidence()
+    add_card_ratio(greedy, copied, [(0.37, 0.3), (0.0, 0.6)])
+    assert greedy.number("card_ratio") > 0.8, "the card says nothing of 0.37"
     other = Evidence()
-    add_card_ratio(other, copied, 0.37, 0.3)
-    assert "card_ratio" not in other, "the card says nothing of that temperature"
+    add_card_ratio(other, copied, [(0.37, 0.3)])
+    assert "card_ratio" not in other
 
 
 def test_a_facts_file_says_what_the_evidence_said():

@@ -101,6 +101,7 @@ PROBED: tuple[FactKind, ...] = (
     number("distinct_4gram_share", "distinct 4-grams of the output over all of them", high=1.0),
     number("accept_rule_ratio", "accepted tokens over what sum(min(p, q)) would accept"),
     number("card_ratio", "replayed acceptance probability over the one on the draft's card"),
+    number("drawn_share", "the draft's matrices that look as an initialiser draws them", high=1.0),
     number("context_ratio", "replayed acceptance with all context over that with its last part"),
     numbers("verify_rows", "row counts at which verify_costs were measured"),
     numbers("verify_costs", "target pass over so many rows, in plain decode steps"),

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-
-from jaxtyping import Float
-from safetensors import safe_open
-from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.engine.loading import check_vocabularies
@@ -17,6 +13,7 @@ from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import template_hash
 from forerun.models.draft_card import CardFigures, DraftCard, identify, read_card
 from forerun.models.load import load_tokenizer, read_config
+from forerun.probe.evidence.weights import add_weights
 
 __all__ = ["add_card_ratio", "add_files", "evidence_of_misfit"]
 
@@ -58,23 +55,24 @@ def add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
         evidence.add("vocabularies_differ", True, words)
 
 
-def add_card_ratio(evidence: Evidence, draft: Path, temperature: float, alpha: float) -> None:
+def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float, float]]) -> None:
     """Acceptance probability found here over the one on the draft's card.
 
     Args:
         evidence: takes the fact.
         draft: folder of the draft.
-        temperature: of the text it was found on.
-        alpha: what was found, on other prompts than the card's.
+        found: temperatures of texts and what was found on them, on other prompts than the card's;
+            the first that the card has figures of counts.
     """
     card = read_card(draft)
-    stated = None if card is None else figures_at(card, temperature)
-    if stated is None or stated.acceptance_probability is None:
-        return
-    expected = stated.acceptance_probability.estimate
-    if expected > 0.0:
-        words = f"{alpha:.3f} found by replay, {expected:.3f} on the card"
-        evidence.add("card_ratio", alpha / expected, words)
+    for temperature, alpha in found if card is not None else ():
+        stated = figures_at(card, temperature)
+        expected = None if stated is None else stated.acceptance_probability
+        if expected is not None and expected.estimate > 0.0:
+            words = f"{alpha:.3f} found by replay, {expected.estimate:.3f} on the card"
+            source = f"{words}, at temperature {temperature:g}"
+            evidence.add("card_ratio", alpha / expected.estimate, source)
+            return
 
 
 def figures_at(card: DraftCard, temperature: float) -> CardFigures | None:
@@ -87,28 +85,3 @@ def evidence_of_misfit(error: IncompatibleDraft) -> Evidence:
     evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
     evidence.add("vocabularies_differ", True, str(error))
     return evidence
-
-
-def add_weights(evidence: Evidence, draft: Path) -> None:
-    """Whether matrices of the draft hold what no training leaves: NaN, or one number throughout.
-
-    Numbers that were drawn and never trained cannot be told from trained ones by their looks.
-    """
-    wrong = [
-        name
-        for name, matrix in matrices(draft)
-        if not bool(matrix.isfinite().all()) or bool((matrix == matrix[0, 0]).all())
-    ]
-    if wrong:
-        words = f"{len(wrong)} matrices are not finite or constant: {', '.join(wrong[:3])}"
-        evidence.add("weights_incomplete", True, words)
-
-
-def matrices(folder: Path) -> Iterator[tuple[str, Float[Tensor, "rows columns"]]]:
-    """Weight matrices, one at a time."""
-    for path in read_checkpoint(folder).weight_files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                tensor = file.get_tensor(name)
-                if tensor.ndim == 2 and tensor.is_floating_point():
-                    yield name, tensor.float()

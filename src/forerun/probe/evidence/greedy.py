@@ -46,6 +46,8 @@ class GreedyTally:
         hits: acceptance of reached positions.
         num_agreeing: those of them where the replayed draft agrees with the target.
         num_apart: those where the two differ.
+        alphas: 1 where the replayed draft agrees with the target and 0 where not, at every position
+            it could read.
         state: where first drafted tokens cease to be the draft's own, by more than a tie.
     """
 
@@ -57,12 +59,15 @@ class GreedyTally:
     hits: Hits = field(default_factory=Hits)
     num_agreeing: int = 0
     num_apart: int = 0
+    alphas: list[float] = field(default_factory=list)
     state: StateTally = field(default_factory=StateTally)
 
     def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
         """Take in one request and what plain decoding made of its prompt."""
         self.num_texts += 1
         self._compare(request, replayed, plain_ids)
+        best = replayed.target_probs[: replayed.num_read].argmax(-1)
+        self.alphas += (best == replayed.draft_probs.argmax(-1)).float().tolist()
         wrong: dict[int, bool] = {}
         for step in request.steps:
             if (found := self._add_draft(request, replayed, step)) is not None:

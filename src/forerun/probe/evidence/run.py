@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from forerun.align.evaluation.judge import draft_model_of, spread
 from forerun.diagnose.evidence import Evidence, Reading
@@ -100,9 +101,9 @@ def probe_engine(
     add_both(evidence, greedy, sampled)
     if probed.target_folder is not None and probed.draft_folder is not None:
         add_files(evidence, probed.target_folder, probed.draft_folder)
-        if sampled.alphas:
-            alpha = sum(sampled.alphas) / len(sampled.alphas)
-            add_card_ratio(evidence, probed.draft_folder, asked[0].temperature, alpha)
+        found = ((asked[0].temperature, sampled.alphas), (0.0, greedy.alphas))
+        means = [(temperature, fmean(alphas)) for temperature, alphas in found if alphas]
+        add_card_ratio(evidence, probed.draft_folder, means)
     tell("the target as its own draft", 0.8)
     probe_self(evidence, probed, ids, asked, config)
     tell("costs of passes", 0.9)

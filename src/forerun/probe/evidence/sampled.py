@@ -35,6 +35,23 @@ OTHER_LAW = 0.1
 TINY = 1e-9
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A request whose draft is asked again without most of the prompt.
+
+    Attributes:
+        num_prompt: tokens of it.
+        num_positions: output positions, the same both times.
+        near: sum of the acceptance probabilities there with the last few tokens of the prompt.
+        far: the same with all of it.
+    """
+
+    num_prompt: int
+    num_positions: int
+    near: float
+    far: float
+
+
 @dataclass(slots=True)
 class SampledTally:
     """What is counted over sampled requests.
@@ -55,9 +72,7 @@ class SampledTally:
         alphas: acceptance probabilities of the replayed draft, at every position it could read.
         num_without_law: of these positions, those at which its logits are not finite.
         entropies: of the target's law at emitted positions, in nats.
-        near: sum of the acceptance probabilities of a draft that sees the last few tokens only.
-        far: of the draft that sees everything, at the same positions.
-        num_near: these positions.
+        cut: per request with a long prompt, what its acceptance is with and without that.
         num_one_hot: steps drafted greedily or without laws.
         num_sampled: steps drafted from recorded laws.
         state: where recorded laws cease to be those of the replayed draft.
@@ -78,9 +93,7 @@ class SampledTally:
     alphas: list[float] = field(default_factory=list)
     num_without_law: int = 0
     entropies: list[float] = field(default_factory=list)
-    near: float = 0.0
-    far: float = 0.0
-    num_near: int = 0
+    cut: list[Cut] = field(default_factory=list)
     num_one_hot: int = 0
     num_sampled: int = 0
     state: StateTally = field(default_factory=StateTally)
@@ -124,10 +137,12 @@ class SampledTally:
             self.alphas += overlap(read, draft).tolist()
             self.num_without_law += int(failed_rows(draft).sum())
         if replayed.near_probs is not None:
-            num_near = len(replayed.near_probs)
-            self.num_near += num_near
-            self.near += float(overlap(target[:num_near], replayed.near_probs).sum())
-            self.far += float(overlap(target[:num_near], draft[:num_near]).sum())
+            num = len(replayed.near_probs)
+            near = float(overlap(target[:num], replayed.near_probs).sum())
+            far = float(overlap(target[:num], draft[:num]).sum())
+            self.cut.append(
+                Cut(num_prompt=request.num_prompt, num_positions=num, near=near, far=far)
+            )
         self.entropies += torch.special.entr(target).sum(-1).tolist()
 
     # --- the steps
@@ -195,9 +210,16 @@ class SampledTally:
         if self.num_without_law:
             words = f"its replayed logits are NaN at {self.num_without_law} of {len(self.alphas)}"
             evidence.add("draft_nan", True, words)
-        if self.num_near >= MIN_VALUES and self.near > 0.0:
-            words = f"replayed acceptance at {self.num_near} tokens, with all context and with some"
-            evidence.add("context_ratio", self.far / self.near, words)
+        self._add_context(evidence)
+
+    def _add_context(self, evidence: Evidence) -> None:
+        """Over the longer half of the prompts: there most was withheld."""
+        longest = sorted(self.cut, key=lambda cut: -cut.num_prompt)[: -(-len(self.cut) // 2)]
+        num = sum(cut.num_positions for cut in longest)
+        near = sum(cut.near for cut in longest)
+        if num >= MIN_VALUES and near > 0.0:
+            words = f"replayed acceptance at {num} tokens, with all context and with some"
+            evidence.add("context_ratio", sum(cut.far for cut in longest) / near, words)
 
     def _add_calibration(self, evidence: Evidence) -> None:
         if self.expected <= 0.0:

@@ -14,7 +14,7 @@ __all__ = ["POLICY"]
 
 def k_too_large(lab: Lab, dice: Dice) -> Scene:
     """Far more is drafted than is accepted."""
-    pace = DRAFT_PACE.times(dice.uniform(1.0, 1.6))
+    pace = DRAFT_PACE.times(dice.uniform(1.8, 2.6))
     engine = lab.engine(lab.drafter(DRAFT, pace), dice.integer(12, 16))
     return scene_of(lab, engine, requests(lab, dice))
 
