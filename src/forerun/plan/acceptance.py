@@ -11,7 +11,7 @@ from operator import mul
 from forerun.errors import InvalidRequest
 from forerun.plan.drafts import Drafts
 from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.intervals import Interval
+from forerun.theory.intervals import Interval, normal_interval
 from forerun.theory.speedup import (
     acceptance_length,
     conditional_acceptance,
@@ -21,8 +21,6 @@ from forerun.theory.speedup import (
 
 __all__ = ["MIN_ALLOWED", "Acceptance", "Drafting", "counted", "given", "improved"]
 
-Z_95 = 1.959963984540054
-"""Where the standard normal reaches 97.5%."""
 MIN_ALLOWED = 20
 """Fewer steps that might go so deep say too little to draft that far."""
 
@@ -83,9 +81,8 @@ class Acceptance:
         """tau at K, with its 95% interval where there were several requests."""
         drafting = self.at(num_speculative_tokens)
         tau = acceptance_length(drafting.survival)
-        reach = Z_95 * drafting.standard_error
         most = num_speculative_tokens + 1.0
-        return Interval(estimate=tau, low=max(1.0, tau - reach), high=min(most, tau + reach))
+        return normal_interval(tau, drafting.standard_error, least=1.0, most=most)
 
 
 def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Acceptance:

@@ -62,11 +62,6 @@ class Machine:
         for limits in RANGES:
             limits.check(getattr(self, limits.name))
 
-    @property
-    def ridge_rows(self) -> float:
-        """Rows from which a pass over 2-byte weights computes longer than it reads."""
-        return self.flops_per_s / self.bytes_per_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:

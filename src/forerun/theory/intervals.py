@@ -24,7 +24,8 @@ __all__ = [
 ]
 
 MASK_32 = (1 << 32) - 1
-Z95 = 1.96
+Z95 = 1.959963984540054
+"""Where the standard normal reaches 97.5%."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +66,21 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
     return Interval(estimate=share, low=min(low, share), high=max(high, share))
 
 
-def normal_interval(estimate: float, error: float, *, least: float = 0.0) -> Interval:
+def normal_interval(
+    estimate: float, error: float, *, least: float = 0.0, most: float = math.inf
+) -> Interval:
     """95% interval of something that is as good as normal.
 
     Args:
         estimate: of it.
         error: standard error of the estimate.
         least: what it cannot be below.
+        most: what it cannot be above.
     """
     reach = Z95 * error
-    return Interval(estimate=estimate, low=max(least, estimate - reach), high=estimate + reach)
+    return Interval(
+        estimate=estimate, low=max(least, estimate - reach), high=min(most, estimate + reach)
+    )
 
 
 def bootstrap(

@@ -44,11 +44,6 @@ class BestK:
     cycle_cost: float
     speedup: float
 
-    @property
-    def pays(self) -> bool:
-        """Whether any K beats plain decoding."""
-        return self.num_speculative_tokens > 0
-
 
 def survival(conditional: Sequence[float]) -> tuple[float, ...]:
     """P(accepted through i) from the conditional acceptance of each position.
