@@ -32,7 +32,7 @@ def test_counts_give_rates_with_intervals():
     assert found.facts["alpha_1"].interval == wilson_interval(70, 100)
     assert found.number("k") == 3
     # E[a^2] = 0.7 + 3 x 0.4 + 5 x 0.1 = 2.4; variance 2.4 - 1.2^2 = 0.96.
-    reach = 1.96 * (0.96 / 100) ** 0.5
+    reach = 1.959964 * (0.96 / 100) ** 0.5
     interval = found.facts["acceptance_length"].interval
     assert interval is not None and interval.high == pytest.approx(2.2 + reach)
     assert found.numbers("conditional_acceptance_per_position") == pytest.approx(

@@ -128,9 +128,11 @@ def test_impossible_arguments_are_named(call, message):
 
 def test_normal_interval_ends_two_errors_away_or_where_nothing_can_be():
     found = normal_interval(2.0, 0.5)
-    assert (found.low, found.estimate, found.high) == pytest.approx((1.02, 2.0, 2.98))
+    expected = (2.0 - 1.959964 / 2, 2.0, 2.0 + 1.959964 / 2)
+    assert (found.low, found.estimate, found.high) == pytest.approx(expected)
     assert normal_interval(0.5, 0.5).low == 0.0
-    assert normal_interval(1.5, 0.5, least=1.0).low == 1.0
+    within = normal_interval(1.5, 0.5, least=1.0, most=2.0)
+    assert (within.low, within.high) == (1.0, 2.0)
 
 
 def test_median_interval_is_between_order_statistics():
