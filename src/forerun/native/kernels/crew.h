@@ -97,7 +97,7 @@ class Crew {
   private:
     friend class Walker;
 
-    static constexpr auto kSpin = std::chrono::microseconds(200);
+    static constexpr auto kSpin = std::chrono::microseconds(1000);
 
     [[noreturn]] void wait_for_jobs(int thread) {
         for (unsigned long seen = 0;;) {
@@ -112,7 +112,8 @@ class Crew {
         }
     }
 
-    // Between two passes a step computes for some microseconds: spin that long, then sleep.
+    // Between two passes a step draws, decides and packs, some hundred microseconds of it: spin for
+    // as long as that may take, then sleep. Waking a sleeper costs a pass a twentieth of its time.
     void wait_past(unsigned long seen) {
         const auto changed = [&] { return epoch_.load() != seen; };
         const auto end = std::chrono::steady_clock::now() + kSpin;
