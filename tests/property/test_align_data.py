@@ -79,7 +79,7 @@ def test_what_is_cut_is_a_piece_with_its_learned_tokens(text, window):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=12), st.integers(2, 30), st.integers(0, 2**40))
 def test_an_epoch_holds_every_sample_once_and_whole(texts, window, seed):
-    packing = Packing([sample_of(text) for text in texts], window=window, seed=seed, pad_id=1)
+    packing = Packing([sample_of(text) for text in texts], window=window, seed=seed)
     batch = packing.batch(0, packing.rows_per_epoch)
     seen: list[int] = []
     labels: list[int] = []

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import forerun
 from forerun.align.config import AlignConfig
-from forerun.align.data.sample import Sample
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.settings import settings_of
 from forerun.models.draft_card import CardFigures, DraftCard, identify
 from forerun.models.load import model_folder
-from forerun.native.cache import hash_of
 from forerun.provenance import version_of
 
-__all__ = ["card_of", "data_hash"]
+__all__ = ["card_of"]
 
 PACKAGES = ("torch", "transformers", "accelerate")
 
@@ -36,7 +33,7 @@ def card_of(
         config: of the alignment.
         target_hash: of the target's weights.
         objective: the one that was minimised, by name.
-        data: hash of the texts it learned from, see `data_hash`.
+        data: hash of the texts it learned from, see `sample.data_hash`.
         before: the draft it began as, judged at one or more temperatures.
         after: the draft itself.
 
@@ -71,16 +68,3 @@ def card_figures(judged: DraftFigures) -> CardFigures:
         acceptance_probability=overall.acceptance_probability,
         speedup=None if overall.speedup is None else overall.speedup.best,
     )
-
-
-def data_hash(samples: Iterable[Sample]) -> str:
-    """Hash of texts and of what is learned of them, whatever their order.
-
-    Returns:
-        The first 16 hexadecimal digits of a SHA-256.
-    """
-    each = sorted(
-        hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
-        for sample in samples
-    )
-    return hash_of(b"".join(each))

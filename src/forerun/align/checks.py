@@ -7,15 +7,12 @@ from pathlib import Path
 from forerun.align.config import AlignConfig
 from forerun.align.data.mix import shares_of
 from forerun.align.objectives.base import Objective
-from forerun.align.teachers.choose import check_objective
+from forerun.align.teachers.choose import PARTIAL, check_objective
 from forerun.align.texts import Prompts
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 
 __all__ = ["check_domain", "check_settings"]
-
-PARTIAL = ("sampled", "top-k")
-"""Teachers that know a part of a law, unless it is greedy."""
 
 
 def check_settings(config: AlignConfig, objective: Objective, workspace: Workspace) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from forerun.align.card import card_of, data_hash
+from forerun.align.card import card_of
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
+from forerun.align.data.sample import data_hash
 from forerun.align.evaluation.judge import Judge
 from forerun.align.evaluation.ledger import ledger_of
 from forerun.align.evaluation.plot import plot_survival

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.align.card import data_hash
 from forerun.align.config import AlignConfig, DataConfig
+from forerun.align.data.sample import data_hash
 from forerun.align.settings import settings_of
 from forerun.align.texts import Prompts
 from forerun.align.training.checkpoint import differences

@@ -27,7 +27,6 @@ class Packing:
         samples: to be packed; those without a learned token are left out, longer ones are cut.
         window: width of a row.
         seed: of the order.
-        pad_id: token at places nobody reads.
 
     Attributes:
         samples: as they are packed: what a teacher prepares, and what `Batch.samples` indexes.
@@ -36,9 +35,7 @@ class Packing:
         InvalidRequest: the window holds no pair of tokens, or nothing is to be learned.
     """
 
-    def __init__(
-        self, samples: Sequence[Sample], *, window: int, seed: int, pad_id: int = 0
-    ) -> None:
+    def __init__(self, samples: Sequence[Sample], *, window: int, seed: int) -> None:
         if window < 2:
             raise InvalidRequest(f"window is {window}; a row needs at least 2 tokens")
         self.samples = tuple(cut(sample, window) for sample in samples if sample.num_learned)
@@ -46,7 +43,6 @@ class Packing:
             raise InvalidRequest("there is nothing to learn: no sample has a learned token")
         self.window = window
         self.seed = seed
-        self.pad_id = pad_id
         self._rows = rows_of([len(sample.token_ids) for sample in self.samples], window)
 
     @property
@@ -62,7 +58,7 @@ class Packing:
     def batch(self, first_row: int, num_rows: int) -> Batch:
         """Rows `first_row` to `first_row + num_rows - 1` of the stream."""
         shape = (num_rows, self.window)
-        ids = torch.full(shape, self.pad_id)
+        ids = torch.zeros(shape, dtype=torch.int64)
         # Padding counts its positions like one more sample.
         positions = torch.arange(self.window).repeat(num_rows, 1)
         samples = torch.full(shape, -1)

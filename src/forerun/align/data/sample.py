@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from forerun.native.cache import hash_of
 
-__all__ = ["Sample", "Source", "TopLogprobs", "prompt_hash"]
+__all__ = ["Sample", "Source", "TopLogprobs", "data_hash", "prompt_hash"]
 
 Source = Literal["target", "draft", "fixed", "replay"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
@@ -48,3 +49,16 @@ class Sample:
 def prompt_hash(token_ids: Sequence[int]) -> str:
     """Hash of a prompt's tokens: the first 16 hexadecimal digits of a SHA-256."""
     return hash_of(array("q", token_ids).tobytes())
+
+
+def data_hash(samples: Iterable[Sample]) -> str:
+    """Hash of texts and of what is learned of them, whatever their order.
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256.
+    """
+    each = sorted(
+        hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
+        for sample in samples
+    )
+    return hash_of(b"".join(each))

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar, runtime_checkable
 
+from forerun.align.data.prompts import PromptRecord
 from forerun.errors import InvalidRequest
 
 __all__ = ["is_held_out", "split"]
 
 HASH_BITS = 64
-
-
-@runtime_checkable
-class Hashed(Protocol):
-    """Whatever belongs to a prompt."""
-
-    @property
-    def prompt_hash(self) -> str:
-        """Hash of the prompt's tokens, 16 hexadecimal digits."""
-
-
-Item = TypeVar("Item", bound=Hashed)
 
 
 def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
@@ -33,17 +21,19 @@ def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
     return int(prompt_hash, 16) < held_out_share * 2.0**HASH_BITS
 
 
-def split(items: Iterable[Item], held_out_share: float) -> tuple[list[Item], list[Item]]:
-    """Items to train on and items held out, each in their order.
+def split(
+    prompts: Iterable[PromptRecord], held_out_share: float
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """Prompts to train on and prompts held out, each in their order.
 
     Raises:
         InvalidRequest: the share is no share, or one side is empty.
     """
     if not 0.0 <= held_out_share < 1.0:
         raise InvalidRequest(f"held_out_share is {held_out_share}; it must be from 0 to below 1")
-    sides: tuple[list[Item], list[Item]] = ([], [])
-    for item in items:
-        sides[is_held_out(item.prompt_hash, held_out_share)].append(item)
+    sides: tuple[list[PromptRecord], list[PromptRecord]] = ([], [])
+    for prompt in prompts:
+        sides[is_held_out(prompt.prompt_hash, held_out_share)].append(prompt)
     train, held_out = sides
     if not train:
         raise InvalidRequest(

@@ -12,7 +12,7 @@ from forerun.align.evaluation.resampling import over_prompts
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 
-__all__ = ["AcceptanceFigures", "DraftFigures", "figures_of", "judge_figures"]
+__all__ = ["AcceptanceFigures", "DraftFigures", "judge_figures"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +107,9 @@ def judge_figures(
 def figures_of(
     prompts: Sequence[JudgedPrompt],
     num_speculative_tokens: int,
-    costs: CostTable | None = None,
+    costs: CostTable | None,
     *,
-    seed: int = 0,
+    seed: int,
 ) -> AcceptanceFigures:
     """Figures over some prompts, at least one."""
     counts = [prompt.acceptance for prompt in prompts]

@@ -59,10 +59,8 @@ class Ledger:
         return asdict(self)
 
 
-def ledger_of(
-    deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None, *, seed: int = 0
-) -> Ledger:
-    """The ledger of one draft.
+def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) -> Ledger:
+    """The ledger of one draft. Resamples keep the number of prompts in the domain and outside.
 
     Token by token verification is what the last supposition reckons with. Block verification
     accepts a little more, so under it that item is a little low, and capacity as much high.
@@ -71,7 +69,6 @@ def ledger_of(
         deployed: figures under the deployed parameters.
         sampled: figures on the same prompts at temperature 1; `deployed` itself if that is it.
         in_domain: the tag the draft was made for; None takes all prompts for it.
-        seed: decides the resamples, which keep the number of prompts in the domain and outside.
 
     Raises:
         ValueError: the two are not of the same prompts and K, or no prompt has the tag.
@@ -91,7 +88,7 @@ def ledger_of(
             everywhere = within[0] + [elsewhere[i] for i in groups[1]]
             return statistic([mean_length(everywhere), *map(mean_length, within)])
 
-        return bootstrap(of_groups, [len(inside), len(outside)], seed=seed)
+        return bootstrap(of_groups, [len(inside), len(outside)], seed=0)
 
     def item(n: int, name: str) -> LedgerItem:
         gain = interval(lambda levels: levels[n] - levels[n - 1])

@@ -52,9 +52,9 @@ class Cycle:
 
 
 def predicted_speedup(
-    prompts: Sequence[JudgedPrompt], table: CostTable, max_k: int, *, batch: int = 1, seed: int = 0
+    prompts: Sequence[JudgedPrompt], table: CostTable, max_k: int, *, seed: int
 ) -> PredictedSpeedup | None:
-    """tau over kappa at the mean context of the steps.
+    """tau over kappa at the mean context of the steps, one sequence at a time.
 
     The best of several K is flattered by the prompts it won on. So every second prompt chooses the
     K that the others are scored at, and the other way round.
@@ -63,7 +63,6 @@ def predicted_speedup(
         prompts: judged at K = `max_k`.
         table: of this draft's shape beside the target.
         max_k: largest K to consider.
-        batch: sequences decoded at once in the deployment.
         seed: decides the resamples.
 
     Returns:
@@ -75,7 +74,7 @@ def predicted_speedup(
     num_steps = sum(prompt.acceptance.num_steps for prompt in prompts)
     context = round(sum(prompt.num_context_tokens for prompt in prompts) / num_steps)
     cycles = [
-        Cycle(num_speculative_tokens=k, cost=table.cycle_cost_interval(k, context, batch))
+        Cycle(num_speculative_tokens=k, cost=table.cycle_cost_interval(k, context))
         for k in range(max_k + 1)
     ]
     if any(cycle.cost.low <= 0 for cycle in cycles):

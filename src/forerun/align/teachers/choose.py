@@ -29,17 +29,22 @@ from forerun.models.content_hash import template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Learned", "TeacherSource", "check_objective", "make_teacher"]
+__all__ = ["PARTIAL", "Learned", "TeacherSource", "check_objective", "make_teacher"]
 
 logger = logging.getLogger("forerun.preparation")
 
 SHARDED = "sharded"
 """As a device: the target is spread over all GPUs there are, for it is larger than one."""
+PARTIAL = ("sampled", "top-k")
+"""Teachers that know a part of a law, unless it is greedy."""
 
 
 @runtime_checkable
 class Learned(Protocol):
-    """What of an objective decides which teachers it may have; see `Objective`."""
+    """What of an `Objective` decides which teachers it may have; objectives are built on teachers.
+
+    So they are not imported here.
+    """
 
     @property
     def name(self) -> str:
@@ -114,7 +119,7 @@ def check_objective(kind: TeacherKind, objective: Learned, sampling: SamplingPar
     Raises:
         InvalidRequest: they would.
     """
-    if kind not in ("sampled", "top-k") or objective.linear or sampling.greedy:
+    if kind not in PARTIAL or objective.linear or sampling.greedy:
         return
     reason = {
         "sampled": "ids drawn from the target stand for its law only in",

@@ -13,7 +13,7 @@ from forerun.align.phases import Tell
 from forerun.align.teachers.cache import RowCache, key_of
 from forerun.align.teachers.planner import RowSizes, check_room
 from forerun.align.teachers.rows import one_per_row, passes
-from forerun.align.teachers.share import ALONE, Share
+from forerun.align.teachers.share import Share
 from forerun.align.teachers.target import TargetModel, check_samples
 from forerun.errors import NumericalError
 
@@ -44,9 +44,9 @@ class Filler:
         cache: RowCache,
         load: Callable[[], TargetModel],
         sizes: RowSizes,
-        max_bytes: int | None = None,
-        tell: Tell = lambda num_done, num_all: None,
-        share: Share = ALONE,
+        max_bytes: int | None,
+        tell: Tell,
+        share: Share,
     ) -> None:
         self.cache = cache
         self.load = load

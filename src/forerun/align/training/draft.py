@@ -32,6 +32,8 @@ TARGET_FILES = (
 )
 TOKEN_SETTINGS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 LORA_ALPHA_PER_RANK = 2
+ATTENTION = "sdpa"
+"""Implementation of transformers that is trained with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,6 @@ class DraftConfig:
         init: config.json of a draft to make from nothing.
         lora_rank: of the adapters that are trained instead of all weights; 0 for none.
         seed: of fresh weights and adapters.
-        attention: implementation of transformers that is trained with.
     """
 
     target: Path
@@ -52,7 +53,6 @@ class DraftConfig:
     init: Path | None = None
     lora_rank: int = 0
     seed: int = 0
-    attention: str = "sdpa"
 
 
 class Draft:
@@ -106,7 +106,7 @@ def base_model(config: DraftConfig) -> Any:
     checkpoint = read_checkpoint(config.draft)
     read_config(checkpoint)  # refuses what the engine could not serve
     model = read_weights(checkpoint, torch.float32)
-    model.set_attn_implementation(config.attention)
+    model.set_attn_implementation(ATTENTION)
     if model.config.vocab_size != target["vocab_size"]:
         # Tokens are the same, padding ids are not: the target's law covers the target's.
         model.resize_token_embeddings(target["vocab_size"], mean_resizing=False)
@@ -128,7 +128,7 @@ def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
     shape = AutoConfig.for_model(**settings)
     # Refuses what the engine could not serve.
     read_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], shape.to_dict())
-    shape._attn_implementation = config.attention
+    shape._attn_implementation = ATTENTION
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # noqa: TID251 (transformers fills weights from it)
         untyped: Any = AutoModelForCausalLM

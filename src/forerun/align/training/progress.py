@@ -30,7 +30,7 @@ class TrainingProgress:
         first_step: steps done before.
     """
 
-    def __init__(self, console: Console, num_steps: int, first_step: int = 0) -> None:
+    def __init__(self, console: Console, num_steps: int, first_step: int) -> None:
         self.num_steps = num_steps
         self.first_step = first_step
         self._bar = Progress(

@@ -17,11 +17,11 @@ def sample(start: int, length: int, *spans: tuple[int, int]) -> Sample:
 
 
 def test_a_row_by_hand():
-    packing = Packing([sample(10, 3, (1, 2)), sample(20, 4, (2, 4))], window=8, seed=0, pad_id=7)
+    packing = Packing([sample(10, 3, (1, 2)), sample(20, 4, (2, 4))], window=8, seed=0)
     assert packing.rows_per_epoch == 1
     batch = packing.batch(0, 1)
     # The longer one first; the other without what nobody learns behind its span.
-    assert batch.ids.tolist() == [[20, 21, 22, 23, 10, 11, 7, 7]]
+    assert batch.ids.tolist() == [[20, 21, 22, 23, 10, 11, 0, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
     assert batch.samples.tolist() == [[1, 1, 1, 1, 0, 0, -1, -1]]
     assert batch.predicts.nonzero()[:, 1].tolist() == [1, 2, 4]
