@@ -47,8 +47,8 @@ class Session:
         self,
         engine: Engine,
         *,
-        trace: TraceWriter | None = None,
-        trace_tokens: bool = False,
+        trace: TraceWriter | None,
+        trace_tokens: bool,
         drafter_hashes: Mapping[str, str | None] | None = None,
     ) -> None:
         self.engine = engine

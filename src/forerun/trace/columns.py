@@ -7,7 +7,7 @@ columns that figures need are read.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -75,7 +75,7 @@ def parquet_pieces(folder: Path) -> Iterator[Piece]:
                     yield from checked(table.cast(pa.schema(list(STEP_TYPES.items()))), where)
         except (KeyError, ValueError, pa.ArrowException) as error:
             yield Damage(where=where, what=str(error).splitlines()[0])
-    yield from (item for item in read_parquet(folder, without=("steps",)))
+    yield from read_parquet(folder, without=("steps",))
 
 
 def json_pieces(path: Path) -> Iterator[Piece]:
@@ -102,7 +102,7 @@ def lines_pieces(data: bytes, first_line: int) -> Iterator[Piece]:
     if not data.strip():
         return
     steps, others = parted(data, first_line)
-    yield from others_of(others)
+    yield from one_by_one(others)
     if not steps:
         return
     try:
@@ -137,16 +137,11 @@ def parted(data: bytes, first_line: int) -> tuple[list[Line], list[Line]]:
     return steps, others
 
 
-def others_of(lines: Sequence[Line]) -> Iterator[Piece]:
-    """Headers, requests and damage; steps that somebody else wrote become a table."""
+def one_by_one(lines: Sequence[Line]) -> Iterator[Piece]:
+    """Lines read so that damage costs its own only; their steps become a table."""
     items = [item_of(line, f"line {number}") for number, line in lines]
     yield from (item for item in items if not isinstance(item, StepRecord))
     yield from table_of([item for item in items if isinstance(item, StepRecord)])
-
-
-def one_by_one(lines: Iterable[Line]) -> Iterator[Piece]:
-    """The same records, read so that damage costs its own line only."""
-    yield from others_of(list(lines))
 
 
 def table_of(steps: Sequence[StepRecord]) -> Iterator[pa.Table]:
