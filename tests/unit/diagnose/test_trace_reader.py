@@ -26,7 +26,8 @@ from forerun.trace.schema import Damage, Record
 def drafted(index: int, accepted: int, **changes: object) -> StepRecord:
     """K = 4; drafting 4 ms, the pass 12 ms, the rest 4 ms."""
     values = {"cycle_id": index, "step": index, "t_s": index / 50, "context_tokens": index}
-    values |= {"num_accepted": accepted, "num_emitted": accepted + 1, "expected_accepted": 2.0}
+    values |= {"num_accepted": accepted, "num_emitted": accepted + 1}
+    values |= {"expected_accepted": float(accepted)}
     values |= {"draft_s": 0.004, "verify_s": 0.012, "other_s": 0.004}
     return replace(STEP, **(values | changes))  # type: ignore[arg-type]
 
@@ -107,7 +108,7 @@ def accepted_when(low: Callable[[StepRecord, StepRecord | None], bool]) -> list[
     for index in range(2000):
         step = drafted(index, (1, 4, 2, 0)[index % 4], context_tokens=8 * index)
         if low(step, before) and index % 8:
-            step = replace(step, num_accepted=0, num_emitted=1)
+            step = replace(step, num_accepted=0, num_emitted=1, expected_accepted=0.0)
         before = step
         records.append(step)
     return records
@@ -144,20 +145,32 @@ def test_a_uniform_trace_has_no_contrast(tmp_path: Path):
     assert found.flag("acceptance_dropped") is None
 
 
-def test_tags_and_temperatures_are_compared(tmp_path: Path):
+def two_kinds(num_requests: int) -> list[Record]:
+    """Requests of two tags and temperatures, the second kind of which accepts next to nothing."""
     records: list[Record] = [HEADER]
-    for number, (tag, temperature, accepted) in enumerate([("en", 0, 3), ("zh", 1.0, 0)]):
+    for number in range(2 * num_requests):
+        tag, temperature, accepted = [("en", 0, 3), ("zh", 1.0, 0)][number % 2]
         name = f"r{number}"
         records += [
             drafted(1000 * number + index, accepted if index % 10 else 2, request_id=name)
-            for index in range(100)
+            for index in range(30)
         ]
         parameters = {"temperature": temperature}
         records.append(replace(REQUEST, request_id=name, tags=(tag,), parameters=parameters))
-    found = read(tmp_path / "trace.jsonl", records)
+    return records
+
+
+def test_tags_and_temperatures_are_compared(tmp_path: Path):
+    found = read(tmp_path / "trace.jsonl", two_kinds(6))
     assert found.flag("acceptance_differs_by_domain") is True
     assert found.flag("acceptance_falls_with_temperature") is True
     assert "temperature" not in found
+
+
+def test_a_few_requests_do_not_tell_a_tag_from_their_own_text(tmp_path: Path):
+    found = read(tmp_path / "trace.jsonl", two_kinds(1))
+    assert "acceptance_differs_by_domain" not in found
+    assert len(found.series["tag"]) == 0, "30 steps are not even named"
 
 
 def test_damage_is_named_and_costs_its_own_lines(tmp_path: Path):

@@ -65,7 +65,9 @@ def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float,
             the first that the card has figures of counts.
     """
     card = read_card(draft)
-    for temperature, alpha in found if card is not None else ():
+    if card is None:
+        return
+    for temperature, alpha in found:
         stated = figures_at(card, temperature)
         expected = None if stated is None else stated.acceptance_probability
         if expected is not None and expected.estimate > 0.0:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-from forerun.diagnose.drops import is_drop
 
 __all__ = ["Hits"]
 
 MIN_POSITIONS = 100
 """Fewer say nothing: neighbouring positions are alike."""
+MIN_DROP = 0.15
+"""A smaller difference explains no complaint."""
+MIN_Z = 5.0
+"""Positions of one text depend on each other, so this asks for more than independent ones would."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,8 +38,13 @@ class Hits:
         return f"{self.num_accepted} of {self.num_reached}"
 
     def is_below(self, other: Hits) -> bool | None:
-        """Whether acceptance is clearly lower here; None where too few positions tell."""
+        """Whether acceptance is clearly lower here; None where that is open."""
         if min(self.num_reached, other.num_reached) < MIN_POSITIONS:
             return None
-        high, low = ((hits.num_accepted, hits.num_reached) for hits in (other, self))
-        return is_drop(high, low)
+        difference = other.num_accepted / other.num_reached - self.num_accepted / self.num_reached
+        num_both = self.num_reached + other.num_reached
+        both = (self.num_accepted + other.num_accepted) / num_both
+        error = math.sqrt(both * (1 - both) * (1 / self.num_reached + 1 / other.num_reached))
+        if difference >= MIN_DROP and difference >= MIN_Z * error:
+            return True
+        return False if difference + 2 * error < MIN_DROP else None

@@ -75,7 +75,8 @@ def dispersion(squares: Float[Tensor, "rows columns"]) -> float:
     """How far the scatter of row sums is from that of independent entries, in standard errors."""
     num_rows, num_columns = squares.shape
     expected = squares.var() / num_columns
-    return (float(squares.mean(1).var() / expected) - 1.0) / math.sqrt(2.0 / (num_rows - 1))
+    ratio = float(squares.mean(1).var() / expected)
+    return (ratio - 1.0) / math.sqrt(2.0 / (num_rows - 1))
 
 
 def edge_excess(centred: Float[Tensor, "rows columns"]) -> float:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-from forerun.diagnose.drops import MIN_Z, is_drop
+import numpy as np
+
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.totals import Hits, Seconds, TraceTotals, merged
+from forerun.diagnose.readers.trace.comparison import Comparison, Mask, compare
+from forerun.diagnose.readers.trace.stretches import OUTCOMES, PAUSES, Places, Stretches
+from forerun.diagnose.readers.trace.totals import PAUSING, Hits, Seconds, TraceTotals, merged
 from forerun.theory.record import RequestRecord
 
 __all__ = ["add_contrasts"]
 
+LEAST = 0.1
+"""Of the draft: a smaller difference explains no complaint."""
+CHANCE = 0.02
+"""Of seeing a difference that is not there, by each comparison."""
+AGAINST_TREND = 0.05
+"""Difference that matters where the opposite is to be expected."""
 MIN_STEPS = 50
-"""Fewer drafting steps on one side say nothing."""
-AGAINST_TREND = 3.0
-"""Standard errors asked for within requests, where dependence would rather show the opposite."""
+"""Of a tag or of a slice of time, to be named at all."""
+OTHER_TEXT = 0.4
+"""Prompts of another length are other prompts: up to two fifths of acceptance are between them
+where nothing is wrong."""
 MIN_CYCLES = 20
 MAX_POINTS = 60
 FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
@@ -26,55 +35,83 @@ def add_contrasts(
     evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
 ) -> None:
     """Facts that compare one part of a trace with another, and the series behind them."""
-    hits = totals.hits
-    previous = hits.get("previous", {})
-    partial, none, full = (previous.get(name, Hits()) for name in ("partial", "none", "full"))
-    # Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts
-    # at least as much as one after less, unless the state it drafts from is wrong.
-    less = pooled([none, partial])
-    add_drop(evidence, "acceptance_falls_after_partial", none, partial, source, AGAINST_TREND)
-    add_drop(evidence, "acceptance_falls_after_full", less, full, source, AGAINST_TREND)
-    paused = hits.get("paused", {})
-    again, settled = paused.get("again", Hits()), paused.get("settled", Hits())
-    add_drop(evidence, "acceptance_falls_after_handoff", settled, again, source, AGAINST_TREND)
-    add_ends(evidence, "acceptance_falls_with_context", hits.get("context", {}), source)
-    add_ends(evidence, "acceptance_falls_with_generation", hits.get("index", {}), source)
+    stretches = totals.stretches
+    add_outcomes(evidence, stretches.by("previous"), source)
+    if not PAUSING & totals.methods.keys():
+        paused = stretches.by("paused")
+        add_fall(evidence, "acceptance_falls_after_handoff", split(paused, *PAUSES), source)
+    for name, key in (("context", "context"), ("generation", "index")):
+        places = stretches.by(key)
+        add_fall(evidence, f"acceptance_falls_with_{name}", ends(places), source, share=OTHER_TEXT)
+    company = stretches.by("company")
+    found = compare(company, company.place == 0, company.place == 1)
+    add_fall(evidence, "acceptance_falls_with_batch", found, source)
     add_growth(evidence, totals.far, source)
-    company = hits.get("company", {})
-    alone, together = company.get("one", Hits()), company.get("several", Hits())
-    add_drop(evidence, "acceptance_falls_with_batch", alone, together, source)
-    add_tags(evidence, hits.get("request", {}), requests, source)
-    add_temperatures(evidence, hits.get("request", {}), requests, source)
-    add_change(evidence, totals.over_time, source)
+    by_request = asked(stretches, requests)
+    add_tags(evidence, stretches.by("all"), by_request, source)
+    add_temperatures(evidence, stretches.by("all"), by_request, source)
+    add_change(evidence, totals, source)
 
 
-def drop(high: Hits, low: Hits, min_z: float = MIN_Z) -> bool | None:
-    """Whether alpha_1 is clearly lower on one side; None where too few steps tell."""
-    if min(high.num_steps, low.num_steps) < MIN_STEPS:
-        return None
-    return is_drop((high.num_first, high.num_steps), (low.num_first, low.num_steps), min_z)
+def add_outcomes(evidence: Evidence, places: Places, source: str) -> None:
+    """What the draft before came to.
+
+    Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts at
+    least as much as one after less, unless the state it drafts from is wrong.
+    """
+    none, partial, full = (places.place == index for index in range(len(OUTCOMES)))
+    for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
+        found = compare(places, high, low)
+        fact = f"acceptance_falls_after_{name}"
+        add_fall(evidence, fact, found, source, least=AGAINST_TREND)
 
 
-def add_drop(
-    evidence: Evidence, name: str, high: Hits, low: Hits, source: str, min_z: float = MIN_Z
+def split(places: Places, high: str, low: str) -> Comparison | None:
+    """Two of the places that words name."""
+    return compare(places, places.place == PAUSES.index(high), places.place == PAUSES.index(low))
+
+
+def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
+    evidence: Evidence,
+    name: str,
+    found: Comparison | None,
+    source: str,
+    *,
+    least: float = LEAST,
+    share: float = 0.0,
+    chance: float = CHANCE,
 ) -> None:
-    """A contrast as a fact whose source names both sides."""
-    found = drop(high, low, min_z)
-    sides = f"alpha_1 {high.alpha_1:.2f} of {high.num_steps}, {low.alpha_1:.2f} of {low.num_steps}"
-    evidence.add(name, found, f"{source}: {sides}")
+    """A comparison as a fact whose source names both sides.
+
+    Args:
+        evidence: takes the fact.
+        name: of it.
+        found: None where there was too little to compare.
+        source: name of the trace.
+        least: difference that matters, as a share of the draft.
+        share: the same as a share of the higher side.
+        chance: of seeing a difference that is not there.
+    """
+    if found is None:
+        return
+    high, low = found.high, found.low
+    answer = found.is_lower(max(least, share * high.mean), chance)
+    sides = ", ".join(
+        f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
+    )
+    words = f"alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}"
+    evidence.add(name, answer, f"{source}: {words}")
 
 
-def add_ends(evidence: Evidence, name: str, places: dict[str, Hits], source: str) -> None:
+def ends(places: Places) -> Comparison | None:
     """The long end against the short one, cut where both sides have most steps."""
-    ordered = [places[key] for key in sorted(places, key=int)]
-    best: tuple[int, Hits, Hits] | None = None
-    for cut in range(1, len(ordered)):
-        low, high = pooled(ordered[:cut]), pooled(ordered[cut:])
-        size = min(low.num_steps, high.num_steps)
+    best: tuple[float, Mask] | None = None
+    for cut in np.unique(places.place)[1:]:
+        short: Mask = places.place < cut
+        size = min(places.num_steps[short].sum(), places.num_steps[~short].sum())
         if best is None or size > best[0]:
-            best = (size, low, high)
-    if best is not None:
-        add_drop(evidence, name, best[1], best[2], source)
+            best = size, short
+    return None if best is None else compare(places, best[1], ~best[1])
 
 
 def add_growth(
@@ -98,47 +135,70 @@ def add_growth(
         evidence.add("context_growth", growth, f"{source}: {words}")
 
 
+def asked(
+    stretches: Stretches, requests: Sequence[RequestRecord]
+) -> tuple[RequestRecord | None, ...]:
+    """The request of every stretch, as far as the trace has it."""
+    known = {request.request_id: request for request in requests}
+    return tuple(known.get(name) for name in stretches.request_ids)
+
+
 def add_tags(
-    evidence: Evidence, by_request: dict[str, Hits], requests: Sequence[RequestRecord], source: str
+    evidence: Evidence,
+    places: Places,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
 ) -> None:
     """Acceptance by tag; a request with several counts under each."""
-    tags: dict[str, Hits] = {}
-    for request in requests:
-        hits = by_request.get(request.request_id, Hits())
-        for tag in request.tags:
-            tags.setdefault(tag, Hits()).add(hits.num_steps, hits.num_first, hits.num_accepted)
-    known = {tag: hits for tag, hits in tags.items() if hits.num_steps >= MIN_STEPS}
-    ordered = sorted(known.items(), key=lambda item: item[1].alpha_1)
-    evidence.series["tag"] = tuple(
-        (tag[:60], hits.alpha_1, float(hits.num_steps)) for tag, hits in ordered[:MAX_POINTS]
-    )
-    formats = [(tag, hits) for tag, hits in ordered if tag.partition(":")[0] in FORMATS]
-    domains = [(tag, hits) for tag, hits in ordered if tag.partition(":")[0] not in FORMATS]
+    tags: dict[str, list[int]] = {}
+    for index, request in enumerate(by_stretch):
+        for tag in () if request is None else request.tags:
+            tags.setdefault(tag, []).append(index)
+    known = {tag: np.isin(places.stretch, indices) for tag, indices in tags.items()}
+    sides = [(tag, mask, *alpha_1(places, mask)) for tag, mask in known.items()]
+    ordered = sorted((s for s in sides if s[3] >= MIN_STEPS), key=lambda side: side[2])
+    evidence.series["tag"] = tuple((tag[:60], a, n) for tag, _, a, n in ordered[:MAX_POINTS])
+    formats = [side for side in ordered if side[0].partition(":")[0] in FORMATS]
+    domains = [side for side in ordered if side[0].partition(":")[0] not in FORMATS]
     for name, found in (
         ("acceptance_differs_by_template", formats),
         ("acceptance_differs_by_domain", domains),
     ):
         if len(found) > 1:
-            (low_tag, low), (high_tag, high) = found[0], found[-1]
-            sides = f"{high_tag[:60]} {high.alpha_1:.2f}, {low_tag[:60]} {low.alpha_1:.2f}"
-            evidence.add(name, drop(high, low), f"{source}: alpha_1 of {sides}")
+            low, high = found[0], found[-1]
+            pairs = len(found) * (len(found) - 1)  # the best was looked for, and the worst
+            words = f"{source}: {high[0][:60]} and {low[0][:60]}"
+            comparison = compare(places, high[1], low[1])
+            add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
+
+
+def alpha_1(places: Places, mask: Mask) -> tuple[float, float]:
+    """Acceptance at the first position, and of how many steps."""
+    num_steps = float(places.num_steps[mask].sum())
+    return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
 
 
 def add_temperatures(
-    evidence: Evidence, by_request: dict[str, Hits], requests: Sequence[RequestRecord], source: str
+    evidence: Evidence,
+    places: Places,
+    by_stretch: Sequence[RequestRecord | None],
+    source: str,
 ) -> None:
     """Greedy requests against sampled ones, where a trace has both."""
-    greedy, sampled = Hits(), Hits()
-    for request in requests:
-        hits = by_request.get(request.request_id, Hits())
-        side = greedy if request.parameters.get("temperature") == 0 else sampled
-        side.add(hits.num_steps, hits.num_first, hits.num_accepted)
-    add_drop(evidence, "acceptance_falls_with_temperature", greedy, sampled, source)
+    known = [i for i, request in enumerate(by_stretch) if request is not None]
+    cold = [
+        i
+        for i, request in enumerate(by_stretch)
+        if request is not None and request.parameters.get("temperature") == 0
+    ]
+    greedy = np.isin(places.stretch, cold)
+    found = compare(places, greedy, np.isin(places.stretch, known) & ~greedy)
+    add_fall(evidence, "acceptance_falls_with_temperature", found, source)
 
 
-def add_change(evidence: Evidence, points: Sequence[tuple[float, Hits]], source: str) -> None:
-    """When acceptance changed most, and whether it dropped there."""
-    ordered = sorted(points, key=lambda point: point[0])
+def add_change(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+    """Acceptance over time, and whether it dropped somewhere."""
+    ordered = sorted(totals.over_time, key=lambda point: point[0])
     width = -(-len(ordered) // MAX_POINTS) if ordered else 1
     coarse = [
         (ordered[start][0], pooled(hits for _, hits in ordered[start : start + width]))
@@ -149,21 +209,32 @@ def add_change(evidence: Evidence, points: Sequence[tuple[float, Hits]], source:
     evidence.series["time"] = tuple(
         (t_s - coarse[0][0], hits.alpha_1, float(hits.num_steps)) for t_s, hits in coarse
     )
-    best: tuple[float, Hits, Hits] | None = None
-    for cut in range(1, len(coarse)):
-        before, after = (pooled(h for _, h in part) for part in (coarse[:cut], coarse[cut:]))
-        weight = before.num_steps * after.num_steps
-        score = (before.alpha_1 - after.alpha_1) * math.sqrt(weight)
-        if best is None or score > best[0]:
-            best = (score, before, after)
+    best = sharpest(totals.stretches)
     # A trace that did not change within itself may all lie behind the change.
-    if best is not None and drop(best[1], best[2]):
-        add_drop(evidence, "acceptance_dropped", best[1], best[2], source)
+    if best is not None and best.is_lower(LEAST, CHANCE / NUM_CUTS):
+        add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
+
+
+NUM_CUTS = 16
+"""Moments at which acceptance may have dropped."""
+
+
+def sharpest(stretches: Stretches) -> Comparison | None:
+    """The surest drop at any of some moments."""
+    places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
+    if not len(starts_s):
+        return None
+    found: list[Comparison] = []
+    for moment in np.unique(np.quantile(starts_s, np.arange(1, NUM_CUTS + 1) / (NUM_CUTS + 1))):
+        before: Mask = (starts_s < moment)[places.stretch]
+        if (comparison := compare(places, before, ~before)) is not None:
+            found.append(comparison)
+    return max(found, key=lambda comparison: comparison.t, default=None)
 
 
 def pooled(parts: Iterable[Hits]) -> Hits:
-    """Several places together."""
+    """Several slices together."""
     total = Hits()
     for part in parts:
-        total.add(part.num_steps, part.num_first, part.num_accepted)
+        total.add(part.num_steps, part.num_first)
     return total

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.totals import Seconds, TraceTotals, merged
+from forerun.diagnose.readers.trace.totals import PAUSING, Seconds, TraceTotals, merged
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord
@@ -162,10 +162,9 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         if decode_s > 0.0:
             decoded = totals.num_tokens - by_kind["prefill"].num_steps
             evidence.add("tokens_per_s", max(0, decoded) / decode_s, source)
-    drafting = totals.hits.get("request", {})
-    steps = sum(totals.request_steps[name] for name in drafting)
+    steps = sum(totals.request_steps[name] for name in totals.drafting_steps)
     if steps:
-        drafted = sum(hits.num_steps for hits in drafting.values())
+        drafted = totals.drafting_steps.total()
         evidence.add("k0_share", max(0.0, 1.0 - drafted / steps), source)
     if totals.num_pairs:
         evidence.add("k_change_share", totals.num_k_changes / totals.num_pairs, source)
@@ -174,14 +173,9 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         evidence.add("graph_hit_share", totals.graph_hits[True] / graphs, source)
 
 
-PAUSING = frozenset({"suffix"})
-"""Drafters that draft nothing where the text does not repeat itself, whoever chooses K."""
-
-
 def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """How K moves from step to step, where it is chosen and not found."""
-    methods = totals.hits.get("method", {})
-    if sum(hits.num_steps for name, hits in methods.items() if name in PAUSING):
+    if PAUSING & totals.methods.keys():
         return
     moved, of = totals.k_swing
     if of:

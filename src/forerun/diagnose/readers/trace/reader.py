@@ -63,7 +63,7 @@ def read_trace_evidence(path: Path) -> Evidence:
     source = f"trace {path.name}"
     add_figures(evidence, read.totals, read.requests, source)
     add_contrasts(evidence, read.totals, read.requests, source)
-    add_setup(evidence, read.headers, read.totals.hits.get("method", {}), source)
+    add_setup(evidence, read.headers, read.totals.methods, source)
     add_asked(evidence, read.requests, source)
     add_texts(evidence, read.totals.texts.values(), source)
     return evidence

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from forerun.diagnose.evidence import MAX_WORD, Evidence
-from forerun.diagnose.readers.trace.totals import HitsBy
 from forerun.theory.record import RequestRecord, TraceHeader
 from forerun.theory.text import ngrams
 
@@ -21,7 +20,7 @@ COMMON = 10
 
 
 def add_setup(
-    evidence: Evidence, headers: Sequence[TraceHeader], methods: HitsBy, source: str
+    evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
 ) -> None:
     """What ran, where all headers say the same, what changed between them, how most steps drafted.
 
@@ -47,7 +46,7 @@ def add_setup(
             evidence.add(name, value, source)
     add_change(evidence, headers, source)
     if methods:
-        most = max(methods, key=lambda method: methods[method].num_steps)
+        most = max(methods, key=lambda method: methods[method])
         evidence.add("method", METHODS.get(most, "other"), source)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["Hits", "Seconds", "TraceTotals", "merged"]
+from forerun.diagnose.readers.trace.stretches import Stretches
+
+__all__ = ["PAUSING", "Hits", "Seconds", "TraceTotals", "merged"]
 
 SOON, LONG = 2, 5
 """Drafting steps behind a plain one that still feel it, and those that should not any more."""
@@ -23,23 +25,20 @@ SLICES = 16
 
 @dataclass(slots=True)
 class Hits:
-    """How often the first drafted token was accepted, and all tokens of those steps.
+    """How often the first drafted token was accepted.
 
     Attributes:
         num_steps: drafting steps.
         num_first: those that accepted at least one token.
-        num_accepted: tokens they accepted.
     """
 
     num_steps: int = 0
     num_first: int = 0
-    num_accepted: int = 0
 
-    def add(self, num_steps: int, num_first: int, num_accepted: int) -> None:
+    def add(self, num_steps: int, num_first: int) -> None:
         """Count more."""
         self.num_steps += num_steps
         self.num_first += num_first
-        self.num_accepted += num_accepted
 
     @property
     def alpha_1(self) -> float:
@@ -63,7 +62,8 @@ class Seconds:
         return self.draft_s + self.verify_s + self.other_s
 
 
-HitsBy = dict[str, Hits]
+PAUSING = frozenset({"suffix"})
+"""Drafters that draft nothing where the text does not repeat itself, whoever chooses K."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +79,9 @@ class TraceTotals:
         far: of drafting cycles by requests, rows per request and context.
         texts: the first tokens of the trace by request, where it has them.
         num_kept: tokens among them.
-        hits: drafting steps by what came before, whether a pause did, context, index, company and
-            request.
+        stretches: acceptance of drafting steps by what they are like.
+        methods: drafting steps by drafter.
+        drafting_steps: drafting steps of each request.
         request_steps: decode steps of each request, plain ones included.
         over_time: mean time and hits of slices of the trace.
         num_pairs: consecutive steps of a request.
@@ -101,7 +102,9 @@ class TraceTotals:
     far: dict[tuple[int, int, int], Seconds] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
     num_kept: int = 0
-    hits: dict[str, HitsBy] = field(default_factory=dict)
+    stretches: Stretches = field(default_factory=Stretches)
+    methods: Counter[str] = field(default_factory=Counter)
+    drafting_steps: Counter[str] = field(default_factory=Counter)
     request_steps: Counter[str] = field(default_factory=Counter)
     over_time: list[tuple[float, Hits]] = field(default_factory=list)
     num_pairs: int = 0
@@ -126,8 +129,10 @@ class TraceTotals:
         drafting = steps.filter(pc.greater(steps["num_drafted"], 0))
         if drafting.num_rows:
             self._add_acceptance(drafting)
-            self._add_hits(drafting)
             self._add_times(drafting)
+            self.stretches.add(drafting)
+            add_values(self.methods, drafting["method"])
+            add_values(self.drafting_steps, drafting["request_id"])
 
     def _add_acceptance(self, drafting: pa.Table) -> None:
         keys = ["k_budget", "depth_drafted", "num_accepted", "num_drafted"]
@@ -193,13 +198,11 @@ class TraceTotals:
                 break
 
     def _add_graphs(self, steps: pa.Table) -> None:
-        for value in pc.value_counts(steps["graph_hit"].drop_null()).to_pylist():
-            self.graph_hits[value["values"]] += value["counts"]
+        add_values(self.graph_hits, steps["graph_hit"].drop_null())
 
     def _add_requests(self, steps: pa.Table) -> None:
         decoding = steps.filter(pc.equal(steps["num_prefill_rows"], 0))
-        for value in pc.value_counts(decoding["request_id"]).to_pylist():
-            self.request_steps[value["values"]] += value["counts"]
+        add_values(self.request_steps, decoding["request_id"])
 
     def _add_changes(self, steps: pa.Table) -> None:
         pairs = steps.select(["k_budget", "previous_k", "since_start"]).drop_null()
@@ -216,31 +219,13 @@ class TraceTotals:
             of + pc.sum(pairs["k_budget"]).as_py(),
         )
 
-    def _add_hits(self, drafting: pa.Table) -> None:
-        rows = pc.divide(drafting["batch_rows"], pc.add(drafting["depth_drafted"], 1))
-        keys = {
-            "previous": drafting["previous"],
-            "paused": drafting["paused"],
-            "context": bucket(drafting["context_tokens"]),
-            "index": bucket(drafting["step"]),
-            "company": pc.if_else(pc.greater_equal(rows, 2), "several", "one"),
-            "request": drafting["request_id"],
-            "method": drafting["method"],
-        }
-        for name, key in keys.items():
-            found = self.hits.setdefault(name, {})
-            for place, hits in hits_by(drafting, key):
-                found.setdefault(place, Hits()).add(
-                    hits.num_steps, hits.num_first, hits.num_accepted
-                )
-
     def _add_times(self, drafting: pa.Table) -> None:
         size = -(-drafting.num_rows // SLICES)
         for start in range(0, drafting.num_rows, size):
             part = drafting.slice(start, size)
             accepted = part["num_accepted"]
             first = pc.sum(pc.greater(accepted, 0)).as_py()
-            hits = Hits(part.num_rows, first, pc.sum(accepted).as_py())
+            hits = Hits(part.num_rows, first)
             self.over_time.append((pc.mean(part["t_s"]).as_py(), hits))
 
 
@@ -299,19 +284,10 @@ def bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.cast(floor, pa.int64()).cast(pa.string())
 
 
-def hits_by(drafting: pa.Table, key: pa.ChunkedArray) -> Iterator[tuple[str, Hits]]:
-    """Hits of every place; steps at no place are left out."""
-    table = pa.table(
-        {
-            "key": key,
-            "accepted": drafting["num_accepted"],
-            "first": pc.greater(drafting["num_accepted"], 0).cast(pa.int64()),
-        }
-    )
-    wanted = [([], "count_all"), ("first", "sum"), ("accepted", "sum")]
-    for row in table.group_by("key").aggregate(wanted).to_pylist():
-        if row["key"] is not None:
-            yield row["key"], Hits(row["count_all"], row["first_sum"], row["accepted_sum"])
+def add_values(counter: Counter[Any], values: pa.ChunkedArray) -> None:
+    """How often each value occurs."""
+    for value in pc.value_counts(values).to_pylist():
+        counter[value["values"]] += value["counts"]
 
 
 def merged(parts: Sequence[Seconds]) -> Seconds:

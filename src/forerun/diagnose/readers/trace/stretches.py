@@ -1,0 +1,199 @@
+"""Acceptance of a trace's steps, stretch by stretch: neighbours in a text witness the same.
+
+What a step accepts depends on its text, so steps of one request tell less than as many of different
+ones. Every comparison is therefore made between stretches, a request or a long part of one: how far
+they scatter is how sure it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+__all__ = ["OUTCOMES", "PAUSES", "Ints", "Places", "Reals", "Stretches", "summed"]
+
+MIN_REQUESTS = 8
+STRETCH_STEPS = 64
+"""Of a request where there are few of them: behind so many steps its text has moved on."""
+OUTCOMES = ("none", "partial", "full")
+PAUSES = ("settled", "again")
+NO_PLACE = -1
+MIN_STEPS = 3
+"""Of a stretch, to say what the others of a step are like."""
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Reals: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Drafting steps counted by stretch and place, one entry per pair that occurs.
+
+    Attributes:
+        stretch: index of the stretch.
+        place: what the steps are like, as a number.
+        num_steps: how many.
+        num_first: those that accepted at least one token.
+        total: sum over them of the share of their draft that the verifier expected to accept.
+        squares: sum of its squares.
+    """
+
+    stretch: Ints
+    place: Ints
+    num_steps: Reals
+    num_first: Reals
+    total: Reals
+    squares: Reals
+
+    @classmethod
+    def joined(cls, parts: Sequence[Places]) -> Places:
+        """Several blocks behind each other."""
+        return cls(
+            **{
+                name: np.concatenate([getattr(part, name) for part in parts])
+                for name in cls.__dataclass_fields__
+            }
+        )
+
+
+EMPTY = Places(
+    stretch=np.zeros(0, np.int64),
+    place=np.zeros(0, np.int64),
+    num_steps=np.zeros(0),
+    num_first=np.zeros(0),
+    total=np.zeros(0),
+    squares=np.zeros(0),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Stretches:
+    """Drafting steps by stretch and by what they are like.
+
+    Attributes:
+        request_ids: of every stretch.
+        starts_s: time of its first step.
+        parts: counts by name of what is told apart, block by block.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    starts_s: list[float] = field(default_factory=list)
+    parts: dict[str, list[Places]] = field(default_factory=dict)
+
+    def add(self, drafting: pa.Table) -> None:
+        """Count a block of drafting steps, ordered by request and step.
+
+        Args:
+            drafting: with what came before each step, as `with_previous` adds it.
+        """
+        stretch, first = stretch_of(drafting)
+        share = expected_share(drafting)
+        accepted = (column(drafting, "num_accepted") > 0).astype(np.float64)
+        rows = column(drafting, "batch_rows") // (column(drafting, "depth_drafted") + 1)
+        around, outcome = against_others(drafting, stretch, share)
+        for name, place, values in (
+            ("all", np.zeros_like(stretch), share),
+            ("previous", outcome, around),
+            ("paused", codes(drafting, "paused", PAUSES), share),
+            ("context", bucket(column(drafting, "context_tokens")), share),
+            ("index", bucket(column(drafting, "step")), share),
+            ("company", (rows >= 2).astype(np.int64), share),
+        ):
+            counted = counts(stretch + len(self.request_ids), place, accepted, values)
+            self.parts.setdefault(name, []).append(counted)
+        self.request_ids += drafting["request_id"].take(pa.array(first)).to_pylist()
+        self.starts_s += drafting["t_s"].take(pa.array(first)).to_pylist()
+
+    def by(self, name: str) -> Places:
+        """Everything counted so far."""
+        return Places.joined(self.parts.get(name, [EMPTY]))
+
+
+def column(table: pa.Table, name: str) -> Ints:
+    """Whole numbers."""
+    found: Ints = table[name].to_numpy().astype(np.int64)
+    return found
+
+
+def codes(table: pa.Table, name: str, words: Sequence[str]) -> Ints:
+    """Indices of words; NO_PLACE for any other."""
+    indices = pc.fill_null(pc.index_in(table[name], value_set=pa.array(words)), NO_PLACE)
+    found: Ints = indices.to_numpy().astype(np.int64)
+    return found
+
+
+def bucket(values: Ints) -> Ints:
+    """Powers of four."""
+    found: Ints = np.floor(np.log2(values + 1.0) / 2.0).astype(np.int64)
+    return found
+
+
+def stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
+    """The stretch of every row, from 0 on, and the first row of every stretch."""
+    names = drafting["request_id"].combine_chunks().dictionary_encode()
+    request = names.indices.to_numpy()
+    part = column(drafting, "step") // STRETCH_STEPS
+    if len(names.dictionary) >= MIN_REQUESTS:
+        part = np.zeros_like(part)
+    begins = np.ones(len(part), np.bool_)
+    begins[1:] = (request[1:] != request[:-1]) | (part[1:] != part[:-1])
+    return np.cumsum(begins) - 1, np.flatnonzero(begins)
+
+
+def expected_share(drafting: pa.Table) -> Reals:
+    """Of every draft, the share that the verifier expected to accept, had all been equally deep.
+
+    The expectation is over the verifier's own draws, so it scatters less than what was accepted. A
+    deeper draft has a lower share of the same text; that is taken off.
+    """
+    depth = column(drafting, "depth_drafted")
+    expected = drafting["expected_accepted"].to_numpy().astype(np.float64)
+    share: Reals = np.minimum(1.0, expected / depth)
+    means = np.bincount(depth, share) / np.maximum(1.0, np.bincount(depth))
+    levelled: Reals = share + share.mean() - means[depth]
+    return levelled
+
+
+def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
+    """Shares less what they should be, and the outcome of the step before each.
+
+    Where steps of a stretch come in any order, the one behind a certain step is one of the others.
+    So its share is held against theirs, without that step: a stretch that begins well would
+    otherwise seem to fall off (Miller and Sanjurjo 2018).
+    """
+    before = np.roll(share, 1)
+    known = np.zeros(len(stretch), np.bool_)
+    known[1:] = stretch[1:] == stretch[:-1]
+    num_steps = np.bincount(stretch)[stretch]
+    known &= num_steps >= MIN_STEPS
+    others = (np.bincount(stretch, share)[stretch] - before) / np.maximum(1, num_steps - 1)
+    outcome = np.where(known, codes(drafting, "previous", OUTCOMES), NO_PLACE)
+    return share - others, outcome
+
+
+def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> Places:
+    """Steps by stretch and place; those without a place are left out."""
+    used = place != NO_PLACE
+    stretch, place, accepted, values = (a[used] for a in (stretch, place, accepted, values))
+    width = int(place.max(initial=0)) + 1
+    pairs, index = np.unique(stretch * width + place, return_inverse=True)
+    size = len(pairs)
+    return Places(
+        stretch=pairs // width,
+        place=pairs % width,
+        num_steps=np.bincount(index, minlength=size).astype(np.float64),
+        num_first=summed(index, accepted, size),
+        total=summed(index, values, size),
+        squares=summed(index, values * values, size),
+    )
+
+
+def summed(index: Ints, values: Reals, size: int) -> Reals:
+    """Sums of values by index."""
+    return np.bincount(index, values, size).astype(np.float64)
