@@ -18,7 +18,7 @@ from tests import tiny
 from tests.automaton import Automaton
 
 from forerun.control.base import Capacity, Plan, RequestState
-from forerun.drafters.base import DraftRequest
+from forerun.drafters.base import Drafter, DraftRequest, Outcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.several import SeveralDrafters
 from forerun.drafters.suffix.drafter import SuffixDrafter
@@ -27,7 +27,8 @@ from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.mask import TokenMask
-from forerun.sampling.proposal import Proposal
+from forerun.sampling.noise import Purpose, draw, step_key, uniform
+from forerun.sampling.proposal import Choice, Proposal, TokenSource
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import finalise
 from forerun.theory.stop_rule import StopRule
@@ -56,7 +57,7 @@ def draft(target: TabularModel) -> TabularModel:
     return TabularModel(log_probs=mixed, order=2, store=law.store)
 
 
-def engine_over(target: TabularModel, drafter: DraftModel, k: int = 3) -> Engine:
+def engine_over(target: TabularModel, drafter: Drafter, k: int = 3) -> Engine:
     return tiny.engine_over(target, drafter, k=k, max_batch=BATCH, max_waiting=2000)
 
 
@@ -174,6 +175,55 @@ def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
     params = replace(BASE, seed=None, verification="auto")
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE), k=2)
     assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+
+
+class Sapling:
+    """Two guesses and one that follows the first of them, all drawn from the draft's laws."""
+
+    method = "sapling"
+    TREE = TokenTree((-1, -1, 0))
+
+    def __init__(self, draft: TabularModel) -> None:
+        self.draft = draft
+
+    def propose(
+        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
+    ) -> list[Proposal | None]:
+        return [
+            self.grown(request) if plan.num_speculative_tokens >= 3 else None
+            for request, plan in zip(requests, plans, strict=True)
+        ]
+
+    def grown(self, request: DraftRequest) -> Proposal:
+        committed = len(request.ids)
+        keys = [step_key(request.noise_key, committed, node, Purpose.DRAFT) for node in range(3)]
+        noise = uniform(torch.tensor(keys))
+        root = self.draft.law(request.ids)[None]
+        first, second = draw(root.expand(2, -1), noise[:2]).tolist()
+        after = self.draft.law([*request.ids, first])[None]
+        return Proposal(
+            tokens=torch.tensor([first, second, int(draw(after, noise[2:]))]),
+            tree=self.TREE,
+            choice=Choice.SAMPLED,
+            draft_probs=torch.cat([root, after]).float(),
+        )
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing is kept."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_sampled_trees_are_walked(target, draft, seed, monkeypatch):
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
+    params = replace(BASE, seed=seed, verification="auto")
+    engine = engine_over(target, Sapling(draft))
+    sources: Counter[TokenSource] = Counter()
+    engine.on_record = lambda record: sources.update([record.last_token_source])
+    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+    assert len(sources) == 2, "branches were accepted to their ends, and rejected"
 
 
 class Restless:

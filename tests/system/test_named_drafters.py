@@ -152,6 +152,18 @@ def test_wrong_copies_are_harmless(target, expected, shift):
     assert answers(tiny.engine_over(target, Mistaken(shift))) == expected
 
 
+def test_who_had_to_give_way_drafts_on_in_its_new_place(target, caplog):
+    changes = {"max_context": 64, "max_kv_tokens": 64 + 3}
+    expected = answers(tiny.engine_over(target, **changes))
+    drafter = build_drafter(NamedDrafter(name="self", argument="2"), target)
+    engine = tiny.engine_over(target, drafter, **changes)
+    outputs = engine.generate([text for text, _ in REQUESTS], [params for _, params in REQUESTS])
+    assert [output.token_ids for output in outputs] == expected
+    moved = [o.completions[0] for o in outputs if o.completions[0].num_preemptions]
+    assert sum(completion.acceptance.num_drafted for completion in moved) > 0
+    assert not caplog.records, "nobody was left to decode plainly"
+
+
 @pytest.mark.parametrize("name", ["suffix:500", "self:1"])
 def test_an_aborted_request_leaves_nothing_and_can_start_again(target, expected, name):
     head, _, argument = name.partition(":")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -167,6 +169,25 @@ def test_verdicts_are_torchs(rule, vocab_size, by_torch):
         assert list(ours.num_lawful) == list(torchs.num_lawful) == [n + 1 for n in lengths]
         assert ours.expected_accepted == pytest.approx(torchs.expected_accepted, abs=1e-6)
         assert list(ours.tokens) == list(torchs.tokens)
+
+
+LAYOUTS = {
+    "rows apart": lambda law: torch.stack([law, law.flip(0)], dim=1)[:, 0],
+    "tokens apart": lambda law: law.t().contiguous().t(),
+    "fp64": lambda law: law.double(),
+}
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_laws_may_lie_in_memory_as_they_like(rule, layout):
+    generator = torch.Generator().manual_seed(0)
+    target, tokens, chains = random_chains([4, 2, 1, 5] * 8, 40, generator)
+    laid = [replace(chain, draft_probs=layout(chain.draft_probs)) for chain in chains]
+    plain, found = (verify_chain_batch(target, tokens, some, rule) for some in (chains, laid))
+    assert list(found.num_accepted) == list(plain.num_accepted)
+    assert list(found.final_tokens) == list(plain.final_tokens)
+    assert found.expected_accepted == pytest.approx(plain.expected_accepted, abs=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])

@@ -131,10 +131,11 @@ def test_a_greedy_row_is_the_lowest_of_equals_whatever_top_p_would_keep() -> Non
 
 
 def test_a_uniform_law_is_cut_to_as_many_tokens_as_by_transformers() -> None:
-    scores = torch.zeros(1, 10)
-    for top_p in (0.55, 0.5, 0.05):
-        found = probs_of(scores, SamplingParams(top_p=top_p))
-        assert_same_up_to_ties(found, oracle(scores, TopPLogitsWarper(top_p)))
+    for vocab_size in (10, 8):  # of eight, some have half of the mass exactly
+        scores = torch.zeros(1, vocab_size)
+        for top_p in (0.55, 0.5, 0.05):
+            found = probs_of(scores, SamplingParams(top_p=top_p))
+            assert_same_up_to_ties(found, oracle(scores, TopPLogitsWarper(top_p)))
 
 
 def test_repetition_penalty_agrees_with_transformers_over_prompt_and_output() -> None:
@@ -211,11 +212,13 @@ def test_rows_of_many_requests_do_not_touch_each_other() -> None:
         SamplingParams(top_k=3, min_p=0.2),
         SamplingParams(presence_penalty=1.0, bad_token_ids=(1,)),
         SamplingParams(temperature=0, repetition_penalty=1.8),
+        SamplingParams(repetition_penalty=1.8, logit_bias={3: 2.0}),
+        SamplingParams(frequency_penalty=-0.5),
     ]
     histories = [
         History.of(p, [1, 2], vocab_size=VOCAB) if p.needs_history else None for p in requests
     ]
-    owners = [0, 1, 1, 2, 3, 4, 4, 5]
+    owners = [0, 1, 1, 2, 3, 4, 4, 5, 6, 6, 7]
     scores = logits(len(owners))
     row_histories = [h and h.at([7]) for h in (histories[i] for i in owners)]
     together = target_probs(scores, pack_params(requests, rows=owners), row_histories)

@@ -1,0 +1,86 @@
+"""Models with a clock around them: every pass is the model's own, whatever it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests import tiny
+from tests.natives import native_model
+
+from forerun.control.base import Plan
+from forerun.drafters.base import DraftRequest
+from forerun.drafters.draft_model import DraftModel
+from forerun.models.base import LanguageModel, LayeredModel, SampledChains
+from forerun.probe.stopwatch import Stopwatch
+from forerun.probe.timed_model import timed
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.proposal import Proposal
+from forerun.testing.faults.device import DRAFT_PACE, Device, on_device
+from forerun.theory.stop_rule import StopRule
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+Wrap = Callable[[LanguageModel], LanguageModel]
+WRAPS: dict[str, Wrap] = {
+    "timed": lambda model: timed(model, Stopwatch(lambda: 0.0, model.device)),
+    "device": lambda model: on_device(model, DRAFT_PACE, Device(), "draft"),
+}
+K = 6
+PARAMS = {
+    "greedy": (SamplingParams(temperature=0), False),
+    "sampled": (SamplingParams(temperature=1.3), False),
+    "coupled": (SamplingParams(temperature=0.8), True),
+    "penalised": (SamplingParams(frequency_penalty=0.5), False),
+}
+RULES = (None, StopRule(measure="entropy", threshold=2.5))
+
+
+def proposals(model: LanguageModel, vocab_size: int, rule: StopRule | None) -> list[Proposal]:
+    """Of one request of every kind, each drafted alone, so that each takes the path of its kind."""
+    found = []
+    drafter = DraftModel(model, vocab_size)
+    for index, (params, coupled) in enumerate(PARAMS.values()):
+        request = DraftRequest(
+            request_id=f"r{index}",
+            ids=[3 + index, 5, 7],
+            num_prompt=3,
+            params=params,
+            noise_key=index,
+            history=None,
+            coupled=coupled,
+        )
+        plan = Plan(method="draft_model", num_speculative_tokens=K, stop=rule)
+        found += drafter.propose([request], [plan])
+    return [proposal for proposal in found if proposal is not None]
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("rule", RULES, ids=["no rule", "entropy"])
+@pytest.mark.parametrize("vocab_size", [tiny.VOCAB_SIZE, tiny.VOCAB_SIZE - 250])
+def test_what_is_drafted_through_a_wrapper_is_what_is_drafted_without(wrap, rule, vocab_size):
+    network = tiny.network()
+    bare = proposals(native_model(network), vocab_size, rule)
+    wrapped = proposals(wrap(native_model(network)), vocab_size, rule)
+    assert len(bare) == len(wrapped) == len(PARAMS)
+    for found, expected in zip(wrapped, bare, strict=True):
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.choice is expected.choice
+        assert found.stop_reason == expected.stop_reason
+        assert found.stop_values == expected.stop_values
+        if expected.draft_probs is not None:
+            assert found.draft_probs is not None
+            assert torch.equal(found.draft_probs, expected.draft_probs)
+    if rule is not None:
+        assert any(proposal.stop_reason == "stop_rule" for proposal in bare)
+        assert any(proposal.num_drafted > 1 for proposal in bare)
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_wrapper_can_do_what_its_model_can(wrap):
+    native, eager = native_model(tiny.network()), tiny.adapted(tiny.network())
+    assert isinstance(wrap(native), SampledChains)
+    assert not isinstance(wrap(eager), SampledChains)
+    # Layers of the model within would run past the clock, so there are none to be had.
+    assert not isinstance(wrap(native), LayeredModel)
