@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from forerun.engine.config import EngineConfig
-from forerun.sampling.checks import Range
+from forerun.sampling.checks import Range, check_ranges
 from forerun.sampling.config import SamplingParams, draft_params
 
 __all__ = [
@@ -48,16 +48,6 @@ OBJECTIVE_RANGES = (Range("beta", 0, 1), Range("eta", 0))
 DATA_RANGES = (Range("samples_per_prompt", 1, integer=True),)
 
 
-def check_ranges(config: object, ranges: tuple[Range, ...]) -> None:
-    """Refuse values out of range.
-
-    Raises:
-        InvalidRequest: naming the first.
-    """
-    for limits in ranges:
-        limits.check(getattr(config, limits.name))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Which texts the draft learns from, and which it is judged on."""
@@ -77,8 +67,8 @@ class DataConfig:
     replay: tuple[Path, ...] = ()
     """Traces with token ids: the draft learns the positions at which it was rejected."""
     response_temperature: float | None = None
-    """Temperature the responses are drawn at; by default the deployment's. Greedy responses are few
-    and loop: at temperature 0, draw at 1 and learn the target's choices there."""
+    """Temperature the responses are drawn at; by default the deployment's.
+    Greedy responses are few and loop: at temperature 0, draw at 1 and learn the choices there."""
     held_out: Path | None = None
     """Prompts to judge on; by default a share of `prompts`."""
     held_out_share: float = 0.1
@@ -88,7 +78,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        check_ranges(self, DATA_RANGES)
+        check_ranges(self, *DATA_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +86,12 @@ class TeacherConfig:
     """Where the target's probabilities come from."""
 
     teacher: TeacherKind = "auto"
-    """model: rerun the target at every step; hidden: cache its last hidden states; sampled: cache
-    ids drawn from it; top-k: a server's log-probabilities (truncated); auto: hidden if it fits."""
+    """model: rerun the target at every step; hidden: cache its last hidden states;
+    sampled: cache ids drawn from it; top-k: a server's log-probabilities (truncated);
+    auto: at temperature 0 sampled, otherwise hidden if it fits and model if not."""
     teacher_device: str | None = None
-    """Where the target is scored; by default where it generates. sharded: spread over all GPUs, of
-    all processes, for a target larger than one."""
+    """Where the target is scored; by default where it generates.
+    sharded: spread over all GPUs, of all processes, for a target larger than one."""
     num_sampled_ids: int = 64
     """Ids drawn per position for the sampled cache."""
     cache_dir: Path | None = None
@@ -125,7 +116,7 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        check_ranges(self, OBJECTIVE_RANGES)
+        check_ranges(self, *OBJECTIVE_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +148,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        check_ranges(self, TRAINING_RANGES)
+        check_ranges(self, *TRAINING_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +166,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        check_ranges(self, EVALUATION_RANGES)
+        check_ranges(self, *EVALUATION_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import RUNNERS, Runner
-from forerun.sampling.checks import Range
+from forerun.sampling.checks import Range, check_ranges
 
 __all__ = ["EngineConfig", "RequestTerms", "Sharing"]
 
@@ -84,8 +84,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work, alone or together."""
-        for limits in RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, *RANGES)
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
         if self.controller not in CONTROLLER_NAMES:
@@ -146,8 +145,7 @@ class RequestTerms:
 
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
-        for limits in TERM_RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, *TERM_RANGES)
         tenant: object = self.tenant  # callers need not have checked their types
         if tenant is not None and (not isinstance(tenant, str) or tenant == ""):
             raise InvalidRequest(f"tenant is {tenant!r}; it must be a name, or None")

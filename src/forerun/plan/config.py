@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import Range
+from forerun.sampling.checks import Range, check_ranges
 
 __all__ = ["PlanConfig"]
 
@@ -41,8 +41,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        for limits in RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, *RANGES)
         ascending = all(before < after for before, after in pairwise(self.batches))
         if not self.batches or self.batches[0] < 1 or not ascending:
             raise InvalidRequest(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import Range
+from forerun.sampling.checks import Range, check_ranges
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 
@@ -59,8 +59,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         """Refuse what is no machine."""
-        for limits in RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, *RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +81,7 @@ class ModelSize:
 
     def __post_init__(self) -> None:
         """Refuse what is no model."""
-        for limits in SIZE_RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, *SIZE_RANGES)
 
 
 def data_sheet(name: str, tera_flops: float, giga_bytes: float) -> Machine:

@@ -9,7 +9,16 @@ from typing import Any
 
 from forerun.errors import InvalidRequest
 
-__all__ = ["MAX_BIAS", "Range", "as_bias", "as_tuple", "is_stop", "is_token", "shortened"]
+__all__ = [
+    "MAX_BIAS",
+    "Range",
+    "as_bias",
+    "as_tuple",
+    "check_ranges",
+    "is_stop",
+    "is_token",
+    "shortened",
+]
 
 MAX_BIAS = 100.0
 """As in the OpenAI API; it decides against any logits met in practice."""
@@ -45,6 +54,16 @@ class Range:
         high = f" and at most {self.high:g}"
         bounds = (low if self.low > -math.inf else "") + (high if self.high < math.inf else "")
         return kind + bounds + (" or None" if self.optional else "")
+
+
+def check_ranges(config: object, *ranges: Range) -> None:
+    """Refuse fields out of range.
+
+    Raises:
+        InvalidRequest: naming the first.
+    """
+    for limits in ranges:
+        limits.check(getattr(config, limits.name))
 
 
 def is_token(token: object) -> bool:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import Range, as_bias, as_tuple, is_stop, is_token, shortened
+from forerun.sampling.checks import (
+    Range,
+    as_bias,
+    as_tuple,
+    check_ranges,
+    is_stop,
+    is_token,
+    shortened,
+)
 from forerun.sampling.choice import Choice
 
 __all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]
@@ -103,8 +111,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Bring collections to their declared types, then refuse what cannot be honoured."""
         self._normalise()
-        for limits in RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, *RANGES)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequest(f"{name} is {value!r}; it must be True or False")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.sampling.checks import Range
+from forerun.sampling.checks import Range, check_ranges
 
 __all__ = ["SuffixConfig"]
 
@@ -43,5 +43,4 @@ class SuffixConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work, by name."""
-        for limits in RANGES:
-            limits.check(getattr(self, limits.name))
+        check_ranges(self, *RANGES)

@@ -14,9 +14,8 @@ from forerun.plan.simulation.kinds.config import (
     Lengths,
     Recorded,
     Together,
-    check,
 )
-from forerun.sampling.checks import Range
+from forerun.sampling.checks import Range, check_ranges
 
 __all__ = ["Phase", "ServerConfig", "Slo", "Workload"]
 
@@ -41,7 +40,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         """Refuse a phase of nobody."""
-        check(self, Range("share", 0, high=1, above_low=True))
+        check_ranges(self, Range("share", 0, high=1, above_low=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot serve."""
-        check(
+        check_ranges(
             self,
             Range("max_batch", 1, integer=True),
             Range("max_context", 2, integer=True),
@@ -96,7 +95,7 @@ class Slo:
 
     def __post_init__(self) -> None:
         """Refuse a promise nobody can keep."""
-        check(
+        check_ranges(
             self,
             Range("ttft_s", 0, above_low=True, optional=True),
             Range("tpot_s", 0, above_low=True, optional=True),
@@ -132,7 +131,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Refuse what does not fit together."""
-        check(
+        check_ranges(
             self,
             Range("requests", 1, high=MAX_REQUESTS, integer=True),
             Range("temperature", 0),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import Range
+from forerun.sampling.checks import Range, check_ranges
 
 __all__ = [
     "SQRT_3",
@@ -28,17 +28,10 @@ __all__ = [
     "Recorded",
     "Together",
     "Uniform",
-    "check",
 ]
 
 SQRT_3 = math.sqrt(3.0)
 """Half the width of a uniform distribution over its standard deviation."""
-
-
-def check(config: object, *ranges: Range) -> None:
-    """Refuse values out of range, by name."""
-    for limits in ranges:
-        limits.check(getattr(config, limits.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +51,7 @@ class Poisson:
 
     def __post_init__(self) -> None:
         """Refuse a rate at which nobody ever comes."""
-        check(self, Range("rate_per_s", 0, above_low=True))
+        check_ranges(self, Range("rate_per_s", 0, above_low=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +68,7 @@ class Bursty:
 
     def __post_init__(self) -> None:
         """Refuse a rate at which nobody ever comes."""
-        check(self, Range("rate_per_s", 0, above_low=True), Range("burst", 1))
+        check_ranges(self, Range("rate_per_s", 0, above_low=True), Range("burst", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +105,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         """Refuse texts without a token."""
-        check(self, Range("tokens", 1, integer=True))
+        check_ranges(self, Range("tokens", 1, integer=True))
 
     @property
     def most(self) -> int:
@@ -134,7 +127,7 @@ class Uniform:
 
     def __post_init__(self) -> None:
         """Refuse an empty range."""
-        check(self, Range("least", 1, integer=True), Range("most", self.least, integer=True))
+        check_ranges(self, Range("least", 1, integer=True), Range("most", self.least, integer=True))
 
     @property
     def mean(self) -> float:
@@ -158,7 +151,7 @@ class Lognormal:
 
     def __post_init__(self) -> None:
         """Refuse what has no end."""
-        check(
+        check_ranges(
             self,
             Range("median", 1),
             Range("sigma", 0, high=5),
@@ -206,7 +199,7 @@ class Constant:
 
     def __post_init__(self) -> None:
         """Refuse what is no probability."""
-        check(self, Range("alpha", 0, high=1))
+        check_ranges(self, Range("alpha", 0, high=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +235,7 @@ class Clustered:
 
     def __post_init__(self) -> None:
         """Refuse alphas outside [0, 1]."""
-        check(self, Range("alpha", 0, high=1), Range("spread", 0))
+        check_ranges(self, Range("alpha", 0, high=1), Range("spread", 0))
         reach = SQRT_3 * self.spread
         if self.alpha - reach < 0.0 or self.alpha + reach > 1.0:
             most = min(self.alpha, 1.0 - self.alpha) / SQRT_3
@@ -261,7 +254,7 @@ class Drifting:
 
     def __post_init__(self) -> None:
         """Refuse what is no probability."""
-        check(self, Range("start", 0, high=1), Range("end", 0, high=1))
+        check_ranges(self, Range("start", 0, high=1), Range("end", 0, high=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +273,7 @@ class Part:
 
     def __post_init__(self) -> None:
         """Refuse a part that nobody is of."""
-        check(self, Range("weight", 0, above_low=True))
+        check_ranges(self, Range("weight", 0, above_low=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
