@@ -19,9 +19,9 @@ from forerun.align.texts import Prompts
 from forerun.align.training.checkpoint import differences
 from forerun.align.training.trainer import FREE_SETTINGS
 from forerun.align.workspace import Workspace
+from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
-from forerun.native.cache import hash_of
 from forerun.provenance import content_hash
 from forerun.replacing import replacing
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.bench.summary import ArmSummary
+from forerun.pictures import BASELINE, COLOURS, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot"]
 
-COLOURS = ("#6e7781", "#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
-"""Told apart in greyscale and by colour-blind readers; the first is the baseline."""
+ARM_COLOURS = (BASELINE, *COLOURS)
 
 
 def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence[Path]) -> None:
@@ -25,19 +25,13 @@ def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence
         title: above the picture.
         paths: for example a .png and a .svg.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.6 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
-    lines = figure.subplots(len(panels), 2, width_ratios=[3, 2], squeeze=False)
-    figure.suptitle(title, fontsize=11)
-    for (name, summaries), (speeds, survivals) in zip(panels.items(), lines, strict=True):
-        speeds.set_title(name, fontsize=9, loc="left")
-        draw_speeds(speeds, summaries)
-        draw_survival(survivals, summaries)
-    for path in paths:
-        figure.savefig(path, dpi=160)
+    with picture(paths, width=9.0, height=3.6 * len(panels)) as figure:
+        lines = figure.subplots(len(panels), 2, width_ratios=[3, 2], squeeze=False)
+        figure.suptitle(title, fontsize=11)
+        for (name, summaries), (speeds, survivals) in zip(panels.items(), lines, strict=True):
+            speeds.set_title(name, fontsize=9, loc="left")
+            draw_speeds(speeds, summaries)
+            draw_survival(survivals, summaries)
 
 
 def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
@@ -60,7 +54,6 @@ def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.35 * max(summary.tokens_per_s.high for summary in summaries))
     axes.set_xlabel("tokens per second, prefill included (95% interval)")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
@@ -74,14 +67,13 @@ def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
     axes.set_xlabel("drafted position")
     axes.set_ylabel("accepted through it")
     axes.set_xticks(range(1, 1 + max(s.acceptance.max_depth for s in summaries)))
-    axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend()
 
 
 def colour(row: int) -> str:
     """Colour of an arm, the same in both halves."""
-    return COLOURS[row % len(COLOURS)]
+    return ARM_COLOURS[row % len(ARM_COLOURS)]
 
 
 def interval_text(summary: ArmSummary) -> str:

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from forerun.cache import HASH_LENGTH, hash_of
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_header
 
 __all__ = ["template_hash", "tokenizer_hash", "weights_hash", "weights_sample_hash"]
 
-HASH_LENGTH = 16
 SAMPLE_BYTES = 4096
 
 
@@ -81,25 +81,25 @@ def template_hash(folder: Path) -> str:
     Raises:
         InvalidModel: the tokenizer's settings cannot be read.
     """
-    total = hashlib.sha256()
+    parts = []
     files = [folder / "chat_template.jinja", folder / "chat_template.json"]
     for path in [*files, *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
         if path.is_file():
-            total.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+            parts.append(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         try:
             template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
         except (AttributeError, ValueError) as error:
             raise InvalidModel(f"{settings} cannot be read: {error}") from error
-        total.update(b"" if template is None else json.dumps(template, sort_keys=True).encode())
-    return total.hexdigest()[:HASH_LENGTH]
+        parts.append(b"" if template is None else json.dumps(template, sort_keys=True).encode())
+    return hash_of(b"".join(parts))
 
 
 def combined(files: Iterable[Path]) -> str:
     """Hash of the hashes, so that moving bytes from one file to the next changes it."""
-    total = hashlib.sha256()
+    digests = []
     for path in files:
         with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()[:HASH_LENGTH]
+            digests.append(hashlib.file_digest(file, "sha256").digest())
+    return hash_of(b"".join(digests))

@@ -7,15 +7,14 @@ file's content and the version that read it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from forerun.cache import cache_folder, hash_of, worked_out_once
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import Checkpoint
-from forerun.native.cache import cache_folder, worked_out_once
 
 __all__ = ["read_settings"]
 
@@ -31,7 +30,7 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
         InvalidModel: transformers refuses it.
     """
     content = (checkpoint.folder / "config.json").read_bytes()
-    key = hashlib.sha256(content + b"\0" + version("transformers").encode()).hexdigest()[:16]
+    key = hash_of(content + b"\0" + version("transformers").encode())
     return worked_out_once(
         folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint)
     )

@@ -13,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from forerun.cache import cache_folder, hash_of, worked_out_once
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.tokenizers import Messages, Renderer, Tokenizer, TokenizerDefinition
-from forerun.native.cache import cache_folder, worked_out_once
 
 __all__ = ["adopt", "read_tokenizer"]
 
@@ -100,8 +100,8 @@ def by_transformers(folder: Path) -> Any:
 def key_of(folder: Path) -> str:
     """Hash of all that decides what a tokenizer does."""
     versions = [version(name) for name in ("transformers", "tokenizers")]
-    digest = hashlib.sha256("\0".join(versions).encode())
+    parts = ["\0".join(versions).encode()]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if path.suffix in SUFFIXES and path.is_file():
-            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:16]
+            parts.append(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return hash_of(b"".join(parts))

@@ -8,7 +8,6 @@ processor. A library from another version or machine is therefore never found, o
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
@@ -21,8 +20,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from forerun.cache import cache_folder, find_kept, hash_of, keep
 from forerun.errors import RunnerUnavailable
-from forerun.native.cache import cache_folder, find_kept, keep
 
 __all__ = ["compiled_kernels"]
 
@@ -145,12 +144,12 @@ def run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[
 
 def fingerprint(compiler: str) -> str:
     """Hash of all that decides what the library contains."""
-    digest = hashlib.sha256(run_compiler(compiler, "--version").stdout)
+    parts = [run_compiler(compiler, "--version").stdout]
     for part in (compiler, *FLAGS, native_flag(), platform.platform(), processor()):
-        digest.update(part.encode() + b"\0")
+        parts.append(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:16]
+        parts.append(source.name.encode() + b"\0" + source.read_bytes())
+    return hash_of(b"".join(parts))
 
 
 def native_flag() -> str:

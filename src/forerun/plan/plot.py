@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.pictures import BASELINE, COLOURS, picture
 from forerun.plan.advice import Advice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot"]
-
-COLOURS = ("#1a7f64", "#cf5b2e", "#4361a8", "#9a6bb0", "#b08900")
-"""Told apart in greyscale and by colour-blind readers."""
 
 
 def plot(advice: Advice, path: Path) -> None:
@@ -23,17 +21,8 @@ def plot(advice: Advice, path: Path) -> None:
         advice: what `advise` found.
         path: its suffix names the format.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Ids from a fixed salt, no date: the same plan gives the same file.
-    with rc_context({"svg.hashsalt": "forerun"}):
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture([path], width=6.4, height=4.0) as figure:
         draw(figure.subplots(), advice)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=160, metadata=metadata)
 
 
 def draw(axes: Axes, advice: Advice) -> None:
@@ -64,9 +53,8 @@ def draw(axes: Axes, advice: Advice) -> None:
         linestyle="none",
         label="plan",
     )
-    axes.axhline(1.0, color="#6e7781", linewidth=1, linestyle=":")
+    axes.axhline(1.0, color=BASELINE, linewidth=1, linestyle=":")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("K: most drafted tokens per step")
     axes.set_ylabel(f"predicted speedup at batch {best.batch} (95% interval)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()

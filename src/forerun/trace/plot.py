@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.pictures import COLOURS, picture
 from forerun.trace.summary import GroupSummary, TraceSummary
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
-COLOURS = ("#1a7f64", "#cf5b2e", "#4361a8", "#9a6bb0", "#b08900")
-"""Told apart in greyscale and by colour-blind readers."""
 MAX_LINES = len(COLOURS)
 
 
@@ -26,19 +25,10 @@ def plot(summary: TraceSummary, title: str, path: Path) -> None:
         title: above the picture.
         path: its suffix names the format.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Ids from a fixed salt, no date: the same trace gives the same file.
-    with rc_context({"svg.hashsalt": "forerun"}):
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture([path], width=6.4, height=4.0) as figure:
         axes = figure.subplots()
         axes.set_title(title, fontsize=10)
         draw(axes, lines_of(summary))
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=160, metadata=metadata)
 
 
 def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
@@ -65,9 +55,8 @@ def draw(axes: Axes, lines: Mapping[str, GroupSummary]) -> None:
     axes.set_xticks(range(1, deepest + 1))
     axes.set_xlabel("drafted position")
     axes.set_ylabel("accepted through it")
-    axes.spines[["top", "right"]].set_visible(False)
     if lines:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend()
     else:
         axes.annotate("nothing was drafted", (0.5, 0.5), xycoords="axes fraction", ha="center")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from forerun.cache import cache_folder, find_kept
 from forerun.errors import RunnerUnavailable
 from forerun.native import compiler
-from forerun.native.cache import cache_folder, find_kept
 from forerun.native.compiler import compile_to, compiled_kernels, find_compiler, fingerprint
 
 VERSION = 'if [ "$1" = --version ]; then echo "imaginary 1.0"; exit; fi\n'

@@ -14,8 +14,8 @@ from typing import Any
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample, Source, TopLogprobs
 from forerun.align.locking import held, lock_beside
+from forerun.cache import hash_of
 from forerun.errors import CacheTooLarge, InvalidRequest
-from forerun.native.cache import hash_of
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from forerun.native.cache import hash_of
+from forerun.cache import hash_of
 
 __all__ = ["Sample", "Source", "TopLogprobs", "data_hash", "prompt_hash"]
 

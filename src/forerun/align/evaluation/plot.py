@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures
+from forerun.pictures import BASELINE, COLOURS, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot_survival"]
 
-COLOURS = ("#6e7781", "#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
-"""Told apart in greyscale and by colour-blind readers; the first is what there was before."""
+DRAFT_COLOURS = (BASELINE, *COLOURS)
+"""The first is what there was before."""
 MAX_COLUMNS = 4
 
 
@@ -26,25 +27,19 @@ def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequenc
         title: above the picture.
         paths: for example a .png and a .svg.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = panels_of(drafts)
     num_columns = min(len(panels), MAX_COLUMNS)
     num_lines = -(-len(panels) // num_columns)
-    figure = Figure(figsize=(1.2 + 2.8 * num_columns, 3.2 * num_lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(num_lines, num_columns, squeeze=False, sharey=True)
-    figure.suptitle(title, fontsize=11)
-    places = list(grid.flat)
-    for axes, (name, figures) in zip(places, panels.items(), strict=False):
-        draw(axes, name, figures)
-    for axes in places[len(panels) :]:
-        axes.set_visible(False)
-    for line in grid:
-        line[0].set_ylabel("accepted through it (95% interval)")
-    for path in paths:
-        figure.savefig(path, dpi=160)
+    with picture(paths, width=1.2 + 2.8 * num_columns, height=3.2 * num_lines) as figure:
+        grid = figure.subplots(num_lines, num_columns, squeeze=False, sharey=True)
+        figure.suptitle(title, fontsize=11)
+        places = list(grid.flat)
+        for axes, (name, figures) in zip(places, panels.items(), strict=False):
+            draw(axes, name, figures)
+        for axes in places[len(panels) :]:
+            axes.set_visible(False)
+        for line in grid:
+            line[0].set_ylabel("accepted through it (95% interval)")
 
 
 def panels_of(
@@ -65,7 +60,7 @@ def draw(axes: Axes, name: str, drafts: Mapping[str, AcceptanceFigures]) -> None
     for row, (draft, figures) in enumerate(drafts.items()):
         beta, tau = figures.acceptance_rate_per_position, figures.acceptance_length
         positions = range(1, len(beta) + 1)
-        colour = COLOURS[row % len(COLOURS)]
+        colour = DRAFT_COLOURS[row % len(DRAFT_COLOURS)]
         label = draft if tau is None else f"{draft}: $\\tau$ {tau.estimate:.2f}"
         axes.plot(positions, [b.estimate for b in beta], marker="o", color=colour, label=label)
         lows, highs = [b.low for b in beta], [b.high for b in beta]
@@ -75,5 +70,4 @@ def draw(axes: Axes, name: str, drafts: Mapping[str, AcceptanceFigures]) -> None
     axes.set_ylim(0, 1)
     axes.set_xlabel("drafted position")
     axes.set_xticks(range(1, 1 + max(len(f.acceptance_rate_per_position) for f in drafts.values())))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()

@@ -23,8 +23,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from forerun.align.data.sample import Sample
+from forerun.cache import hash_of, is_whole, keep
 from forerun.errors import CacheTooLarge, InvalidCache
-from forerun.native.cache import hash_of, is_whole, keep
 from forerun.replacing import replacing
 
 __all__ = ["CacheIdentity", "RowCache", "full_disk_named", "key_of"]

@@ -25,7 +25,7 @@ from forerun.align.teachers.head import Head
 from forerun.align.teachers.model import HeadRows
 from forerun.align.teachers.rows import sample_runs
 from forerun.align.teachers.target import TargetModel
-from forerun.native.cache import find_kept, keep
+from forerun.cache import find_kept, keep
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["HiddenTeacher"]

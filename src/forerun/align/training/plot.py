@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.align.training.metrics import StepMetrics
+from forerun.pictures import BASELINE, COLOURS, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot_training"]
 
-TRAINED, JUDGED, EVEN = "#9fb3c8", "#cf5b2e", "#6e7781"
+TRAINED, JUDGED = "#9fb3c8", COLOURS[0]
 
 
 def plot_training(
@@ -30,19 +31,12 @@ def plot_training(
         speedups: predicted, by steps done; empty without a cost table.
         paths: for example a .png and a .svg.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    draw_acceptance(left, steps, alphas)
-    draw_speedup(right, speedups)
-    for axes in (left, right):
-        axes.set_xlabel("optimiser steps")
-        axes.spines[["top", "right"]].set_visible(False)
-    for path in paths:
-        figure.savefig(path, dpi=160)
+    with picture(paths, width=9.0, height=3.4) as figure:
+        left, right = figure.subplots(1, 2)
+        draw_acceptance(left, steps, alphas)
+        draw_speedup(right, speedups)
+        for axes in (left, right):
+            axes.set_xlabel("optimiser steps")
 
 
 def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[int, float]) -> None:
@@ -62,12 +56,12 @@ def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[in
     axes.plot(list(alphas), list(alphas.values()), "o-", color=JUDGED, label="held-out prompts")
     axes.set_ylabel("acceptance probability (alpha)")
     axes.set_ylim(0, 1)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(loc="lower right")
 
 
 def draw_speedup(axes: Axes, speedups: Mapping[int, float]) -> None:
     """Predicted speedup at the best K, and where drafting pays."""
-    axes.axhline(1.0, color=EVEN, linewidth=1, linestyle="--")
+    axes.axhline(1.0, color=BASELINE, linewidth=1, linestyle="--")
     axes.plot(list(speedups), list(speedups.values()), "o-", color=JUDGED)
     axes.set_ylabel("predicted speedup over plain decoding")
     if not speedups:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.pictures import COLOURS, picture
 from forerun.plan.simulation.regret import Oracle
 from forerun.plan.simulation.result import Result
 
@@ -13,9 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot"]
-
-COLOURS = ("#1a7f64", "#cf5b2e", "#4361a8", "#9a6bb0", "#b08900")
-"""Told apart in greyscale and by colour-blind readers."""
 
 
 def plot(results: Sequence[Result], oracle: Oracle | None, path: Path) -> None:
@@ -26,19 +24,10 @@ def plot(results: Sequence[Result], oracle: Oracle | None, path: Path) -> None:
         oracle: the best fixed K of every phase, where it was looked for.
         path: its suffix names the format.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Ids from a fixed salt, no date: the same simulation gives the same file.
-    with rc_context({"svg.hashsalt": "forerun"}):
-        figure = Figure(figsize=(9.6, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture([path], width=9.6, height=4.0) as figure:
         left, right = figure.subplots(1, 2)
         draw_latency(left, results, oracle)
         draw_ks(right, results, oracle)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=160, metadata=metadata)
 
 
 def draw_latency(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> None:
@@ -78,5 +67,4 @@ def finish(axes: Axes, num_phases: int) -> None:
     axes.set_xticks(range(1, num_phases + 1))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("phase of the workload")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()

@@ -17,11 +17,20 @@ from typing import Any
 
 from forerun.replacing import replacing
 
-__all__ = ["cache_folder", "find_kept", "hash_of", "is_whole", "keep", "worked_out_once"]
+__all__ = [
+    "HASH_LENGTH",
+    "cache_folder",
+    "find_kept",
+    "hash_of",
+    "is_whole",
+    "keep",
+    "worked_out_once",
+]
 
 logger = logging.getLogger("forerun.cache")
 
 HASH_LENGTH = 16
+"""Of every hash here, in hexadecimal digits."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

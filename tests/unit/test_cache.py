@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.native import cache
-from forerun.native.cache import cache_folder, find_kept, keep, worked_out_once
+from forerun import cache
+from forerun.cache import cache_folder, find_kept, keep, worked_out_once
 
 
 def test_where_the_cache_is():
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from forerun.native.cache import keep
+from forerun.cache import keep
 
 Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
 keep(Path(sys.argv[1]), "thing", ".bin", b"content")

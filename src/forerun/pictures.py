@@ -1,0 +1,49 @@
+"""Pictures of figures: one look, and the same file whenever the figures are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BASELINE", "COLOURS", "picture"]
+
+BASELINE = "#6e7781"
+"""Colour of what everything else is compared with."""
+COLOURS = ("#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
+"""Told apart in greyscale and by colour-blind readers."""
+
+
+@contextmanager
+def picture(paths: Sequence[Path], *, width: float, height: float) -> Iterator[Figure]:
+    """A figure to draw in, which is then written to every path.
+
+    Args:
+        paths: for example a .png and a .svg; the suffix names the format.
+        width: in inches.
+        height: in inches.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    look = rc_context(
+        {
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+            "legend.fontsize": 8,
+            "svg.hashsalt": "forerun",  # else the ids in the file differ from run to run
+        }
+    )
+    with look:
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=160, metadata=metadata)
