@@ -38,11 +38,12 @@ class BenchOptions:
     target: str = DEFAULTS.target
     """Folder, hub name or zoo: name of the model whose text is wanted."""
     arms: tuple[str, ...] = ()
-    """What is compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K. Plain decoding is
-    always the first arm. Default for a shipped target: its domain draft at K=1 to 4."""
+    """What is compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K.
+    Plain decoding is always the first arm.
+    Default for a shipped target: its domain draft at K=1 to 4."""
     prompts: Path | None = None
-    """Texts to continue: .jsonl with "prompt" and perhaps "tag"; else one per line, or separated by
-    lines of "---". Default: the shipped prompts, kept out of the shipped pair's training."""
+    """Texts to continue: .jsonl with "prompt" and perhaps "tag", else one a line or between "---".
+    Default: the shipped prompts, kept out of the shipped pair's training."""
     tag: str | None = None
     """Only prompts with this tag."""
     temperatures: tuple[float, ...] = DEFAULTS.temperatures
@@ -64,8 +65,8 @@ class BenchOptions:
     threads: int | None = None
     """Threads that carry the passes; by default whichever number plain decoding is fastest with."""
     controller: tuple[ControllerName, ...] = ()
-    """One more arm per draft and controller, which chooses K up to the draft's largest: fixed,
-    heuristic, confidence, goodput, bandit, or auto (goodput, kept from being slower than plain)."""
+    """One more arm per draft and controller, which chooses K up to the draft's largest.
+    See `forerun generate --help` for what each of them does."""
     profile: tuple[Path, ...] = ()
     """Predict from these profiles of `forerun profile` instead of measuring costs first."""
     no_prediction: bool = False

@@ -28,8 +28,8 @@ class DiagnoseOptions:
     """Options of `forerun diagnose`."""
 
     sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCE")] = ()
-    """Traces, logs, metrics, stats or facts files of any engine; - for stdin; a /metrics URL, read
-    twice."""
+    """Traces, logs, metrics, stats or facts files of any engine.
+    "-" is stdin; a /metrics URL is read twice."""
     before: UseAppendAction[tuple[str, ...]] = ()
     """The same of a time or set-up when all was well, to compare with."""
     k: float | None = None
@@ -51,8 +51,8 @@ class DiagnoseOptions:
     method: str | None = None
     """How drafts are made: draft_model, eagle, mtp, ngram, block or other."""
     changed: UseAppendAction[tuple[str, ...]] = ()
-    """What was changed when it began: target, adapter, draft, engine, driver, hardware, traffic,
-    template, precision or config."""
+    """What was changed when it began.
+    target, adapter, draft, engine, driver, hardware, traffic, template, precision or config."""
     observed: UseAppendAction[tuple[str, ...]] = ()
     """A yes: the name of any observation on docs/diagnose.md, for example output_differs."""
     not_observed: UseAppendAction[tuple[str, ...]] = ()

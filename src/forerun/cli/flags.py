@@ -91,18 +91,19 @@ class PairFlags(TargetFlags):
     """Which models, how they run, and how far one drafts for the other."""
 
     draft: UseAppendAction[tuple[str, ...]] = ()
-    """Draft model; "suffix" copies from the text itself, "self:N" drafts with the target's first N
-    layers, "none" decodes plainly, "auto", the default, takes the shipped draft for a shipped
-    target. Given several times, the controller chooses between them, step by step."""
+    """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text itself;
+    "self:N", the target's first N layers; "none", which decodes plainly.
+    Default: the shipped draft for a shipped target.
+    Given several times, the controller chooses between them, step by step."""
     k: int = EngineConfig().num_speculative_tokens
     """Most tokens drafted per step; 0 decodes plainly."""
     controller: ControllerName = "auto"
-    """Who chooses how many: fixed (always K), heuristic and confidence (as transformers does),
-    goodput (most expected tokens per second; needs --profile), bandit (by trial); auto takes
-    goodput, kept from being slower than plain decoding, with --profile and fixed without."""
+    """Who chooses how many. fixed: always K; heuristic and confidence: as transformers does;
+    goodput: most expected tokens per second, needs --profile; bandit: by trial;
+    auto: with --profile goodput, kept from being slower than plain decoding; without it fixed."""
     profile: UseAppendAction[tuple[Path, ...]] = ()
-    """What drafting and verifying cost here, from `forerun profile`; one per draft model. "suffix"
-    needs none: its drafts count as free."""
+    """What drafting and verifying cost here, from `forerun profile`; one per draft model.
+    "suffix" needs none: its drafts count as free."""
 
     @property
     def draft_names(self) -> tuple[str, ...]:

@@ -29,11 +29,11 @@ class PlanOptions:
     """Options of `forerun plan`."""
 
     profile: UseAppendAction[tuple[Path, ...]] = ()
-    """What `forerun profile` wrote; one per draft model. It may be of another machine: a plan is
-    for where the profile was made."""
+    """What `forerun profile` wrote; one per draft model.
+    It may be of another machine: a plan is for where the profile was made."""
     draft: UseAppendAction[tuple[str, ...]] = ()
-    """Drafters to compare, by the names in profiles and trace; "suffix" needs no profile of its
-    own. Default: every draft of the profiles."""
+    """Drafters to compare, by the names in profiles and trace; "suffix" needs no profile.
+    Default: every draft of the profiles."""
     acceptance: UseAppendAction[tuple[str, ...]] = ()
     """[DRAFT=]ALPHA, the same at every position, or [DRAFT=]BETA1,BETA2,... by position."""
     conditional: bool = False

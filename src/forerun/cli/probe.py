@@ -36,8 +36,8 @@ class ProbeOptions:
     max_context: int = EngineConfig().max_context
     """Longest prompt and output."""
     prompts: Path | None = None
-    """Texts of the kind that is served: .jsonl with "prompt", else one per line, or separated by
-    lines of "---". Default for a shipped target: the shipped prompts."""
+    """Texts of the kind that is served: .jsonl with "prompt", else one a line or between "---".
+    Default for a shipped target: the shipped prompts."""
     temperature: float = 1.0
     """Of the sampled half of the probe, as served; the other half is greedy."""
     top_p: float = 1.0

@@ -37,18 +37,19 @@ class SimulateOptions:
     profile: Path
     """What `forerun profile` wrote: what cycles take."""
     correct_by: Path | None = None
-    """Correct the profile by what cycles of this trace took, of the same pair, served where and as
-    what is simulated will be."""
+    """Correct the profile by what the cycles of this trace took.
+    It must be of the same target, on the machine that is to serve."""
     controllers: tuple[str, ...] = ("plain", "fixed:4", "goodput")
     """Any of plain, fixed:K, auto, heuristic, confidence, goodput, bandit."""
     overlap: Literal["none", "early", "pearl"] = "none"
-    """Draft and verify side by side on two devices: "pearl" drafts on while the last tokens are
-    verified, "early" verifies the first token while the others are drafted."""
+    """Draft and verify side by side on two devices.
+    "pearl" drafts on while the last tokens are verified.
+    "early" verifies the first token while the others are drafted."""
     no_oracle: bool = False
     """Do not look for the best fixed K of every phase, which takes a run per K."""
     coarse: bool = False
-    """Between arrivals and ends, every step is an average one: millions of requests, plain and
-    fixed:K only."""
+    """Take every step between arrivals and ends for an average one.
+    For millions of requests; plain and fixed:K only."""
     seed: int = 0
     """Of arrivals, lengths and texts; the same seed gives the same figures."""
     plot: Path | None = None
