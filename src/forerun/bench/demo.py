@@ -13,7 +13,7 @@ from forerun.bench.arms import draft_arms, plain_arm, warm_up
 from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks, within_budget
 from forerun.bench.config import LEAST_BLOCKS, DemoConfig, DraftArms
 from forerun.bench.exactness import ExactnessReport, check_exactness
-from forerun.bench.prompts import spread
+from forerun.bench.prompts import neighbours_apart
 from forerun.bench.report import DemoReport
 from forerun.bench.scout import scouted
 from forerun.bench.summary import best_arm, measurable, summarise
@@ -87,7 +87,7 @@ class Demo:
         tell: Callable[[str], None],
     ) -> None:
         self.config = config
-        self.prompts = spread(prompts)
+        self.prompts = neighbours_apart(prompts)
         self.clock = clock
         self.deadline_s = started_s + config.seconds
         self.tell = tell

@@ -8,7 +8,7 @@ from pathlib import Path
 from forerun.align.data.prompt_files import TAGGED, Entry, read_entries
 from forerun.errors import InvalidRequest
 
-__all__ = ["read_prompts", "spread"]
+__all__ = ["neighbours_apart", "read_prompts"]
 
 
 def read_prompts(path: Path, tag: str | None = None) -> list[str]:
@@ -37,6 +37,6 @@ def text_of(entry: Entry) -> str:
     return entry.text
 
 
-def spread(prompts: Sequence[str], stride: int = 7) -> list[str]:
-    """Neighbours apart: prompts of one module follow each other in the shipped file."""
+def neighbours_apart(prompts: Sequence[str], stride: int = 7) -> list[str]:
+    """All of them in another order: prompts of one module follow each other in the shipped file."""
     return [prompt for start in range(stride) for prompt in prompts[start::stride]]

@@ -154,7 +154,7 @@ def run(options: BenchOptions) -> int:
 
 def texts_of(options: BenchOptions) -> list[str]:
     """Prompts of the file, or the shipped ones."""
-    from forerun.bench.prompts import read_prompts, spread
+    from forerun.bench.prompts import neighbours_apart, read_prompts
 
     if options.prompts is not None:
         return read_prompts(options.prompts, options.tag)
@@ -162,7 +162,7 @@ def texts_of(options: BenchOptions) -> list[str]:
         raise InvalidRequest("--tag needs --prompts: the shipped prompts have no tags")
     from forerun.models.zoo.catalog import held_out_prompts
 
-    return spread([prompt.text for prompt in held_out_prompts()])
+    return neighbours_apart([prompt.text for prompt in held_out_prompts()])
 
 
 def costs_of(

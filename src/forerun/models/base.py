@@ -78,11 +78,9 @@ class Scores:
 
     Attributes:
         logits: one row per entry of `RowBatch.logit_rows`, in the model's dtype or a wider one.
-        features: hidden states of all rows per requested layer, None unless requested.
     """
 
     logits: Float[Tensor, "wanted vocab"]
-    features: dict[int, Float[Tensor, "rows hidden"]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -76,7 +76,7 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
 
     Args:
         source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:target".
-        dtype: "bf16", "fp16", "fp32", or "auto" for the dtype the weights are stored in.
+        dtype: "bfloat16", "float16", "float32", or "auto" for the one the weights are stored in.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the fastest there is.
         max_batch: sequences at once.
         max_context: tokens a sequence may have, cut to what the model was made for (None: all).

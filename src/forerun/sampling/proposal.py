@@ -48,7 +48,6 @@ class Proposal:
         stop_reason: why drafting ended ("budget", "stop_rule", "context", "score"; "no_law": the
             next law was NaN).
         stop_values: what a stop rule measured before every node; None without one.
-        score: tokens the drafter expects to be accepted; None where it does not say.
         assurance: spares the check of values that the drafter guarantees.
     """
 
@@ -58,7 +57,6 @@ class Proposal:
     draft_probs: Float[Tensor, "parents vocab"] | None = None
     stop_reason: str = "budget"
     stop_values: tuple[float, ...] | None = None
-    score: float | None = None
     assurance: Assurance | None = None
 
     @property

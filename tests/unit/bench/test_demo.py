@@ -9,7 +9,7 @@ import pytest
 from forerun.bench import demo as module
 from forerun.bench.config import DemoConfig
 from forerun.bench.demo import Arms, Demo
-from forerun.bench.prompts import spread
+from forerun.bench.prompts import neighbours_apart
 from forerun.bench.scout import scouted
 from forerun.bench.summary import MIN_BLOCKS
 from forerun.errors import InvalidRequest
@@ -103,7 +103,7 @@ def test_text_that_loops_at_once_is_refused(demo_for):
 
 def test_spread_keeps_every_prompt_and_parts_neighbours():
     prompts = [str(i) for i in range(60)]
-    spread_out = spread(prompts)
+    spread_out = neighbours_apart(prompts)
     assert sorted(spread_out) == sorted(prompts)
     assert all(abs(int(a) - int(b)) > 1 for a, b in pairwise(spread_out))
 

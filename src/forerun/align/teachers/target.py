@@ -102,7 +102,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
 
     Args:
         source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:target".
-        dtype: "bf16", "fp16", "fp32", or "auto" for the dtype the weights are stored in.
+        dtype: "bfloat16", "float16", "float32", or "auto" for the one the weights are stored in.
         device: as for the engine.
 
     Raises:

@@ -142,5 +142,4 @@ def proposal_of(copy: Copy) -> Proposal:
         tree=TokenTree.chain(len(copy.tokens)),
         choice=Choice.DETERMINISTIC,
         stop_reason="score",
-        score=copy.score,
     )
