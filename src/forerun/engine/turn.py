@@ -90,7 +90,8 @@ class Turn:
         params = self.sequence.params
         if params.greedy and self.sequence.history is None:
             return "greedy"
-        choice = Choice.SAMPLED if self.proposal is None else self.proposal.choice
+        proposal = self.proposal  # where nothing was drafted, it does not matter how
+        choice = proposal.choice if proposal and proposal.num_drafted else Choice.SAMPLED
         method = resolve_verification(params, choice, is_chain=self.tree.is_chain)
         return "walk" if method == "coupled" else method
 

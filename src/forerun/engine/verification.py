@@ -180,8 +180,9 @@ def match_probs(batch: Batch, probs: Tensor) -> Float[Tensor, " rows"]:
         matches.append(probs.new_zeros(1))
         if proposal is None or not proposal.num_drafted:
             continue
-        if proposal.choice is Choice.COUPLED and proposal.draft_probs is not None:
-            draft_probs = proposal.draft_probs.to(probs.device)
+        draft_probs = proposal.draft_probs  # of a chain one row per node, of a tree per parent
+        if proposal.choice is Choice.COUPLED and draft_probs is not None and turn.tree.is_chain:
+            draft_probs = draft_probs.to(probs.device)
             matches.append(coupled_match_probs(laws[:-1], draft_probs, tokens))
         else:
             matches.append(edge_probs(turn.tree, tokens, laws))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from forerun.engine.results import RequestOutput
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Choice, Proposal, TokenSource
+from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -131,6 +133,46 @@ def test_logprobs_are_those_of_the_accepted_branch(params):
     (plain,) = tiny.engine_over(target).generate([[1, 2]], params)
     (found,) = tiny.engine_over(target, tabular_drafter(target), k=7).generate([[1, 2]], params)
     assert found.completions[0].logprobs == plain.completions[0].logprobs
+
+
+class Coupled(Branching):
+    """Says that its guesses share the target's noise, and brings a row per expanded parent."""
+
+    def tree(self, ids: list[int], num_nodes: int) -> Proposal:
+        drafted = super().tree(ids, num_nodes)
+        rows = torch.full((len(set(drafted.tree.parents)), 8), 1 / 8)
+        return replace(drafted, choice=Choice.COUPLED, draft_probs=rows)
+
+
+def test_the_rows_of_a_coupled_tree_are_not_taken_for_those_of_a_chain():
+    """There are fewer of them than nodes: what a chain expects would be read past their end."""
+    target = tiny.tabular(0)
+    records: dict[type[Branching], list[StepRecord]] = {Branching: [], Coupled: []}
+    for kind, of_kind in records.items():
+        drafter = kind(lambda ids: target.log_probs[target.state_of(ids)])
+        engine = tiny.engine_over(target, drafter, k=7)
+        engine.on_record = of_kind.append
+        found = engine.generate(PROMPTS, seeded())
+        assert same(found, tiny.engine_over(target).generate(PROMPTS, seeded()))
+    expected, coupled = (
+        [record.expected_accepted for record in of_kind if record.num_drafted > 1]
+        for of_kind in records.values()
+    )
+    assert coupled == expected
+
+
+@pytest.mark.parametrize("choice", Choice)
+@pytest.mark.parametrize("verification", ["auto", "block"])
+def test_a_proposal_of_nothing_is_plain_decoding_whatever_it_says_of_itself(choice, verification):
+    class Idle(Branching):
+        def tree(self, ids: list[int], num_nodes: int) -> Proposal:
+            return replace(super().tree(ids, 0), choice=choice)
+
+    target = tiny.tabular(0)
+    params = seeded(verification=verification)
+    engine = tiny.engine_over(target, Idle(lambda ids: target.log_probs[target.state_of(ids)]), k=3)
+    plain = tiny.engine_over(target).generate(PROMPTS, params)
+    assert same(engine.generate(PROMPTS, params), plain)
 
 
 def test_branches_accept_what_the_first_chain_cannot():
