@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import RUNNERS, Runner
-from forerun.sampling.checks import Range, check_ranges
+from forerun.ranges import Range, check_ranges
 
 __all__ = ["EngineConfig", "RequestTerms", "Sharing"]
 

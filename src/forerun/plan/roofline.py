@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import Range, check_ranges
+from forerun.ranges import Range, check_ranges
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 

@@ -1,69 +1,16 @@
-"""Whether a value is what a parameter may be: ranges, lists, biases, named where it is not."""
+"""Whether a value is what a parameter may be: lists, tokens, biases, named where it is not."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import InvalidRequest
 
-__all__ = [
-    "MAX_BIAS",
-    "Range",
-    "as_bias",
-    "as_tuple",
-    "check_ranges",
-    "is_stop",
-    "is_token",
-    "shortened",
-]
+__all__ = ["MAX_BIAS", "as_bias", "as_tuple", "is_stop", "is_token", "shortened"]
 
 MAX_BIAS = 100.0
 """As in the OpenAI API; it decides against any logits met in practice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The values a numeric field may take."""
-
-    name: str
-    low: float
-    high: float = math.inf
-    above_low: bool = False
-    integer: bool = False
-    optional: bool = False
-
-    def check(self, value: object) -> None:
-        """Raise InvalidRequest unless `value` is a finite number in range."""
-        if value is None and self.optional:
-            return
-        kind = int if self.integer else (int, float)
-        if isinstance(value, kind) and not isinstance(value, bool) and self._holds(value):
-            return
-        raise InvalidRequest(f"{self.name} is {value!r}; it must be {self}")
-
-    def _holds(self, value: float) -> bool:
-        above = value > self.low if self.above_low else value >= self.low  # false for NaN
-        return above and value <= self.high and value < math.inf
-
-    def __str__(self) -> str:
-        kind = "an integer" if self.integer else "a number"
-        low = f" {'above' if self.above_low else 'at least'} {self.low:g}"
-        high = f" and at most {self.high:g}"
-        bounds = (low if self.low > -math.inf else "") + (high if self.high < math.inf else "")
-        return kind + bounds + (" or None" if self.optional else "")
-
-
-def check_ranges(config: object, *ranges: Range) -> None:
-    """Refuse fields out of range.
-
-    Raises:
-        InvalidRequest: naming the first.
-    """
-    for limits in ranges:
-        limits.check(getattr(config, limits.name))
 
 
 def is_token(token: object) -> bool:

@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import (
-    Range,
-    as_bias,
-    as_tuple,
-    check_ranges,
-    is_stop,
-    is_token,
-    shortened,
-)
+from forerun.ranges import Range, check_ranges
+from forerun.sampling.checks import as_bias, as_tuple, is_stop, is_token, shortened
 from forerun.sampling.choice import Choice
 
 __all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]

@@ -15,7 +15,7 @@ from forerun.plan.simulation.kinds.config import (
     Recorded,
     Together,
 )
-from forerun.sampling.checks import Range, check_ranges
+from forerun.ranges import Range, check_ranges
 
 __all__ = ["Phase", "ServerConfig", "Slo", "Workload"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from forerun.errors import InvalidRequest
-from forerun.sampling.checks import Range, check_ranges
+from forerun.ranges import Range, check_ranges
 
 __all__ = [
     "SQRT_3",
