@@ -124,6 +124,29 @@ def test_kernels_stop_where_torch_does(network, name, measure, share, ids):
     assert fused.choice is levels.choice
 
 
+@pytest.mark.parametrize("names", [("greedy", "sampled"), ("greedy", "coupled"), tuple(KINDS)])
+def test_who_shares_a_call_drafts_as_alone(network, names):
+    """Kinds, budgets and rules of all sorts; some mixtures fit one call of the kernels."""
+    requests = [
+        asked(name, [11 * index + 3, 5, index + 2], tiny.VOCAB_SIZE, f"{name}-{index}")
+        for index, name in enumerate(names * 2)
+    ]
+    rules = (None, StopRule(measure="entropy", threshold=2.5))
+    plans = [plan(rules[index // 2 % 2], 1 + (5 * index) % K) for index in range(len(requests))]
+    together = tiny.drafting(native_model(network, num_slots=8)).propose(requests, plans)
+    for request, its_plan, found in zip(requests, plans, together, strict=True):
+        (alone,) = tiny.drafting(native_model(network)).propose([request], [its_plan])
+        assert found is not None
+        assert alone is not None
+        assert found.tokens.tolist() == alone.tokens.tolist()
+        assert found.stop_values == alone.stop_values
+        assert found.choice is alone.choice
+        if found.choice is Choice.SAMPLED:
+            assert found.draft_probs is not None
+            assert alone.draft_probs is not None
+            assert torch.equal(found.draft_probs, alone.draft_probs)
+
+
 def told(drafter: DraftModel, request: DraftRequest, tokens: list[int]) -> None:
     """Accept all of a draft and one token more."""
     request.ids.extend([*tokens, 5])
