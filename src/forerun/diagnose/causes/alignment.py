@@ -37,13 +37,17 @@ ALIGNMENT: tuple[Cause, ...] = (
         prior=0.2,
         signs=(
             Sign(fact="acceptance_low", yes=2.0, no=-2.5),
-            Sign(fact="changed", word="draft", yes=2.5),
+            Sign(fact="changed", word="draft", yes=3.5),
             Sign(fact="unchanged", word="draft", yes=-0.5),
             Sign(fact="method", word="eagle", yes=-0.6),
             Sign(fact="method", word="mtp", yes=-0.6),
             Sign(fact="slower_with_k", yes=-0.7),
             Sign(fact="gap_share_rejection", ramp=(0.3, 0.7), yes=0.3, no=-1.2),
             Sign(fact="speedup_of_best_k", ramp=(1.05, 0.9), yes=1.0),
+            Sign(fact="gain_of_lower_k", ramp=(1.08, 1.3), yes=-2.5),
+            Sign(fact="context_ratio", ramp=(0.97, 0.85), yes=-2.0),
+            Sign(fact="vocabularies_differ", yes=-2.5),
+            Sign(fact="drawn_share", ramp=(0.15, 0.35), yes=-2.5),
             Sign(fact="undertrained_draft", yes=3.0, no=-0.7),
             Sign(fact="draft_self_trained", yes=1.2, no=-0.2),
             Sign(fact="replay_accepts_more", yes=-3.0, no=1.5),
@@ -157,6 +161,7 @@ ALIGNMENT: tuple[Cause, ...] = (
         "a good draft is rejected often.",
         signs=(
             Sign(fact="open_ended_text", yes=2.8, no=-0.7),
+            Sign(fact="random_prompts", yes=-1.5),
             Sign(fact="target_entropy", ramp=(1.0, 2.5), yes=2.0, no=-1.5),
             Sign(fact="temperature", ramp=(0.5, 1.0), yes=0.6, no=-0.5),
             Sign(fact="acceptance_falls_with_temperature", yes=0.8, no=-0.7),
@@ -176,6 +181,7 @@ ALIGNMENT: tuple[Cause, ...] = (
         signs=(
             Sign(fact="vocabularies_differ", yes=4.5, no=-2.5),
             Sign(fact="acceptance_zero", yes=1.3, no=-0.7),
+            Sign(fact="alpha_1", ramp=(0.2, 0.05), yes=0.8),
             Sign(fact="draft_nan", yes=0.3),
             Sign(fact="acceptance_differs_by_backend", yes=-1.5),
         ),
@@ -199,9 +205,10 @@ ALIGNMENT: tuple[Cause, ...] = (
         why="Beyond them the draft sees positions it never learnt, or loses the text before.",
         signs=(
             Sign(fact="context_over_window", ramp=(0.9, 1.05), yes=3.5, no=-3.0),
-            Sign(fact="context_ratio", ramp=(0.95, 0.75), yes=3.0, no=-1.0),
+            Sign(fact="context_ratio", ramp=(0.97, 0.85), yes=4.0, no=-1.5),
             Sign(fact="acceptance_falls_with_context", yes=2.6, no=-2.0),
             Sign(fact="slower_with_context", yes=1.3, no=-0.7),
+            Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=-1.5),
             Sign(fact="acceptance_fine", yes=-1.0),
         ),
         remedies=(

@@ -28,6 +28,7 @@ COST: tuple[Cause, ...] = (
         signs=(
             Sign(fact="gap_share_draft", ramp=(0.2, 0.45), yes=2.5, no=-2.0),
             Sign(fact="draft_share_high", yes=1.7, no=-1.2),
+            Sign(fact="draft_cost", ramp=(0.1, 0.3), yes=1.0, no=-1.5),
             Sign(fact="cost_independent_of_k", yes=-1.5),
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),
             Sign(fact="draft_size_ratio", ramp=(0.04, 0.12), yes=1.8, no=-1.0),
@@ -43,7 +44,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="method", word="ngram", yes=-4.0),
             Sign(fact="slower_with_tensor_parallel", yes=-0.7),
             Sign(fact="slower_with_batch", yes=-0.7),
-            Sign(fact="prefill_share", ramp=(0.4, 0.7), yes=-1.2),
+            Sign(fact="prefill_share", ramp=(0.4, 0.8), yes=-2.5),
         ),
         remedies=(
             Remedy(
@@ -98,7 +99,7 @@ COST: tuple[Cause, ...] = (
             Sign(fact="target_moe", yes=-0.7),
             Sign(fact="slower_with_k", yes=0.5),
             Sign(fact="faster_with_k", yes=-1.0),
-            Sign(fact="slower_with_context", yes=-1.5),
+            Sign(fact="slower_with_context", yes=-3.0),
         ),
         remedies=(
             Remedy(
@@ -174,9 +175,9 @@ COST: tuple[Cause, ...] = (
         why="The cache grows with the context while the weights do not; a kernel that reads it per "
         "query row pays K + 1 times.",
         signs=(
-            Sign(fact="slower_with_context", yes=2.5, no=-1.5),
+            Sign(fact="slower_with_context", yes=3.2, no=-1.5),
             Sign(fact="context_tokens", ramp=(8000.0, 32000.0), yes=1.2, no=-1.0),
-            Sign(fact="acceptance_falls_with_context", yes=-2.0, no=0.7),
+            Sign(fact="acceptance_falls_with_context", yes=-1.0, no=0.7),
             Sign(fact="context_over_window", ramp=(0.8, 1.0), yes=-1.5),
             Sign(fact="gap_share_verify", ramp=(0.2, 0.5), yes=0.7, no=-0.7),
         ),
@@ -232,6 +233,7 @@ COST: tuple[Cause, ...] = (
         "is paid per step, and a speculative step has more of it.",
         signs=(
             Sign(fact="gap_share_overhead", ramp=(0.15, 0.45), yes=2.5, no=-2.0),
+            Sign(fact="overhead", ramp=(0.4, 1.0), yes=0.7, no=-1.0),
             Sign(fact="host_work", yes=2.8, no=-1.0),
             Sign(fact="cost_independent_of_k", yes=2.2, no=-1.0),
             Sign(fact="gap_share_rejection", ramp=(0.6, 0.25), yes=0.9, no=-0.9),

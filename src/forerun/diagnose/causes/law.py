@@ -20,7 +20,7 @@ LAW: tuple[Cause, ...] = (
         why="Accepting by min(1, p/q) is exact only for the very q of the draw; another "
         "temperature, filter or precision biases the output and moves acceptance.",
         signs=(
-            Sign(fact="draft_probs_differ", yes=3.5, no=-1.5),
+            Sign(fact="draft_probs_differ", yes=4.5, no=-1.5),
             Sign(fact="acceptance_above_expected", yes=2.5, no=-1.0),
             Sign(fact="law_differs", yes=1.5, no=-1.5),
             Sign(fact="law_in_doubt", yes=1.2),

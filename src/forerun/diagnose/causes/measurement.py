@@ -120,7 +120,7 @@ MEASUREMENT: tuple[Cause, ...] = (
         signs=(
             Sign(fact="output_repetitive", yes=3.0, no=-1.5),
             Sign(fact="distinct_4gram_share", ramp=(0.6, 0.3), yes=1.5, no=-1.5),
-            Sign(fact="length_over_ceiling", ramp=(0.85, 0.98), yes=1.2, no=-1.5),
+            Sign(fact="length_over_ceiling", ramp=(0.85, 0.98), yes=1.2, no=-0.7),
             Sign(fact="ignore_eos", yes=0.7),
             Sign(fact="acceptance_low", yes=-2.5),
             Sign(fact="slower_than_plain", yes=-2.0),

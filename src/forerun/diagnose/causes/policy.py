@@ -14,8 +14,8 @@ POLICY: tuple[Cause, ...] = (
         why="The token at position K is worth its acceptance through K; it costs c and its row "
         "whether accepted or not.",
         signs=(
-            Sign(fact="gain_of_lower_k", ramp=(1.01, 1.25), yes=3.2, no=-2.0),
-            Sign(fact="speedup_of_best_k", ramp=(0.9, 1.05), yes=0.5, no=-2.0),
+            Sign(fact="gain_of_lower_k", ramp=(1.02, 1.15), yes=3.2, no=-2.0),
+            Sign(fact="speedup_of_best_k", ramp=(0.75, 0.95), yes=0.5, no=-1.5),
             Sign(fact="slower_with_k", yes=1.8, no=-0.7),
             Sign(fact="later_over_first", ramp=(0.6, 0.1), yes=1.2, no=-0.2),
             Sign(fact="length_over_ceiling", ramp=(0.6, 0.3), yes=0.8, no=-1.5),
@@ -27,7 +27,7 @@ POLICY: tuple[Cause, ...] = (
             Sign(fact="cost_independent_of_k", yes=-1.5),
             Sign(fact="acceptance_zero", yes=-2.0),
             Sign(fact="acceptance_falls_with_k", yes=-1.0),
-            Sign(fact="acceptance_dropped", yes=-0.7),
+            Sign(fact="acceptance_dropped", yes=-2.5),
             Sign(fact="slower_with_batch", yes=-0.5),
         ),
         remedies=(
@@ -52,13 +52,14 @@ POLICY: tuple[Cause, ...] = (
         signs=(
             Sign(fact="full_accept_share", ramp=(0.55, 0.8), yes=1.8, no=-1.5),
             Sign(fact="length_over_ceiling", ramp=(0.75, 0.92), yes=1.8, no=-2.0),
-            Sign(fact="gain_of_higher_k", ramp=(1.02, 1.15), yes=1.8, no=-2.0),
+            Sign(fact="gain_of_higher_k", ramp=(1.02, 1.3), yes=2.5, no=-2.0),
             Sign(fact="faster_with_k", yes=2.5, no=-1.5),
             Sign(fact="slower_with_k", yes=-2.0),
             Sign(fact="k", ramp=(6.0, 2.0), yes=0.6, no=-0.6),
             Sign(fact="output_repetitive", yes=-1.5),
             Sign(fact="slower_than_plain", yes=-1.0),
             Sign(fact="output_differs", yes=-1.0),
+            Sign(fact="law_differs", yes=-1.5),
         ),
         remedies=(
             Remedy(
@@ -108,21 +109,26 @@ HEALTH = Cause(
     label="healthy",
     family="health",
     what="Speculation does what it should: nothing here explains a complaint.",
-    why="Steps yield more tokens than they cost plain steps, and no K would do much better.",
+    why="Steps yield more tokens than they cost plain steps; no smaller K would do much better.",
     prior=0.5,
     signs=(
         Sign(fact="speedup", ramp=(0.97, 1.1), yes=2.0, no=-3.5),
-        Sign(fact="gain_of_best_k", ramp=(1.25, 1.08), yes=0.7, no=-1.2),
+        Sign(fact="gain_of_lower_k", ramp=(1.15, 1.05), yes=0.7, no=-2.0),
+        Sign(fact="full_accept_share", ramp=(0.7, 0.85), yes=-2.0),
+        Sign(fact="context_ratio", ramp=(0.97, 0.85), yes=-3.5),
+        Sign(fact="drawn_share", ramp=(0.15, 0.35), yes=-3.5),
+        Sign(fact="slower_with_batch", yes=-1.5),
+        Sign(fact="acceptance_falls_with_temperature", yes=-1.0),
         Sign(fact="acceptance_fine", yes=1.8, no=-1.0),
         Sign(fact="acceptance_low", yes=-1.5, no=0.5),
         Sign(fact="drafts_absent", yes=-4.0),
         Sign(fact="calibration", ramp=(0.9, 0.97), yes=0.4, no=-1.0),
         *(
-            Sign(fact=name, yes=-2.5)
+            Sign(fact=name, yes=-3.5)  # tests that find something in one healthy run of fifty
             for name in (
                 *("slower_than_plain", "no_gain", "slowed_down", "acceptance_dropped"),
                 *("acceptance_zero", "acceptance_differs_by_domain", "tools_disagree"),
-                *("acceptance_falls_with_context", "acceptance_falls_with_temperature"),
+                "acceptance_falls_with_context",
                 *("acceptance_falls_after_partial", "acceptance_falls_after_full"),
                 *("acceptance_falls_with_batch", "acceptance_falls_with_generation"),
                 *("acceptance_falls_with_k", "acceptance_below_reference", "output_repetitive"),
@@ -130,7 +136,7 @@ HEALTH = Cause(
                 *("acceptance_differs_by_graph", "acceptance_differs_by_precision"),
                 *("acceptance_differs_by_template", "acceptance_above_expected"),
                 *("replay_accepts_more", "output_differs", "output_corrupt", "law_differs"),
-                *("schema_violations", "slower_with_batch", "slower_with_k", "graphs_off"),
+                *("schema_violations", "slower_with_k", "graphs_off"),
                 *("slower_with_context", "slower_with_tensor_parallel", "verify_serial"),
                 *("slow_without_drafts", "ttft_up", "cache_hits_lower", "memory_pressure"),
                 *("host_work", "faster_with_k", "random_prompts", "adaptive_stuck"),

@@ -42,7 +42,7 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="output_corrupt", yes=1.4),
             Sign(fact="output_differs", yes=0.5),
             Sign(fact="acceptance_fine", yes=-0.5),
-            Sign(fact="acceptance_falls_after_handoff", yes=-0.7),
+            Sign(fact="acceptance_falls_after_handoff", yes=-2.5),
             Sign(fact="target_recurrent", yes=-1.0),
         ),
         remedies=(
@@ -125,7 +125,8 @@ STATE: tuple[Cause, ...] = (
         why="Missing, uninitialised or misread tensors make it emit noise: tau is pinned at 1.",
         signs=(
             Sign(fact="acceptance_zero", yes=2.5, no=-2.5),
-            Sign(fact="alpha_1", ramp=(0.15, 0.03), yes=1.2, no=-0.3),
+            Sign(fact="alpha_1", ramp=(0.2, 0.05), yes=1.2, no=-0.3),
+            Sign(fact="drawn_share", ramp=(0.15, 0.35), yes=4.0, no=-2.0),
             Sign(fact="acceptance_below_reference", yes=1.0),
             Sign(fact="changed", word="engine", yes=0.5),
             Sign(fact="weights_incomplete", yes=3.5, no=-1.0),

@@ -51,7 +51,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold(name="ttft_up", figure="ttft_ratio", yes=1.15, no=1.05),
     Threshold(name="cache_hits_lower", figure="prefix_hit_loss", yes=0.03, no=0.01),
     Threshold(name="memory_pressure", figure="num_preemptions", yes=1.0, no=-1.0),
-    Threshold(name="output_repetitive", figure="distinct_4gram_share", yes=0.3, no=0.6),
+    Threshold(name="output_repetitive", figure="distinct_4gram_share", yes=0.4, no=0.6),
     Threshold(name="replay_accepts_more", figure="replay_ratio", yes=0.85, no=0.95),
     Threshold(name="law_differs", figure="pit_p_value", yes=0.001, no=0.05),
     Threshold(name="output_differs_at_ties", figure="greedy_margin", yes=1.0, no=4.0),

@@ -84,11 +84,10 @@ def edge_excess(centred: Float[Tensor, "rows columns"]) -> float:
     long, short = max(centred.shape), min(centred.shape)
     generator = torch.Generator().manual_seed(0)
     vector = torch.empty(centred.shape[1]).normal_(generator=generator)
-    square = vector.norm()
     for _ in range(POWER_STEPS):
         vector = centred.T @ (centred @ (vector / vector.norm()))
-        square = vector.norm()
     sides = math.sqrt(long - 1), math.sqrt(short)
     centre = sum(sides) ** 2
-    scale = sum(sides) * (1.0 / sides[0] + 1.0 / sides[1]) ** (1.0 / 3.0)
-    return (float(square / centred.var()) - centre) / scale
+    scale: float = sum(sides) * (1.0 / sides[0] + 1.0 / sides[1]) ** (1.0 / 3.0)
+    square = float(vector.norm() / centred.var())
+    return (square - centre) / scale

@@ -16,10 +16,11 @@ __all__ = ["add_contrasts"]
 
 LEAST = 0.1
 """Of the draft: a smaller difference explains no complaint."""
-CHANCE = 0.02
+CHANCE = 0.03
 """Of seeing a difference that is not there, by each comparison."""
 AGAINST_TREND = 0.05
-"""Difference that matters where the opposite is to be expected."""
+"""Difference that matters where the opposite is to be expected; and chance of seeing it, which in
+truth is much smaller there."""
 MIN_STEPS = 50
 """Of a tag or of a slice of time, to be named at all."""
 OTHER_TEXT = 0.4
@@ -63,7 +64,7 @@ def add_outcomes(evidence: Evidence, places: Places, source: str) -> None:
     for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
         found = compare(places, high, low)
         fact = f"acceptance_falls_after_{name}"
-        add_fall(evidence, fact, found, source, least=AGAINST_TREND)
+        add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
 
 
 def split(places: Places, high: str, low: str) -> Comparison | None:

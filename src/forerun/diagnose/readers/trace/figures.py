@@ -103,8 +103,8 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 MIN_CYCLES = 20
-DEARER, AS_DEAR = 1.15, 1.05
-"""kappa at many sequences over that at few: the gain shrinks, or it does not."""
+DEARER, AS_DEAR = 1.3, 1.1
+"""kappa at many sequences over that at few: a good part of the gain goes, or none to speak of."""
 FAR = 2.0
 """Many are at least so many times few: nearer ones tell nothing."""
 

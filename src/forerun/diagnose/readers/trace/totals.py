@@ -167,7 +167,7 @@ class TraceTotals:
         cycles = cycles.append_column("kind", kind).append_column("rows", per_request)
         cycles = cycles.append_column("size", cycles["count_all"]).drop_columns(["count_all"])
         sums = [(f"{name}_max", "sum") for name in ("draft_s", "verify_s", "other_s")]
-        cycles = cycles.append_column("context", bucket(cycles["context_tokens_mean"]))
+        cycles = cycles.append_column("context", fine_bucket(cycles["context_tokens_mean"]))
         keys = ["kind", "size", "rows", "context"]
         for row in cycles.group_by(keys).aggregate([([], "count_all"), *sums]).to_pylist():
             self._add_seconds(row)
@@ -278,10 +278,10 @@ def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
     return pa.chunked_array([pa.nulls(1, kind), *values.chunks], kind)
 
 
-def bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Powers of four: the lower end of each, as text."""
-    floor = pc.floor(pc.divide(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
-    return pc.cast(floor, pa.int64()).cast(pa.string())
+def fine_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Powers of the square root of two."""
+    floor = pc.floor(pc.multiply(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
+    return pc.cast(floor, pa.int64())
 
 
 def add_values(counter: Counter[Any], values: pa.ChunkedArray) -> None:
