@@ -134,11 +134,15 @@ def warn_if_stale(draft: str | Path, target: str | Path) -> None:
     Args:
         draft: folder or name; drafters without a model have no card.
         target: folder or name.
+
+    Raises:
+        InvalidModel: there is no such model.
     """
     if isinstance(draft, str) and parse_drafter(draft) is not None:
         return
+    folder, target_folder = model_folder(draft), model_folder(target)
     try:
-        changed = staleness(model_folder(draft), model_folder(target))
+        changed = staleness(folder, target_folder)
     except InvalidModel as error:
         changed = f"the draft's card is of no use: {error}"
     if changed is not None:

@@ -104,11 +104,12 @@ def test_k_below_zero_is_refused(target, draft):
         load(target).with_draft(draft, -1)
 
 
-def test_a_missing_folder_is_named(target, tmp_path):
+def test_a_missing_folder_is_named_and_nothing_else_is_said(target, tmp_path, caplog):
     with pytest.raises(InvalidModel, match="nowhere"):
         load(tmp_path / "nowhere")
     with pytest.raises(InvalidModel, match="nowhere"):
         load(target, tmp_path / "nowhere")
+    assert not caplog.records
 
 
 def test_too_little_memory_is_said_beforehand(target, monkeypatch):
