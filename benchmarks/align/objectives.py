@@ -74,6 +74,10 @@ class Options:
     """Optimiser steps of an arm."""
     seconds: float = 100.0
     """Of training, for the arms of equal time."""
+    learning_rate: float | None = None
+    """Peak of every arm; None: the alignment's."""
+    tokens_per_step: int | None = None
+    """Of every arm; None: the alignment's."""
     threads: int | None = None
     """Of torch and of the engine."""
 
@@ -127,7 +131,13 @@ class Comparison:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.config, _ = read_settings(options.alignment)
+        config, _ = read_settings(options.alignment)
+        training = replace(
+            config.training,
+            learning_rate=options.learning_rate or config.training.learning_rate,
+            tokens_per_step=options.tokens_per_step or config.training.tokens_per_step,
+        )
+        self.config = replace(config, training=training)
         engine = replace(
             self.config.engine,
             num_speculative_tokens=self.config.evaluation.num_speculative_tokens,
