@@ -33,6 +33,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.loading import load_drafters
 from forerun.models.load import model_folder
 from forerun.models.zoo.catalog import held_out_prompts
+from forerun.pictures import picture
 from forerun.probe.profile_file import load_profile
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
@@ -209,13 +210,7 @@ def ratios(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def draw(rounds: Sequence[dict[str, Any]], path: Path) -> None:
     """K over steps, every round a thin line over their mean."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.hashsalt": "forerun"}):
-        figure = Figure(figsize=(9.0, 3.2), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture([path], width=9.0, height=3.2) as figure:
         axes = figure.subplots()
         for each in rounds:
             axes.plot(each["ks"], color="#9ab8d0", linewidth=0.4)
@@ -229,7 +224,6 @@ def draw(rounds: Sequence[dict[str, Any]], path: Path) -> None:
             axes.axvline(at * PHASE, color="#888888", linewidth=0.8)
             axes.text(at * PHASE + 8, MAX_K, name, va="top")
         axes.set(xlabel="step", ylabel="K", ylim=(-0.2, MAX_K + 0.3), xlim=(0, 3 * PHASE))
-        figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collect import name_of, seeds_of
+from matplotlib.patches import Rectangle
 
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.facts_file import read_facts
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
+from forerun.pictures import COLOURS, picture
 from forerun.provenance import collect
 from forerun.testing.faults.catalogue import FAULTS
 from forerun.testing.faults.scene import Fault
@@ -148,48 +150,44 @@ def write(judged: Sequence[Judged], out: Path, seeds: str) -> None:
     (out / f"seeds-{seeds}.md").write_text("\n".join(table(judged)) + "\n")
     for way in WAYS:
         name = f"seeds-{seeds}-{way.replace(' ', '-')}.svg"
-        (out / name).write_text(picture([j for j in judged if j.way == way], way))
+        draw([j for j in judged if j.way == way], way, out / name)
 
 
 # ----------------------------------------------------------------------------------------- picture
 
-CELL, LEFT, TOP = 24, 230, 210
+CELL, MARGIN = 0.3, 3.2
+"""Of one count, and of the names of labels, in inches."""
+RIGHT, WRONG, INK = COLOURS[1], COLOURS[0], "white"
 
 
-def picture(judged: Sequence[Judged], way: str) -> str:
+def draw(judged: Sequence[Judged], way: str, path: Path) -> None:
     """The confusion matrix: what is there, by row; what was found first, by column."""
     counts = Counter((j.fault.label, (j.found or (SILENT,))[0]) for j in judged)
     rows = list(dict.fromkeys(j.fault.label for j in judged))
-    others = dict.fromkeys(found for _, found in counts)
-    columns = rows + [label for label in others if label not in rows]
-    width, height = LEFT + CELL * len(columns) + 10, TOP + CELL * len(rows) + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="8" y="18" font-size="13">From {way}: label by row, found first by column</text>',
-    ]
-    for x, label in enumerate(columns):
-        left = LEFT + CELL * x + CELL / 2 + 4
-        parts.append(f'<text transform="translate({left},{TOP - 6}) rotate(-60)">{label}</text>')
-    for y, label in enumerate(rows):
-        top = TOP + CELL * y
-        total = sum(counts[label, column] for column in columns)
-        parts.append(f'<text x="{LEFT - 6}" y="{top + 16}" text-anchor="end">{label}</text>')
-        for x, column in enumerate(columns):
-            count = counts[label, column]
-            colour = "#1b7f5c" if label == column else "#b5482a"
-            parts.append(
-                f'<rect x="{LEFT + CELL * x}" y="{top}" width="{CELL - 1}" height="{CELL - 1}" '
-                f'fill="{colour if count else "#eef0f2"}" '
-                f'fill-opacity="{0.35 + 0.65 * count / total if count else 1:.2f}"/>'
-            )
-            if count:
-                parts.append(
-                    f'<text x="{LEFT + CELL * x + CELL / 2 - 0.5}" y="{top + 16}" fill="white" '
-                    f'text-anchor="middle">{count}</text>'
+    columns = list(dict.fromkeys([*rows, *(found for _, found in counts)]))
+    width, height = (MARGIN + CELL * len(names) for names in (columns, rows))
+    with picture([path], width=width, height=height) as figure:
+        axes = figure.subplots()
+        axes.set_title(f"From {way}: label by row, found first by column", fontsize=10)
+        for (label, found), count in counts.items():
+            x, y = columns.index(found), rows.index(label)
+            share = count / sum(counts[label, column] for column in columns)
+            axes.add_patch(
+                Rectangle(
+                    (x - 0.48, y - 0.48),
+                    *(0.96, 0.96),
+                    color=RIGHT if label == found else WRONG,
+                    alpha=0.35 + 0.65 * share,
+                    linewidth=0,
                 )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+            )
+            axes.text(x, y, str(count), color=INK, fontsize=8, ha="center", va="center")
+        axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), aspect="equal")
+        axes.set_xticks(range(len(columns)), columns, rotation=60, ha="left", fontsize=8)
+        axes.set_yticks(range(len(rows)), rows, fontsize=8)
+        axes.xaxis.tick_top()
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
 
 
 if __name__ == "__main__":

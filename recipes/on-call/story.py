@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.theory.intervals import Interval
+from forerun.theory.record import StepRecord
+from forerun.trace.files import read_trace
 
 NAMES = {"off": "plain", "as_before": "as_before", "best_k": "best_k"}
 """Arm by the effect of a change."""
@@ -48,15 +49,14 @@ class Cycles:
 
 def cycles_of(trace: Path) -> Cycles:
     """Cycles that only decode; a pass that reads a prompt as well is no measure of a step."""
-    records = (json.loads(line) for line in trace.read_text().splitlines())
-    steps = [r for r in records if r["record"] == "step" and not r["num_prefill_rows"]]
-    drafting = [step for step in steps if step["num_drafted"]]
-    plain = [step["verify_s"] for step in steps if not step["num_drafted"]]
-    k, rows = (most([step[name] for step in drafting]) for name in ("k_budget", "batch_rows"))
-    whole = [step["verify_s"] for step in drafting if step["batch_rows"] == rows]
+    steps = [r for r in read_trace(trace) if isinstance(r, StepRecord) and not r.num_prefill_rows]
+    drafting = [step for step in steps if step.num_drafted]
+    plain = [step.verify_s for step in steps if not step.num_drafted]
+    rows = most([step.batch_rows for step in drafting])
+    whole = [step.verify_s for step in drafting if step.batch_rows == rows]
     return Cycles(
-        accepted=Counter(step["num_accepted"] for step in drafting),
-        k=k,
+        accepted=Counter(step.num_accepted for step in drafting),
+        k=most([step.k_budget for step in drafting]),
         rows=rows,
         pass_s=sum(whole) / len(whole),
         plain_s=sum(plain) / len(plain),

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-__all__ = ["replacing"]
+__all__ = ["UNFINISHED", "replacing"]
+
+UNFINISHED = ".tmp"
+"""Suffix of what is not whole yet, or never will be."""
 
 
 @contextmanager
@@ -25,7 +28,7 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     own = f".{uuid4().hex}" if shared else ""
-    scratch = path.with_name(f"{path.name}{own}.tmp")
+    scratch = path.with_name(f"{path.name}{own}{UNFINISHED}")
     removed(scratch)
     try:
         yield scratch

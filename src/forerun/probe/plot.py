@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.pictures import COLOURS, picture
 from forerun.probe.cells import Quantity
 from forerun.probe.profile import Profile
 from forerun.theory.cost_line import CostLine
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
-COLOURS = ("#1a7f64", "#cf5b2e", "#4361a8", "#9a6bb0", "#b08900")
-"""By batch; told apart in greyscale and by colour-blind readers."""
 STYLES = ("-", "--", ":", "-.")
 """By context."""
 WIDTH, HEIGHT = 6.4, 4.0
@@ -31,23 +30,13 @@ def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
         profiles: what was measured, one panel each.
         paths: for example a .png and a .svg; the suffix names the format.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Ids from a fixed salt, no date: the same profile gives the same file.
-    with rc_context({"svg.hashsalt": "forerun"}):
-        figure = Figure(figsize=(WIDTH * len(profiles), HEIGHT), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(paths, width=WIDTH * len(profiles), height=HEIGHT) as figure:
         panels = figure.subplots(1, len(profiles), squeeze=False)[0]
         for axes, profile in zip(panels, profiles, strict=True):
             axes.set_title(title(profile), fontsize=9)
             draw_costs(axes, profile)
             draw_limits(axes, profile)
             finish(axes, profile)
-        for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=160, metadata=metadata)
 
 
 def draw_costs(axes: Axes, profile: Profile) -> None:

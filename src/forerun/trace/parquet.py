@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from forerun.replacing import UNFINISHED, replacing
 from forerun.trace.jsonl import JsonLines, read_json_lines
 from forerun.trace.schema import FIELDS, KINDS, Damage, Item, Row, record_from
 from forerun.trace.writer import FlushRule
@@ -29,7 +30,6 @@ HEADERS = "headers.jsonl"
 FOLDERS: Mapping[str, str] = {"steps": "step", "requests": "request"}
 """Which kind of record a folder holds."""
 SUFFIX = ".parquet"
-UNFINISHED = ".unfinished"
 JSON_TEXT = "dict[str, Json]"
 
 TYPES: Mapping[str, pa.DataType] = {
@@ -77,13 +77,8 @@ class ParquetParts:
 
     def _write_part(self, name: str, table: pa.Table) -> None:
         path = self.folder / name / f"{self.num_parts[name]:05}{SUFFIX}"
-        unfinished = path.with_suffix(SUFFIX + UNFINISHED)
-        try:
-            pq.write_table(table, unfinished, write_page_checksum=True)
-            unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
+        with replacing(path) as scratch:
+            pq.write_table(table, scratch, write_page_checksum=True)
         self.num_parts[name] += 1
 
 

@@ -4,27 +4,17 @@ import json
 from dataclasses import fields, replace
 
 import pytest
+from tests.profiles import SETUP, profile_of
 
 from forerun.errors import InvalidProfile
 from forerun.probe.cells import Cell, Quantity
-from forerun.probe.profile import FORMAT, Measured, Profile, ReadLimit, Setup
+from forerun.probe.profile import FORMAT, Measured, Setup
 from forerun.probe.profile_file import check_setup, load_profile, write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
-SETUP = Setup(
-    cpu="Imaginary 9000",
-    num_cores=2,
-    num_threads=2,
-    device="cpu",
-    dtype="bfloat16",
-    target_runner="HuggingFaceModel",
-    draft_runner="HuggingFaceModel",
-    target_hash="aaaa",
-    draft_hash="bbbb",
-)
 TABLE = CostTable(
     lines=(CostLine(rows=(1, 2), verify_s=(0.010, 0.011), plain_s=0.0105, draft_s=0.001),)
 )
@@ -36,19 +26,10 @@ MEASURED = tuple(
     )
     for rows, s in ((1, 0.010), (2, 0.011))
 )
-PROFILE = Profile(
-    target="zoo:target",
-    draft="zoo:draft",
-    setup=SETUP,
-    provenance={"date": "2026-01-01"},
-    limit=ReadLimit(
-        bytes_per_s=1e9, buffer_bytes=64, target_bytes=4_000_000, draft_bytes=8, kv_token_bytes=100
-    ),
+PROFILE = replace(
+    profile_of(TABLE, TABLE),
     measured=MEASURED,
     left_out=(Cell(quantity=Quantity.TARGET_PASS, batch=1, context=0, size=4),),
-    stable=True,
-    greedy=TABLE,
-    sampled=TABLE,
     reading=ReadingCost(tokens=(1, 64), target_s=(0.010, 0.030), draft_s=(0.001, 0.002)),
 )
 OTHERS = {
@@ -156,5 +137,5 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_the_limit_counts_weights_once_and_keys_and_values_of_every_sequence():
-    assert PROFILE.limit.pass_s(1, 0) == pytest.approx(0.004)
-    assert PROFILE.limit.pass_s(2, 1000) == pytest.approx(0.0042)
+    assert PROFILE.limit.pass_s(1, 0) == pytest.approx(4.0)
+    assert PROFILE.limit.pass_s(2, 1000) == pytest.approx(4.002)

@@ -320,10 +320,10 @@ def test_a_flipped_bit_in_a_part_is_noticed(parts):
 
 def test_a_missing_part_and_an_unfinished_one_are_named(parts):
     (parts / "steps" / "00000.parquet").unlink()
-    (parts / "steps" / "00003.parquet.unfinished").write_bytes(b"PAR1")
+    (parts / "steps" / "00003.parquet.tmp").write_bytes(b"PAR1")
     assert damage_in(parts) == [
         "steps/00000.parquet: missing",
-        "steps/00003.parquet.unfinished: was being written when the process ended",
+        "steps/00003.parquet.tmp: was being written when the process ended",
     ]
     assert len(records_in(parts)) == 3 + 100 + 3
 
