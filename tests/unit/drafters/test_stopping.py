@@ -124,7 +124,11 @@ def test_kernels_stop_where_torch_does(network, name, measure, share, ids):
     assert fused.choice is levels.choice
 
 
-@pytest.mark.parametrize("names", [("greedy", "sampled"), ("greedy", "coupled"), tuple(KINDS)])
+@pytest.mark.parametrize(
+    "names",
+    [("greedy", "sampled"), ("greedy", "coupled"), ("sampled", "coupled"), tuple(KINDS)],
+    ids="-".join,
+)
 def test_who_shares_a_call_drafts_as_alone(network, names):
     """Kinds, budgets and rules of all sorts; some mixtures fit one call of the kernels."""
     requests = [
