@@ -67,6 +67,7 @@ ALIGNMENT: tuple[Cause, ...] = (
             Sign(fact="acceptance_differs_by_backend", yes=-2.0),
             Sign(fact="acceptance_differs_by_graph", yes=-2.0),
             Sign(fact="acceptance_below_reference", yes=-1.0),
+            Sign(fact="output_differs_at_ties", yes=0.0, no=-2.0),
             Sign(fact="calibration", ramp=(0.9, 0.97), yes=0.5, no=-1.0),
         ),
         remedies=(TRAIN, GO_BACK, LOWER_K, TURN_OFF),

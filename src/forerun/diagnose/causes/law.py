@@ -80,6 +80,7 @@ LAW: tuple[Cause, ...] = (
         signs=(
             Sign(fact="law_differs", yes=3.0, no=-2.5),
             Sign(fact="residual_wrong", yes=3.5, no=-0.7),
+            Sign(fact="output_differs_after_partial", yes=-2.0),
             Sign(fact="law_in_doubt", yes=1.8),
             Sign(fact="pit_p_value", ramp=(0.02, 0.001), yes=1.0, no=-1.5),
             Sign(fact="acceptance_above_expected", yes=1.2, no=-0.3),

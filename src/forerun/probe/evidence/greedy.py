@@ -28,8 +28,11 @@ __all__ = ["GreedyTally", "noise_width"]
 
 MIN_TOKENS = 30
 """Fewer reached positions say nothing about acceptance."""
+CHANCE = 0.05
+"""Of all texts parting after a rejection when rejections have nothing to do with it."""
 TIE = 4.0
 """A gap of fewer noise widths may be closed by rounding."""
+REJECTING = ("partial", "none")
 SOURCE = "greedy text replayed with fresh caches"
 
 
@@ -43,6 +46,8 @@ class GreedyTally:
         margins: per text that parts from plain decoding, the gap there in noise widths.
         num_parted: those of them by more than a tie.
         num_after_partial: those of them right after a step that rejected something.
+        num_steps: drafting steps.
+        num_rejecting: those of them that rejected something.
         hits: acceptance of reached positions.
         num_agreeing: those of them where the replayed draft agrees with the target.
         num_apart: those where the two differ.
@@ -56,6 +61,8 @@ class GreedyTally:
     margins: list[float] = field(default_factory=list)
     num_parted: int = 0
     num_after_partial: int = 0
+    num_steps: int = 0
+    num_rejecting: int = 0
     hits: Hits = field(default_factory=Hits)
     num_agreeing: int = 0
     num_apart: int = 0
@@ -75,6 +82,9 @@ class GreedyTally:
         self.state.add(request, wrong)
 
     def _compare(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
+        kinds = [kind for kind, _ in before_step(request)]
+        self.num_steps += len(kinds)
+        self.num_rejecting += sum(kind in REJECTING for kind in kinds)
         ids = request.token_ids
         place = next((i for i, (a, b) in enumerate(zip(ids, plain_ids)) if a != b), None)  # noqa: B905 (either may end first)
         if place is None:
@@ -86,8 +96,8 @@ class GreedyTally:
             return
         self.num_parted += 1
         at = request.num_prompt + place
-        kinds = [k for k, step in before_step(request) if step.record.context_tokens <= at]
-        self.num_after_partial += bool(kinds) and kinds[-1] in ("partial", "none")
+        begun = sum(step.record.context_tokens <= at for _, step in before_step(request))
+        self.num_after_partial += bool(begun) and kinds[begun - 1] in REJECTING
 
     def _add_draft(self, request: TapedRequest, replayed: Replay, step: TapedStep) -> bool | None:
         """Count a draft; whether its first token is not the draft's own, None where unknown."""
@@ -123,11 +133,11 @@ class GreedyTally:
             evidence.add("greedy_margin", worst, words)
         if self.num_parted:
             all_after = self.num_after_partial == self.num_parted
-            evidence.add(
-                "output_differs_after_partial",
-                all_after,
-                f"{self.num_after_partial} of {self.num_parted} part after a rejection",
-            )
+            by_chance = (self.num_rejecting / max(1, self.num_steps)) ** self.num_parted
+            answer = False if not all_after else True if by_chance < CHANCE else None
+            words = f"{self.num_after_partial} of {self.num_parted} part after a rejection"
+            often = f"{self.num_rejecting} of {self.num_steps} steps come after one"
+            evidence.add("output_differs_after_partial", answer, f"{words}; {often}")
         self._add_replay(evidence)
 
     def _add_replay(self, evidence: Evidence) -> None:

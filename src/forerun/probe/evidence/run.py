@@ -90,6 +90,7 @@ def probe_engine(
     """
     config = config or EvidenceConfig()
     evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
+    evidence.add("target_recurrent", False, "it keeps its context in rows, which can be cut")
     ids = chosen(probed.engine, prompts, config)
     asked = params_of(params or SamplingParams(), len(ids), config)
     tell("greedy text", 0.0)
