@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from forerun.bench.summary import ArmSummary
-from forerun.theory.cost import CostTable
+from forerun.plan.costs import Costs
 from forerun.theory.intervals import Interval
 
 __all__ = ["Prediction", "predict"]
@@ -21,10 +21,13 @@ class Prediction:
 
     Attributes:
         cycle_cost: kappa by the table, at the arm's K, batch and mean context.
-        decode_speedup: measured tau over that kappa; the interval is the table's alone.
+        reading_cost: the draft's reading of the prompt, in plain steps per cycle; 0 where it is not
+            known. It comes after the first token, so decoding pays for it.
+        decode_speedup: measured tau over the two together; the interval is the table's alone.
     """
 
     cycle_cost: Interval
+    reading_cost: float
     decode_speedup: Interval
 
     def to_dict(self) -> dict[str, object]:
@@ -32,20 +35,29 @@ class Prediction:
         return asdict(self)
 
 
-def predict(summary: ArmSummary, table: CostTable, batch: int) -> Prediction | None:
+def predict(
+    summary: ArmSummary, costs: Costs, *, temperature: float, batch: int
+) -> Prediction | None:
     """Speedup of an arm from how much was accepted and what its cycles should cost.
 
     None where the table is too rough to bound kappa from below, and so the speedup from above.
     """
-    kappa = table.cycle_cost_interval(
-        summary.arm.num_speculative_tokens, round(summary.mean_context), batch
-    )
+    table, context = costs.at(temperature), round(summary.mean_context)
+    kappa = table.cycle_cost_interval(summary.arm.num_speculative_tokens, context, batch)
     if kappa.low <= 0:
         return None
+    read_s = (
+        0.0 if costs.reading is None else costs.reading.draft_more_s(round(summary.mean_prompt))
+    )
+    # Of a batch all prompts are read, and all its requests wait for that.
+    per_cycle = batch * read_s / summary.decode_steps / table.plain_step_s(context, batch)
     tau = summary.acceptance_length
     return Prediction(
         cycle_cost=kappa,
+        reading_cost=per_cycle,
         decode_speedup=Interval(
-            estimate=tau / kappa.estimate, low=tau / kappa.high, high=tau / kappa.low
+            estimate=tau / (kappa.estimate + per_cycle),
+            low=tau / (kappa.high + per_cycle),
+            high=tau / (kappa.low + per_cycle),
         ),
     )

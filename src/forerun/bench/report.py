@@ -86,7 +86,11 @@ class CellReport:
                 if row.arm.draft is not None
                 and not row.arm.adaptive  # whose cycles are not all of one cost
                 and row.arm.draft in costs
-                and (prediction := predict(row, costs[row.arm.draft].at(temperature), batch))
+                and (
+                    prediction := predict(
+                        row, costs[row.arm.draft], temperature=temperature, batch=batch
+                    )
+                )
             },
             best=best_of_several(blocks) if enough else None,
             blocks=blocks,

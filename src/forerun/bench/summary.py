@@ -39,6 +39,8 @@ class ArmSummary:
         cycle_cost: kappa, the same in plain decode steps.
         break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
         mean_context: tokens before the row of a decode step, on average.
+        mean_prompt: tokens of a prompt.
+        decode_steps: steps of a prompt after the one that ended its prefill.
         distinct_4gram_share: mean over the completions; low where text loops.
     """
 
@@ -54,6 +56,8 @@ class ArmSummary:
     cycle_cost: float
     break_even: float | None
     mean_context: float
+    mean_prompt: float
+    decode_steps: float
     distinct_4gram_share: float
 
     @property
@@ -88,6 +92,8 @@ class ArmSummary:
             "cycle_cost": self.cycle_cost,
             "break_even": self.break_even,
             "mean_context": self.mean_context,
+            "mean_prompt": self.mean_prompt,
+            "decode_steps": self.decode_steps,
             "distinct_4gram_share": self.distinct_4gram_share,
         }
 
@@ -123,6 +129,7 @@ def summarise_arm(
     own_step_s = step_s(own)
     kappa = own_step_s / step_s(plain)
     num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
+    num_prompts = sum(len(m.batch) for m in own)
     return ArmSummary(
         arm=own[0].arm,
         num_blocks=len(own),
@@ -143,6 +150,8 @@ def summarise_arm(
         # tau = 1 + rate * nodes per step, so tau = kappa at this rate, for every acceptance profile
         break_even=(kappa - 1.0) * num_steps / num_drafted if num_drafted else None,
         mean_context=mean_context(own),
+        mean_prompt=sum(m.num_prompt_tokens for m in own) / num_prompts,
+        decode_steps=sum(m.num_decode_steps for m in own) / num_prompts,
         distinct_4gram_share=mean([distinct_ngram_share(t) for m in own for t in m.token_ids]),
     )
 

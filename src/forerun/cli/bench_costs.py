@@ -96,13 +96,14 @@ def probe_for(comparison: Comparison) -> ProbeConfig:
     assert isinstance(room, Engine)
     longest = room.max_context - config.max_k - 1
     defaults = ProbeConfig()
+    contexts = tuple(c for c in defaults.contexts if c <= longest) or (max(1, longest // 2),)
     return replace(
         defaults,
         rows=tuple(range(1, config.max_k + 2)),
         batches=tuple(sorted(config.batches)),
-        contexts=tuple(c for c in defaults.contexts if c <= longest) or (max(1, longest // 2),),
+        contexts=contexts,
+        read=tuple(size for size in defaults.read if contexts[0] + size <= longest),
         drafted=(1, config.max_k) if config.max_k > 1 else (1,),
         max_pass_rows=max(defaults.max_pass_rows, max(config.batches) * (config.max_k + 1)),
-        read=(),
         budget_s=BUDGET_S,
     )

@@ -19,6 +19,7 @@ from forerun.plan.costs import Costs
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
+from forerun.theory.reading_cost import ReadingCost
 
 
 @pytest.fixture
@@ -132,12 +133,37 @@ def test_a_prediction_is_tau_over_the_tables_kappa(make_arm, clock):
     plain = make_arm("plain")
     draft = make_arm("d", k=3, accepted=2, step_s=1.5)
     summary = summarise(blocks_of([plain, draft], clock, 4), num_resamples=50)[1]
-    prediction = predict(summary, costs.at(0.0), batch=1)
+    prediction = predict(summary, costs, temperature=0.0, batch=1)
     assert prediction is not None
     assert prediction.cycle_cost.estimate == pytest.approx(3 * 0.1 + 1.2 + 0.05)
     assert prediction.decode_speedup.estimate == pytest.approx(3.0 / 1.55)
     low, high = prediction.decode_speedup.low, prediction.decode_speedup.high
     assert low < prediction.decode_speedup.estimate < high
+
+
+def test_a_prediction_counts_the_drafts_reading_of_the_prompt_where_it_is_known(make_arm, clock):
+    line = CostLine(
+        rows=(1, 4),
+        verify_s=(0.010, 0.012),
+        verify_error_s=(0.0, 0.0),
+        plain_s=0.010,
+        draft_s=0.001,
+        overhead_s=0.0005,
+    )
+    table = CostTable(lines=(line,))
+    draft = make_arm("d", k=3, accepted=2, step_s=1.5)
+    summary = summarise(blocks_of([make_arm("plain"), draft], clock, 4), num_resamples=50)[1]
+    summary = replace(summary, mean_prompt=101.0, decode_steps=20.0)
+    reading = ReadingCost(tokens=(1, 201), target_s=(0.01, 0.1), draft_s=(0.001, 0.041))
+    costs = Costs(greedy=table, sampled=table, reading=reading)
+    alone = predict(summary, costs, temperature=0.0, batch=1)
+    together = predict(summary, costs, temperature=0.0, batch=4)
+    assert alone is not None and together is not None
+    # 20 ms more than one token takes, over 20 cycles, are a tenth of a plain step of 10 ms each.
+    assert alone.reading_cost == pytest.approx(0.1)
+    assert alone.decode_speedup.estimate == pytest.approx(3.0 / (1.55 + 0.1))
+    assert alone.cycle_cost.estimate == pytest.approx(1.55)
+    assert together.reading_cost > alone.reading_cost
 
 
 def test_nothing_is_predicted_from_a_table_whose_error_reaches_zero(make_arm, clock):
