@@ -25,7 +25,8 @@ HEADINGS = (
 )
 """Of the columns after the arm's name; narrow enough for 80 characters."""
 LEGEND = (
-    "speedup counts the prefill; decoding does not, and predicted is decoding by the cost table\n"
+    "speedup counts the prefill; decoding does not, but for the draft's reading of the prompt\n"
+    "predicted: decoding, by what the passes of this pair cost when they were measured\n"
     "tau: tokens per step; kappa: a step in plain steps; 4-grams: share that is distinct"
 )
 
