@@ -6,7 +6,6 @@ columns that figures need are read.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -84,9 +83,10 @@ def json_pieces(path: Path) -> Iterator[Piece]:
         number, rest = 1, b""
         while chunk := file.read(CHUNK_BYTES):
             whole, rest = cut(rest + chunk)
-            yield from lines_pieces(whole, number)
-            number += whole.count(b"\n")
-        yield from lines_pieces(rest, number)
+            lines = whole.splitlines(keepends=True)
+            yield from lines_pieces(lines, number)
+            number += len(lines)
+        yield from lines_pieces(rest.splitlines(keepends=True), number)
 
 
 def cut(data: bytes) -> tuple[bytes, bytes]:
@@ -97,49 +97,37 @@ def cut(data: bytes) -> tuple[bytes, bytes]:
     return data[:end], data[end:]
 
 
-def lines_pieces(data: bytes, first_line: int) -> Iterator[Piece]:
+STEP = b'{"record":"step",'
+"""How lines of our own steps begin."""
+
+
+def lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
     """Records of whole lines: steps by column, everything else one by one."""
-    if not data.strip():
-        return
-    steps, others = parted(data, first_line)
-    yield from one_by_one(others)
+    numbered = enumerate(lines, start=first_line)
+    yield from one_by_one([(n, line) for n, line in numbered if not line.startswith(STEP)])
+    steps = [line for line in lines if line.startswith(STEP)]
     if not steps:
         return
     try:
         table = pj.read_json(
-            io.BytesIO(b"".join(line for _, line in steps)),
+            pa.BufferReader(b"".join(steps)),
             read_options=pj.ReadOptions(block_size=1 << 22),
             parse_options=pj.ParseOptions(
                 explicit_schema=JSON_SCHEMA, unexpected_field_behavior="ignore"
             ),
         )
     except pa.ArrowException:
-        yield from one_by_one(steps)
-        return
-    if table.num_rows != len(steps):  # several objects on a line
-        yield from one_by_one(steps)
+        table = None
+    if table is None or table.num_rows != len(steps):  # damaged, or several objects on a line
+        numbered = enumerate(lines, start=first_line)
+        yield from one_by_one([(n, line) for n, line in numbered if line.startswith(STEP)])
         return
     yield from checked(table.select(list(STEP_TYPES)), f"lines from {first_line}")
 
 
-Line = tuple[int, bytes]
-
-
-def parted(data: bytes, first_line: int) -> tuple[list[Line], list[Line]]:
-    """Lines that begin as our own steps do, and all others."""
-    steps: list[Line] = []
-    others: list[Line] = []
-    for number, line in enumerate(data.splitlines(keepends=True), start=first_line):
-        if line.startswith(b'{"record":"step",'):
-            steps.append((number, line))
-        elif line.strip():
-            others.append((number, line))
-    return steps, others
-
-
-def one_by_one(lines: Sequence[Line]) -> Iterator[Piece]:
+def one_by_one(lines: Sequence[tuple[int, bytes]]) -> Iterator[Piece]:
     """Lines read so that damage costs its own only; their steps become a table."""
-    items = [item_of(line, f"line {number}") for number, line in lines]
+    items = [item_of(line, f"line {number}") for number, line in lines if line.strip()]
     yield from (item for item in items if not isinstance(item, StepRecord))
     yield from table_of([item for item in items if isinstance(item, StepRecord)])
 
