@@ -102,8 +102,8 @@ on-call: $(STAMP)  ## an incident: traced, diagnosed, its changes made and measu
 	$(BIN)/python recipes/on-call/run.py $(ARGS)
 
 faults: $(STAMP)  ## every fault and control, ten seeds: run, probe, diagnose (half an hour; resumable)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults/collect.py --seeds 5-14 --out build/faults
-	$(BIN)/python benchmarks/faults/judge.py --seeds 5-14 --runs build/faults \
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults/collect.py --seeds 15-24 --out build/faults
+	$(BIN)/python benchmarks/faults/judge.py --seeds 15-24 --runs build/faults \
 	  --out benchmarks/faults/results
 
 objectives: $(STAMP)  ## every objective at T=0 and T=1 from one draft (half an hour; after make paradox)
