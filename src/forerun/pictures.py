@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.replacing import replacing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -46,4 +48,5 @@ def picture(paths: Sequence[Path], *, width: float, height: float) -> Iterator[F
         yield figure
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=160, metadata=metadata)
+            with replacing(path) as scratch:
+                figure.savefig(scratch, format=path.suffix[1:], dpi=160, metadata=metadata)

@@ -25,7 +25,13 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
         path: of the file or the folder; the folder it is in is made if need be.
         shared: several processes may write this file at once. Each then has a scratch of its own,
             which one that is killed leaves behind; otherwise the next writer removes it.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`, also where the disk is full.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        yield path  # a device or a pipe, such as /dev/stdout: nothing may take its place
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     own = f".{uuid4().hex}" if shared else ""
     scratch = path.with_name(f"{path.name}{own}{UNFINISHED}")
@@ -35,6 +41,10 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
         if path.is_dir():
             shutil.rmtree(path)
         scratch.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # a full disk names no file
+            error.filename = str(path)
+        raise
     finally:
         removed(scratch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -107,6 +109,19 @@ def test_brackets_in_a_message_are_not_markup(capsys):
 def test_ctrl_c_says_interrupted(capsys):
     assert guarded(raising(KeyboardInterrupt())) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(capsys):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+    assert guarded(raising(full)) == 1
+    assert capsys.readouterr().err == (
+        "forerun: report.html cannot be written: No space left on device\n"
+    )
+
+
+def test_other_errors_of_the_system_are_defects():
+    with pytest.raises(FileNotFoundError):
+        guarded(raising(FileNotFoundError(errno.ENOENT, "No such file", "gone")))
 
 
 def test_a_defect_keeps_its_traceback():

@@ -220,4 +220,4 @@ def test_what_could_not_be_read_of_a_trace_is_said(profile, trace, capsys):
         file.write("no record\n")
     code, _, err = plan(capsys, "--profile", profile, "--trace", trace)
     assert code == 0
-    assert "1 places of the trace" in err
+    assert "1 place(s) of the trace" in err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from forerun.align.lines import append_line, read_lines, write_lines
@@ -27,6 +30,26 @@ def test_what_is_not_finished_changes_nothing(tmp_path, is_folder):
         raise OSError("full")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_names_the_file_that_was_to_be(tmp_path):
+    path = tmp_path / "report.html"
+    with pytest.raises(OSError, match="No space") as caught, replacing(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(path)
+
+
+def test_nothing_takes_the_place_of_a_pipe(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with replacing(path) as scratch:
+            scratch.write_text("new")
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)
+    assert path.is_fifo()
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path):

@@ -151,7 +151,7 @@ def run(options: AlignOptions) -> int:
     costs = None if options.no_prediction else PairCosts(config, options.threads, profile)
     try:
         report = align(config, costs=costs)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):
         logger.warning("what is done is kept in %s: the same command goes on", config.out)
         raise
     if report is None:  # another process of the same run reports

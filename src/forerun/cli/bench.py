@@ -18,6 +18,7 @@ from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
+from forerun.replacing import replacing
 
 if TYPE_CHECKING:
     from forerun.bench.comparison import Comparison
@@ -202,7 +203,8 @@ def show(comparison: Comparison, options: BenchOptions) -> None:
     else:
         print_comparison(report)
         if options.json is not None:
-            options.json.write_text(content + "\n", encoding="utf-8")
+            with replacing(options.json) as scratch:
+                scratch.write_text(content + "\n", encoding="utf-8")
     if options.plot is not None and report.has_results:
         from forerun.bench.plot import plot
 

@@ -12,6 +12,7 @@ from forerun.bench.config import DemoConfig
 from forerun.cli.command import Command
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
+from forerun.replacing import replacing
 
 if TYPE_CHECKING:
     from forerun.bench.demo import Demo
@@ -78,7 +79,8 @@ def show(demo: Demo, options: DemoOptions) -> None:
     else:
         print_report(report, demo.example)
     if options.out is not None:
-        (options.out / "demo.json").write_text(content + "\n", encoding="utf-8")
+        with replacing(options.out / "demo.json") as scratch:
+            scratch.write_text(content + "\n", encoding="utf-8")
         panels = {f"T=0, {report.rows[0].num_blocks} held-out prompts": report.rows}
         plot(panels, report.config.target, [options.out / "demo.png", options.out / "demo.svg"])
 

@@ -12,6 +12,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from forerun.cli.command import Command
 from forerun.cli.paths import check_writable
 from forerun.errors import InvalidRequest
+from forerun.replacing import replacing
 
 if TYPE_CHECKING:
     from forerun.diagnose.diagnosis import Diagnosis
@@ -113,7 +114,8 @@ def run(options: DiagnoseOptions) -> int:
     if options.html is not None:
         from forerun.diagnose.report.page import page_of
 
-        options.html.write_text(page_of(diagnosis), encoding="utf-8")
+        with replacing(options.html) as scratch:
+            scratch.write_text(page_of(diagnosis), encoding="utf-8")
     if options.json:
         print(json.dumps(diagnosis.to_dict()))
     else:

@@ -7,6 +7,7 @@ and mistakes answer at once.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -58,6 +59,8 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""A full or a failing disk may turn up at any write; every other OSError is a mistake of ours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +125,11 @@ def guarded(action: Callable[[], int]) -> int:
         # The reader (head, less) has gone. Nothing is wrong, and the exit flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in DISK_FAILURES:
+            raise
+        say_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+        return EXIT_ERROR
 
 
 def overview() -> str:

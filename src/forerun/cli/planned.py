@@ -122,7 +122,7 @@ def read_traced(options: PlanOptions) -> TracedDrafts | None:
     found = drafts_in(read_trace(options.trace), str(options.trace))
     if found.num_damaged:
         logger.warning(
-            "%d places of the trace %s could not be read; the plan is from the rest",
+            "%d place(s) of the trace %s could not be read; the plan is from the rest",
             found.num_damaged,
             options.trace,
         )

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import ReadTensor
 
-__all__ = ["check_parameters", "has_own_head", "tensor_reader"]
+__all__ = ["check_parameters", "has_own_head", "tensor_reader", "writing_tensors"]
 
 # Constants some checkpoints carry along, which every implementation computes itself.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 HEAD = "lm_head.weight"
+
+
+@contextmanager
+def writing_tensors() -> Iterator[None]:
+    """Within it a disk that fails is an OSError; safetensors raises an error of its own.
+
+    Raises:
+        OSError: what safetensors was given could not be written.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ReadTensor:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from forerun.errors import InvalidProfile
 from forerun.probe.profile import FORMAT, Profile, Setup
+from forerun.replacing import replacing
 
 __all__ = ["check_setup", "load_profile", "write_profile"]
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as JSON."""
-    path.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
 
 
 def load_profile(path: Path, *, expect: Setup | None = None) -> Profile:

@@ -19,6 +19,7 @@ from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
 from forerun.models.load import read_config
+from forerun.models.tensor_files import writing_tensors
 from forerun.replacing import replacing
 
 __all__ = ["Draft", "DraftConfig", "load_draft"]
@@ -78,7 +79,7 @@ class Draft:
         """
         merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
         with replacing(folder) as scratch:
-            with quiet_transformers():
+            with quiet_transformers(), writing_tensors():
                 merged.to(torch.bfloat16).save_pretrained(scratch)
             copy_tokenizer(self.config.target, scratch)
 
