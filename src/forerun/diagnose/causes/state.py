@@ -67,7 +67,7 @@ STATE: tuple[Cause, ...] = (
             Sign(fact="target_recurrent", yes=2.5, no=-3.0),
             Sign(fact="output_differs", yes=1.5, no=-1.5),
             Sign(fact="output_corrupt", yes=1.4),
-            Sign(fact="output_differs_after_partial", yes=4.0, no=-0.7),
+            Sign(fact="output_differs_after_partial", yes=3.0, no=-0.7),
             Sign(fact="rollback_wrong", yes=0.8),
             Sign(fact="output_differs_at_ties", yes=-1.5, no=0.7),
             Sign(fact="speculation_refused", yes=-0.5),
