@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -95,6 +96,21 @@ class Beliefs:
         seen = record.k_budget, record.depth_drafted, record.num_accepted
         self._own(request, way).observe(*seen)
         self._pool(request.kind, way).observe(*seen)
+
+    def fade(self, records: Sequence[StepRecord], way: Way, share: float) -> None:
+        """Believe less firmly what was learnt of these requests, and of those they are like.
+
+        Args:
+            records: of the requests.
+            way: it was learnt of.
+            share: of its weight that is left.
+        """
+        requests = [self._requests.get(record.request_id) for record in records]
+        known = [request for request in requests if request is not None]
+        for request in known:
+            self._own(request, way).fade(share)
+        for kind in {request.kind for request in known}:
+            self._pool(kind, way).fade(share)
 
     def _request(self, state: RequestState) -> Request:
         request = self._requests.get(state.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,21 +15,26 @@ LEAST_LOSS = 0.02
 """What trying another plan counts for at least, in steps: even what is free need not be all."""
 SCOUTS = 4
 """One in so many of the requests that do not draft probes for all of them."""
+PROBE_DEPTH = 3
+"""Tokens a probe drafts: they cost less than catching up does, and tell more than one would."""
 MOST_LOSS = 8.0
 """Largest loss that counts: a step may be held up by anything."""
-MOST_CREDIT = 2.0
-"""Steps that probes may lose before they have to be paid for."""
+EAGER = 0.2
+"""Largest share of the steps that pays for probes: where drafting has only just been given up."""
+REVIVAL = 1.1
+"""By which that share grows in a step in which nobody is idle."""
 
 
 class Exploration:
     """Two kinds of curiosity, both by counting: no clock, no generator.
 
-    Requests that do not draft draft one token now and then, a quarter of them in the same step,
-    those first of which the draft has least to catch up with. What such a probe costs, less what it
-    brings, is a debt that a small share of the following steps pays off; only then comes the next
-    one. So probes never cost more than that share, however dear they are, and where they pay they
-    follow upon each other until that is believed. While all draft, credit builds up: when drafting
-    is given up, a few probes look whether that was right.
+    Requests that do not draft probe now and then, a quarter of them in the same step, those first
+    of which the draft has least to catch up with. What such a probe costs, less what it brings, is
+    a debt that a share of the following steps pays off; only then comes the next one. So probes
+    never cost more than that share, however dear they are. The share is large where drafting has
+    only just been given up, on few observations; a probe that pays doubles it, any other halves it,
+    down to the one that is configured. One that pays but for what had to be caught up with is
+    followed by the next at once.
 
     Requests that draft try a plan that is not believed best: one node more, or another drafter.
     What that is expected to lose is paid off by another small share of the steps before the next
@@ -40,18 +46,36 @@ class Exploration:
         config: how often.
 
     Attributes:
-        num_steps: of the batch.
         probed: requests that probe in this step, by their place.
         explored: the request that tries another plan in this step, by its place.
     """
 
     def __init__(self, config: GoodputConfig) -> None:
         self.config = config
-        self.num_steps = 0
         self.probed: list[int] = []
         self.explored: int | None = None
+        self._num_probes = 0
+        self._num_explored = 0
         self._debt = 0.0
+        self._share = max(EAGER, config.probe_share)
         self._owed = 0.0
+        self._follows = False
+
+    def rest(self, plans: Sequence[Plan], most: Sequence[int], patience: int) -> int:
+        """Steps until something is due while these plans are followed, at least 1.
+
+        Args:
+            plans: what is believed best.
+            most: largest K of every request.
+            patience: steps after which it is asked again in any case.
+        """
+        config, steps = self.config, float(patience)
+        for plan, limit in zip(plans, most, strict=True):
+            if plan.num_speculative_tokens:
+                steps = min(steps, steps_to_pay(self._owed, config.explore))
+            elif limit:
+                steps = min(steps, steps_to_pay(self._debt, self._share))
+        return max(1, math.ceil(steps))
 
     def varied(
         self,
@@ -60,6 +84,7 @@ class Exploration:
         missed: Callable[[int], int],
         methods: Sequence[str],
         max_nodes: int,
+        num_steps: int = 1,
     ) -> list[Plan]:
         """The plans with some of them replaced, or the very list where none is.
 
@@ -69,54 +94,61 @@ class Exploration:
             missed: tokens that were decoded since a request drafted last, by its place.
             methods: drafters there are.
             max_nodes: that may be drafted in all.
+            num_steps: since the last call, this one included.
         """
-        self.num_steps += 1
-        num_planned = sum([plan.num_speculative_tokens for plan in plans])
-        varied = self._probing(plans, most, missed, methods, max_nodes - num_planned)
-        self.explored = None
-        share = self.config.explore
-        self._owed = max(-share, self._owed - share)
-        if self._owed < 0.0 and num_planned and not self.probed:
-            return self._exploring(plans, most, methods, max_nodes - num_planned)
-        return varied
+        self.probed, self.explored = [], None
+        config = self.config
+        self._debt = max(0.0, self._debt - num_steps * self._share)
+        self._owed = max(-config.explore, self._owed - num_steps * config.explore)
+        spare = max_nodes - sum([plan.num_speculative_tokens for plan in plans])
+        idle = [at for at, p in enumerate(plans) if not p.num_speculative_tokens and most[at]]
+        if not idle:
+            self._share = max(self._share, min(EAGER, self._share * REVIVAL**num_steps))
+        elif spare > 0 and (self._debt == 0.0 or self._follows):
+            return self._probing(plans, sorted(idle, key=missed), most, methods, spare)
+        if self._owed < 0.0:
+            return self._exploring(plans, most, methods, spare)
+        return plans
 
     def _probing(
         self,
         plans: list[Plan],
+        idle: Sequence[int],
         most: Sequence[int],
-        missed: Callable[[int], int],
         methods: Sequence[str],
         spare: int,
     ) -> list[Plan]:
-        """Let some idle requests draft a token each where it can be afforded."""
-        idle = [at for at, plan in enumerate(plans) if not plan.num_speculative_tokens and most[at]]
-        self.probed = []
-        if self._debt > 0.0 or not idle:
-            self._debt = max(-MOST_CREDIT, self._debt - self.config.probe_share)
-            return plans
-        if spare < 1:
-            return plans
-        idle.sort(key=missed)
-        self.probed = idle[: min(spare, -(-len(idle) // SCOUTS))]
-        probe = Plan(
-            method=methods[self.num_steps % len(methods)], num_speculative_tokens=1, probe=True
-        )
-        return [probe if at in self.probed else plan for at, plan in enumerate(plans)]
+        """Let some idle requests draft a little, in the order given."""
+        method = methods[self._num_probes % len(methods)]
+        varied = list(plans)
+        for at in idle[: -(-len(idle) // SCOUTS)]:
+            if spare > 0:
+                k = min(PROBE_DEPTH, most[at], spare)
+                varied[at] = Plan(method=method, num_speculative_tokens=k, probe=True)
+                spare -= k
+                self.probed.append(at)
+        self._follows = False
+        return varied
 
     def _exploring(
         self, plans: list[Plan], most: Sequence[int], methods: Sequence[str], spare: int
     ) -> list[Plan]:
         """Let one of the requests that draft do so otherwise, if it can."""
         drafting = [at for at, plan in enumerate(plans) if plan.num_speculative_tokens]
-        at = drafting[self.num_steps % len(drafting)]
+        if not drafting:
+            return plans
+        turn, place = divmod(self._num_explored, len(drafting))
+        at = drafting[place]
         plan = plans[at]
         k = plan.num_speculative_tokens
         others = [method for method in methods if method != plan.method]
-        if others and self.num_steps // len(drafting) % 2:
-            other = replace(plan, method=others[self.num_steps // 2 % len(others)], probe=True)
+        self._num_explored += 1
+        if others and turn % 2:
+            other = replace(plan, method=others[turn // 2 % len(others)], probe=True)
         elif k < most[at] and spare > 0:
             other = replace(plan, num_speculative_tokens=k + 1, probe=True)
         else:
+            self.pay(0.0)
             return plans
         self.explored = at
         return [*plans[:at], other, *plans[at + 1 :]]
@@ -129,11 +161,21 @@ class Exploration:
         """
         self._owed += max(LEAST_LOSS, loss)
 
-    def observe(self, loss: float) -> None:
+    def observe(self, loss: float, *, pays: bool) -> None:
         """See how a probe has fared.
 
         Args:
             loss: what it has cost less what it has brought, in steps without it; negative if it
                 has paid.
+            pays: whether it would have, had there been nothing to catch up with.
         """
-        self._debt = max(-MOST_CREDIT, self._debt + min(loss, MOST_LOSS))
+        self._debt = max(0.0, self._debt + min(loss, MOST_LOSS))
+        self._follows = pays
+        self._num_probes += not pays
+        share = self._share * (2.0 if pays else 0.5)
+        self._share = max(self.config.probe_share, min(EAGER, share))
+
+
+def steps_to_pay(debt: float, share: float) -> float:
+    """Steps until a debt is paid off by a share of each."""
+    return max(0.0, debt) / share if share else math.inf

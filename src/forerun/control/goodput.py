@@ -8,7 +8,7 @@ rows of a batch go to whoever gains most by them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from forerun.control.allocation import Allocator, allocator
@@ -36,6 +36,10 @@ PLAIN_PATIENCE = 32
 """The same where nobody drafts: then nothing is learnt but how long plain steps take."""
 PLAIN_SAMPLE = 4
 """Once that is so, one in so many plain steps is looked at."""
+IDLE_MEMORY = 0.99
+"""Weight that what is known of acceptance keeps after a step in which nobody drafts."""
+MOST_UNREAD = 8
+"""Steps that are learnt from together: one by one, each would find what it needs out of cache."""
 
 
 class Probe(NamedTuple):
@@ -43,11 +47,13 @@ class Probe(NamedTuple):
 
     Attributes:
         names: of the requests.
+        num_idle: steps since anybody drafted.
         without: what is expected of the step without it.
         longer_s: by how much it is expected to be longer.
     """
 
     names: frozenset[str]
+    num_idle: int
     without: Allocation
     longer_s: float
 
@@ -64,7 +70,8 @@ class Settled:
         candidates: what was chosen from.
         pricing: what steps take.
         allocation: what is expected of the step.
-        steps_left: steps it still holds for.
+        num_steps: it was to hold for, once that is known.
+        steps_left: of them.
     """
 
     names: list[str]
@@ -74,26 +81,31 @@ class Settled:
     candidates: list[Candidate]
     pricing: Pricing
     allocation: Allocation
-    steps_left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Nothing of its time is over."""
-        self.steps_left = self.patience
+    num_steps: int = 0
+    steps_left: int = 0
 
     def holds(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
         """Whether it may be followed once more; wishes are looked at in every step."""
-        if not self.steps_left or self.max_rows != capacity.max_rows:
+        if self.max_rows != capacity.max_rows or len(states) != len(self.names):
             return False
-        if [state.request_id for state in states] != self.names:
-            return False
-        return all(
-            [
-                plan.num_speculative_tokens < state.max_new
-                and state.tpot_target_s is None
-                and state.time_left_s is None
-                for plan, state in zip(self.plans, states, strict=True)
-            ]
-        )
+        for state, name, plan in zip(states, self.names, self.plans, strict=True):
+            if (
+                state.request_id != name
+                or state.max_new <= plan.num_speculative_tokens
+                or state.tpot_target_s is not None
+                or state.time_left_s is not None
+            ):
+                return False
+        return True
+
+    @property
+    def is_rarely_looked_at(self) -> bool:
+        """Whether steps are plain as they long have been, and this one need not be known."""
+        return self.patience == PLAIN_PATIENCE and self.steps_left % PLAIN_SAMPLE > 0
+
+    def hold(self, num_steps: int) -> None:
+        """Say for how many steps more."""
+        self.num_steps = self.steps_left = num_steps
 
 
 class GoodputController:
@@ -117,44 +129,69 @@ class GoodputController:
         stop = self.config.stop
         self.calibration = None if stop is None else Calibration(stop)
         self._chosen: dict[str, Plan] = {}
-        self._asked: dict[str, Plan] = {}
+        self._unread: list[tuple[list[StepRecord], bool]] = []
         self._probe: Probe | None = None
         self._settled: Settled | None = None
         self._num_settled = 0
+        self._num_idle = 0
+        self._drafted = False
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """The best plans, or now and then ones that are worth learning from."""
-        if not states:
-            return []
+        """The best plans, or now and then ones that are worth learning from.
+
+        Most steps follow what was settled before: beside a small model, deciding costs time.
+        """
         settled = self._settled
-        if settled is None or not settled.holds(states, capacity):
-            settled = self._settled = self._settle_anew(states, capacity)
-            self._chosen = dict(zip(settled.names, settled.plans, strict=True))
-        settled.steps_left -= 1
-        self._asked, self._probe = self._chosen, None
+        if settled is not None and settled.steps_left and settled.holds(states, capacity):
+            settled.steps_left -= 1
+            return settled.plans
+        return self._decide_anew(states, capacity) if states else []
+
+    def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        """Learn from what has happened, settle what is best, and maybe try something else."""
+        self._learn()
+        last = self._settled
+        settled = self._settled = self._settle_anew(states, capacity)
+        self._chosen = dict(zip(settled.names, settled.plans, strict=True))
+        self._probe = None
         most = [max(0, min(self.max_k, state.max_new - 1)) for state in states]
+        exploration, plans = self.exploration, settled.plans
+        num_steps = 1 if last is None else 1 + last.num_steps - last.steps_left
+        self._num_idle += num_steps
+        varied = exploration.varied(
+            plans,
+            most,
+            lambda at: self.beliefs.missed(states[at]),
+            self.methods,
+            max(0, capacity.max_rows - len(states)),
+            num_steps,
+        )
+        if varied is not plans:
+            varied = self._try(states, settled, varied)
+        if varied is not plans or any(settled.allocation.depths):
+            self._num_idle = 0
+        if self._probe is None:
+            settled.hold(exploration.rest(plans, most, settled.patience) - 1)
+        return varied
 
-        def missed(at: int) -> int:
-            return self.beliefs.missed(states[at])
-
-        plans, max_nodes = settled.plans, max(0, capacity.max_rows - len(states))
-        varied = self.exploration.varied(plans, most, missed, self.methods, max_nodes)
-        if varied is plans:
-            return plans
+    def _try(
+        self, states: Sequence[RequestState], settled: Settled, varied: Sequence[Plan]
+    ) -> list[Plan]:
+        """Note what other plans are expected to lose, or what a probe is to be compared with."""
         allocation = settled.allocation
         tried = self._varied_price(states, settled.candidates, settled.pricing, varied)
         if probed := self.exploration.probed:
             self._probe = Probe(
                 names=frozenset(settled.names[at] for at in probed),
+                num_idle=self._num_idle,
                 without=allocation,
                 longer_s=tried.step_s - allocation.step_s,
             )
-        elif self.exploration.explored is not None:
+        else:
             self.exploration.pay(1.0 - tried.tokens_per_s / allocation.tokens_per_s)
-        if self.calibration is not None:
-            varied = [self._measuring(plan) for plan in varied]
-        self._asked = dict(zip(settled.names, varied, strict=True))
-        return varied
+        if self.calibration is None:
+            return list(varied)
+        return [self._measuring(plan) for plan in varied]
 
     def _settle_anew(self, states: Sequence[RequestState], capacity: Capacity) -> Settled:
         """The best plans by what is believed now."""
@@ -171,9 +208,9 @@ class GoodputController:
             plan_of(candidate.method, depth, rule, self._chosen.get(name, PLAIN))
             for name, candidate, depth in zip(names, candidates, allocation.depths, strict=True)
         ]
+        is_plain = not any(allocation.depths)
         patience, last = 1, self._settled
-        if last is not None and last.plans == plans and last.names == names:
-            is_plain = not any(allocation.depths)
+        if last is not None and last.plans == plans and (is_plain or last.names == names):
             patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
         return Settled(
             names=names,
@@ -186,27 +223,35 @@ class GoodputController:
         )
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Learn how far drafts came, and what the step took."""
+        """Keep what is to be learnt of how far drafts came, and of what the step took."""
         if not records:
             return
         probe, settled = self._probe, self._settled
-        if settled is not None:
-            if probe is not None:  # nobody drafts, and now something is known of drafting
-                settled.steps_left = 0
-            elif settled.patience == PLAIN_PATIENCE and settled.steps_left % PLAIN_SAMPLE:
-                return
         if probe is not None:
+            self._probe = None
             self._observe_probe(probe, records)
-        for record in records:
-            plan = self._asked.get(record.request_id)
-            if plan is None or record.k_budget == 0:
-                continue
-            self.beliefs.observe(record, Way(plan.method, plan.stop is not None))
-            if self.calibration is not None:
-                self.calibration.observe(record)
-        # A probe catches up and finds cold caches, so it is slower than drafting step after step.
-        if records[0].num_prefill_rows == 0 and probe is None:
-            self.scenes.observe(records)
+        elif settled is not None and settled.is_rarely_looked_at:
+            return
+        # Caches are cold for whatever was not done in the step before.
+        drafts = any([record.k_budget for record in records])
+        is_steady = drafts == self._drafted and probe is None and not records[0].num_prefill_rows
+        self._drafted = drafts
+        self._unread.append((list(records), is_steady))
+        if len(self._unread) >= MOST_UNREAD:
+            self._learn()
+
+    def _learn(self) -> None:
+        """From the steps that were kept."""
+        stops = self.calibration is not None
+        for records, is_steady in self._unread:
+            for record in records:
+                if record.k_budget:
+                    self.beliefs.observe(record, Way(record.method, stops))
+                    if self.calibration is not None:
+                        self.calibration.observe(record)
+            if is_steady:
+                self.scenes.observe(records)
+        self._unread.clear()
 
     def _candidates(self, states: Sequence[RequestState], pricing: Pricing) -> list[Candidate]:
         late = None
@@ -301,13 +346,17 @@ class GoodputController:
 
         What the draft has to catch up with is in the time of the step and in no table.
         """
-        accepted = [r.num_accepted for r in records if r.k_budget and r.request_id in probe.names]
-        if not accepted:
+        probed = [r for r in records if r.k_budget and r.request_id in probe.names]
+        if not probed:
             return
-        first, spent_s, without = records[0], probe.longer_s, probe.without
+        way = Way(probed[0].method, self.calibration is not None)
+        self.beliefs.fade(probed, way, IDLE_MEMORY**probe.num_idle)
+        first, longer_s, without = records[0], probe.longer_s, probe.without
+        brought = sum([record.num_accepted for record in probed]) / without.tokens
+        pays = brought >= longer_s / without.step_s  # catching up apart
         if first.num_prefill_rows == 0:
-            spent_s = first.draft_s + first.verify_s + first.other_s - without.step_s
-        self.exploration.observe(spent_s / without.step_s - sum(accepted) / without.tokens)
+            longer_s = first.draft_s + first.verify_s + first.other_s - without.step_s
+        self.exploration.observe(longer_s / without.step_s - brought, pays=pays)
 
 
 def plan_of(method: str, k: int, rule: StopRule | None, was: Plan) -> Plan:

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import SafetyConfig
@@ -29,7 +30,17 @@ logger = logging.getLogger("forerun.control")
 PLAIN = Plan()
 FIRST_PLAIN = 4
 """Every so many steps is plain until enough of them are known."""
+NUM_IN_A_ROW = 2
+"""Steps made plain together, the last of which counts."""
 MOST_SWITCHES = 1000
+MOST_HELD = 8
+"""Steps that are decided and judged together where the inner controller repeats its plans."""
+MOST_PLAIN = 32
+"""The same of plain steps."""
+PLAIN_SAMPLE = 4
+"""One in so many of them is looked at where they are plain."""
+
+Kind = Literal["plain", "speculative", "probe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +67,9 @@ class Bucket:
         config: of the safety.
     """
 
-    __slots__ = ("lost", "num_failures", "off_since", "on", "plain", "since_plain", "speculative")
+    __slots__ = (
+        "gap", "lost", "num_failures", "off_since", "on", "plain", "since_plain", "speculative",
+    )  # fmt: skip
 
     def __init__(self, config: SafetyConfig) -> None:
         self.plain = DiscountedRatio(config.memory)
@@ -64,6 +77,8 @@ class Bucket:
         self.on = True
         self.off_since = 0
         self.since_plain = 0
+        self.gap = FIRST_PLAIN
+        """Speculative steps in a row after which one is made plain."""
         self.num_failures = 0
         self.lost = 0.0
         """By the inner controller's probes of late, in plain steps."""
@@ -78,6 +93,24 @@ class Bucket:
         speedup = self.speculative.ratio / self.plain.ratio
         error = z * math.hypot(self.speculative.relative_error, self.plain.relative_error)
         return speedup * (1.0 - error), speedup * (1.0 + error)
+
+
+class Held(NamedTuple):
+    """What becomes of the inner controller's plans, for as long as it repeats them.
+
+    Attributes:
+        inner: its plans, the very list.
+        plans: what is followed.
+        bucket: where it is.
+        name: of that.
+        kind: of step.
+    """
+
+    inner: list[Plan]
+    plans: list[Plan]
+    bucket: Bucket
+    name: tuple[int, int]
+    kind: Kind
 
 
 class SafeController:
@@ -103,7 +136,12 @@ class SafeController:
         self.num_refused = 0
         self.num_steps = 0
         self._buckets: dict[tuple[int, int], Bucket] = {}
-        self._asked: tuple[tuple[int, int], list[Plan]] = ((0, 0), [])
+        self._held: Held | None = None
+        self._steps_held = 0
+        self._steps_left = 0
+        self._asked: Held | None = None
+        self._wants_drafts = False
+        self._last_kind: Kind = "plain"
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The inner controller's plans, or plain ones; its probes pass while they cost little."""
@@ -111,44 +149,70 @@ class SafeController:
         if not states:
             return plans
         self.num_steps += 1
-        name = bucket_of(states)
+        held = self._held
+        is_same = held is not None and plans is held.inner and len(plans) == len(held.plans)
+        if self._steps_left and is_same:
+            self._steps_left -= 1
+        else:
+            self._held = held = self._decide_anew(bucket_of(states), plans)
+        assert held is not None
+        self._asked = held
+        return held.plans
+
+    def _decide_anew(self, name: tuple[int, int], inner: list[Plan]) -> Held:
+        num_steps = 1 + self._steps_held - self._steps_left
+        self._steps_held = self._steps_left = 0
+        is_repeated = self._held is not None and self._held.inner is inner
         bucket = self._buckets.get(name)
         if bucket is None:
             bucket = self._buckets[name] = Bucket(self.config)
-        bucket.lost *= self.config.memory
-        if any([plan.probe for plan in plans]) and self._probes_too_much(bucket):
+        bucket.lost *= self.config.memory**num_steps
+        plans, kind = inner, kind_of(inner)
+        if kind != "probe":
+            self._wants_drafts = kind == "speculative"
+        elif self._probes_too_much(bucket):
             self.num_refused += 1
-            plans = [PLAIN if plan.probe else plan for plan in plans]
-        if any([plan.num_speculative_tokens and not plan.probe for plan in plans]):
+            plans = [PLAIN if plan.probe else plan for plan in inner]
+        if kind_of(plans) == "speculative":
             if not bucket.on and self._may_retry(bucket):
                 self._switch(name, bucket, on=True, reason="tried again")
-            if bucket.on and self._wants_plain(bucket):
+            if bucket.on and bucket.since_plain >= bucket.gap:
                 self.num_probes += 1
                 plans = [PLAIN] * len(plans)
-        if not bucket.on:  # what probes may learn is whether one token pays
-            plans = [p if p.probe and p.num_speculative_tokens == 1 else PLAIN for p in plans]
-        self._asked = name, list(plans)
-        return plans
+        if not bucket.on and (self._wants_drafts or kind_of(plans) != "probe"):
+            plans = [PLAIN] * len(plans)
+        kind = kind_of(plans)
+        if is_repeated and kind == kind_of(inner) != "probe":
+            most = MOST_PLAIN
+            if kind == "speculative":
+                most = min(MOST_HELD, bucket.gap - bucket.since_plain)
+            self._steps_held = self._steps_left = max(0, most - 1)
+        return Held(inner, plans, bucket, name, kind)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn how fast the step was, and judge."""
         self.inner.observe(records)
-        name, plans = self._asked
-        self._asked = name, []
-        if not records or len(records) != len(plans) or records[0].num_prefill_rows:
+        held, self._asked = self._asked, None
+        if held is None or len(records) != len(held.plans):
             return
-        first, bucket = records[0], self._buckets[name]
+        bucket, first, last_kind = held.bucket, records[0], self._last_kind
+        self._last_kind = held.kind
+        bucket.since_plain += held.kind == "speculative"
+        if first.num_prefill_rows or (held.kind == "plain" and self._steps_left % PLAIN_SAMPLE):
+            return
+        if held.kind == "plain" != last_kind and bucket.plain.num_pairs:
+            return  # drafting has left cold caches; plain decoding alone is faster
         seconds = first.draft_s + first.verify_s + first.other_s
-        tokens = float(sum(record.num_accepted + 1 for record in records))
-        if any(plan.probe for plan in plans):  # made to learn something, and known to be slower
+        tokens = float(sum([record.num_accepted + 1 for record in records]))
+        if held.kind == "probe":  # made to learn something, and known to be slower
             bucket.charge(seconds, tokens, len(records))
-        elif any(plan.num_speculative_tokens for plan in plans):
+        elif held.kind == "speculative":
             bucket.speculative.observe(seconds, tokens)
-            bucket.since_plain += 1
-            self._judge(name, bucket)
+            if not self._steps_left:
+                self._judge(held.name, bucket)
         else:
             bucket.plain.observe(seconds, tokens)
-            bucket.since_plain = 0
+            bucket.since_plain, bucket.gap = 0, self._gap(bucket)
 
     def _judge(self, name: tuple[int, int], bucket: Bucket) -> None:
         config, num_steps = self.config, bucket.speculative.num_pairs
@@ -180,11 +244,13 @@ class SafeController:
         patience: int = config.retry_after << min(16, max(0, bucket.num_failures - 1))
         return self.num_steps - bucket.off_since >= min(patience, config.longest_retry)
 
-    def _wants_plain(self, bucket: Bucket) -> bool:
-        """About `probe_share` of the steps, more of them at first."""
-        if bucket.plain.num_pairs < self.config.num_plain:
-            return bucket.since_plain >= FIRST_PLAIN
-        return share_of(finalise(~self.num_steps * INCREMENT)) < self.config.probe_share
+    def _gap(self, bucket: Bucket) -> int:
+        """Until about `probe_share` of the steps are plain, at moments nobody else decides."""
+        config = self.config
+        if bucket.plain.num_pairs < config.num_plain:
+            return FIRST_PLAIN
+        share = share_of(finalise(~self.num_probes * INCREMENT))
+        return 1 + int(2.0 * NUM_IN_A_ROW * share / config.probe_share)
 
     def _switch(self, name: tuple[int, int], bucket: Bucket, *, on: bool, reason: str) -> None:
         bucket.on = on
@@ -197,6 +263,17 @@ class SafeController:
             *(size for exponent in name for size in (2**exponent, 2 ** (exponent + 1) - 1)),
             reason,
         )
+
+
+def kind_of(plans: Sequence[Plan]) -> Kind:
+    """A probe is one where anybody probes, a step is plain where nobody drafts."""
+    kind: Kind = "plain"
+    for plan in plans:
+        if plan.probe:
+            return "probe"
+        if plan.num_speculative_tokens:
+            kind = "speculative"
+    return kind
 
 
 def bucket_of(states: Sequence[RequestState]) -> tuple[int, int]:

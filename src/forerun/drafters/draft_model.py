@@ -29,10 +29,17 @@ from forerun.theory.tree import TokenTree
 __all__ = ["DraftModel"]
 
 PREFILL_CHUNK = 256
+GLANCE = 16
+"""Last tokens that a probe is drafted from where there is more to catch up with."""
 
 
 class DraftModel:
-    """Drafts chains with a causal language model that shares the target's token ids."""
+    """Drafts chains with a causal language model that shares the target's token ids.
+
+    A probe that has much to catch up with glances at the last tokens alone, in the place of what
+    was read before: whether the draft is any good shows there too, and prompts are read only once
+    drafting is wanted.
+    """
 
     method = "draft_model"
 
@@ -41,6 +48,7 @@ class DraftModel:
         self.vocab_size = vocab_size
         self._samples_chains = isinstance(model, SampledChains)
         self._branches: dict[str, Branch] = {}
+        self._glances: dict[str, Branch] = {}
 
     @torch.inference_mode()
     def propose(
@@ -57,12 +65,25 @@ class DraftModel:
         return [proposals.get(request.request_id) for request in requests]
 
     def _branch(self, request: DraftRequest, plan: Plan) -> Branch:
-        branch = self._branches.get(request.request_id)
+        name = request.request_id
+        if self._glances:
+            self._drop_glance(name)  # of a step that came to nothing
+        branch = self._branches.get(name)
         if branch is None:
-            branch = Branch.begin(request, self._open(request))
-            self._branches[request.request_id] = branch
+            branch = self._branches[name] = Branch.begin(request, self._open(request))
+        if plan.probe and branch.context.num_pending > GLANCE:
+            self.forget(name)
+            context = Context(self.model.store, request.ids[-GLANCE:])
+            branch = self._glances[name] = Branch.begin(request, context)
         branch.follow(plan, self.model.max_context)
         return branch
+
+    def _drop_glance(self, request_id: str) -> bool:
+        """Forget what was read for a probe; whether there was any."""
+        glance = self._glances.pop(request_id, None)
+        if glance is not None:
+            glance.context.close()
+        return glance is not None
 
     def _open(self, request: DraftRequest) -> Context:
         """The draft's own view of a sequence."""
@@ -134,10 +155,13 @@ class DraftModel:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the KV of accepted tokens."""
         for outcome in outcomes:
+            if self._drop_glance(outcome.request_id):
+                continue
             self._branches[outcome.request_id].commit(outcome.verdict.num_accepted)
 
     def forget(self, request_id: str) -> None:
         """Give the sequence's slot back, its tokens kept for others where proposals proved them."""
+        self._drop_glance(request_id)
         branch = self._branches.pop(request_id, None)
         if branch is not None:
             branch.context.close(branch.context.num_cached if branch.proven else 0)

@@ -68,6 +68,13 @@ class DriftingRate:
         self.num_changes += 1
         return True
 
+    def fade(self, share: float) -> None:
+        """Keep a share of the weight of all that was seen."""
+        self.trials *= share
+        self.wins *= share
+        self.fast_trials *= share
+        self.fast_wins *= share
+
     def shorten(self) -> None:
         """Forget all but the short memory."""
         self.trials, self.wins = self.fast_trials, self.fast_wins

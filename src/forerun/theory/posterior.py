@@ -48,6 +48,12 @@ class Passing:
                     behind.shorten()
         self._means.clear()
 
+    def fade(self, share: float) -> None:
+        """Keep a share of the weight of all that was seen, at every position."""
+        for rate in self.rates:
+            rate.fade(share)
+        self._means.clear()
+
     def means(self, prior: float, num_positions: int) -> list[float]:
         """Posterior means; a position nobody has seen is believed to be like the one before it."""
         asked = (prior, num_positions)
@@ -89,3 +95,8 @@ class Prospects:
         self.accepted.observe(k_budget, num_accepted)
         if depth_drafted < k_budget or self.drafted.rates:  # else all that is allowed is drafted
             self.drafted.observe(k_budget, depth_drafted)
+
+    def fade(self, share: float) -> None:
+        """Keep a share of the weight of all that was seen."""
+        self.accepted.fade(share)
+        self.drafted.fade(share)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from forerun.control.base import Plan
 from forerun.control.config import GoodputConfig
-from forerun.control.exploration import Exploration
+from forerun.control.exploration import EAGER, PROBE_DEPTH, Exploration
 
 PLAIN = Plan()
 JUST_READ = {0: 0}.__getitem__
@@ -16,53 +17,79 @@ QUIET = GoodputConfig(explore=0.0, probe_share=0.1)
 DRAFTS = Plan(method="d", num_speculative_tokens=3)
 
 
-def probes(exploration: Exploration, num_steps: int, loss: float) -> list[int]:
+def probes(
+    exploration: Exploration, num_steps: int, loss: float, *, pays: bool = False
+) -> list[int]:
     """Steps that probed, each of which lost so much."""
-    found = []
+    steps = []
     for step in range(num_steps):
         (plan,) = exploration.varied([PLAIN], [9], JUST_READ, ["d"], 9)
         if plan.num_speculative_tokens:
             assert plan.probe
-            assert plan.num_speculative_tokens == 1
-            found.append(step)
-            exploration.observe(loss)
-    return found
+            assert plan.num_speculative_tokens == PROBE_DEPTH
+            steps.append(step)
+            exploration.observe(loss, pays=pays)
+    return steps
 
 
 @pytest.mark.parametrize("loss", [0.05, 0.5, 5.0])
 def test_probes_cost_no_more_than_their_share(loss):
+    exploration = Exploration(QUIET)
+    probes(exploration, 100, loss)  # no longer eager
     num_steps = 2000
-    spent = loss * len(probes(Exploration(QUIET), num_steps, loss))
+    spent = loss * len(probes(exploration, num_steps, loss))
     assert spent <= 0.1 * num_steps + loss
     if loss > 0.1:  # else every other step probes
         assert spent >= 0.08 * num_steps
 
 
-def test_a_probe_is_paid_for_before_the_next():
-    assert probes(Exploration(QUIET), 20, loss=0.55) == [0, 7, 14]
+def test_a_probe_is_paid_for_before_the_next_and_the_share_that_pays_halves():
+    exploration = Exploration(GoodputConfig(explore=0.0, probe_share=1 / 16))
+    first, second, *rest = probes(exploration, 80, loss=1.0)
+    assert (first, second) == (0, pytest.approx(2 / EAGER, abs=1))
+    assert [after - before for before, after in pairwise([second, *rest])] == [16] * len(rest)
+    assert len(rest) > 2
 
 
-def test_probes_that_pay_follow_upon_each_other():
-    assert probes(Exploration(QUIET), 8, loss=-0.1) == list(range(8))
-
-
-def test_what_is_gained_by_probes_is_remembered_only_for_a_while():
-    exploration = Exploration(QUIET)
-    assert len(probes(exploration, 100, loss=-0.5)) == 100
-    assert probes(exploration, 30, loss=0.88) == [0, 1, 2, 10, 20]
+def test_a_probe_that_pays_is_followed_by_the_next_at_once():
+    assert probes(Exploration(QUIET), 8, loss=0.7, pays=True) == list(range(8))
 
 
 def test_a_step_that_was_held_up_does_not_end_all_probing():
     exploration = Exploration(QUIET)
-    exploration.observe(1000.0)
+    exploration.observe(1000.0, pays=False)
     assert probes(exploration, 100, loss=0.5)
 
 
-def test_after_a_time_of_drafting_some_probes_come_at_once():
-    exploration = Exploration(QUIET)
+def test_after_a_time_of_drafting_probes_are_frequent_again():
+    exploration = Exploration(GoodputConfig(explore=0.0, probe_share=0.01))
+    rare = probes(exploration, 500, loss=1.0)
     for _ in range(50):
         assert exploration.varied([DRAFTS], [9], JUST_READ, ["d"], 9) == [DRAFTS]
-    assert probes(exploration, 12, loss=1.0)[:3] == [0, 1, 2]
+    assert len(probes(exploration, 40, loss=1.0)) >= 3
+    assert len([step for step in rare if step >= 200]) == 3
+
+
+@pytest.mark.parametrize("share", [1 / 4, 1 / 2])
+def test_nothing_is_due_before_it_is_said_to_be(share):
+    """A controller that does not ask meanwhile misses nothing, and pays all the same."""
+    asked, counted = (
+        Exploration(GoodputConfig(explore=1 / 256, probe_share=share)) for _ in range(2)
+    )
+    plans, most = [PLAIN, DRAFTS], [9, 9]
+    both = [0, 0].__getitem__
+    rest = 1
+    for _ in range(40):
+        varied = asked.varied(plans, most, both, ["d"], 20, rest)
+        for _ in range(rest - 1):
+            assert counted.varied(plans, most, both, ["d"], 20) is plans
+        assert counted.varied(plans, most, both, ["d"], 20) == varied
+        for each in (asked, counted):
+            if each.probed:
+                each.observe(0.5, pays=False)
+            elif each.explored is not None:
+                each.pay(1 / 32)
+        rest = asked.rest(plans, most, 1000)
 
 
 def test_a_quarter_of_the_idle_requests_probe_those_with_least_to_catch_up_with():
@@ -72,6 +99,12 @@ def test_a_quarter_of_the_idle_requests_probe_those_with_least_to_catch_up_with(
     assert [plan.probe for plan in varied] == [False, False, False, True, True, False]
     assert exploration.probed == [3, 4]
     assert varied[1] == DRAFTS
+
+
+def test_probes_share_the_room_there_is():
+    exploration = Exploration(QUIET)
+    varied = exploration.varied([PLAIN] * 8, [9] * 8, ([0] * 8).__getitem__, ["d"], PROBE_DEPTH + 1)
+    assert [plan.num_speculative_tokens for plan in varied] == [PROBE_DEPTH, 1, *[0] * 6]
 
 
 def test_no_probe_without_room():

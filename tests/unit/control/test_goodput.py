@@ -47,8 +47,7 @@ def test_a_draft_that_goes_and_comes_back_is_followed_within_200_steps():
     ours.run(controller(), 1000)
     ks = [record.k_budget for record in ours.records]
     assert sum(ks[200:300]) > 3 * 100
-    assert sum(k > 1 for k in ks[500:700]) == 0
-    assert sum(ks[500:700]) < 0.06 * 200
+    assert sum(k > 0 for k in ks[500:700]) < 0.04 * 200
     assert sum(ks[900:]) > 3 * 100
 
 
@@ -74,7 +73,8 @@ def test_a_new_request_begins_with_what_its_kind_has_shown():
     fitted = controller()
     ours.run(fitted, 200)
     fresh = replace(STATE, request_id="new")
-    assert fitted.decide([fresh], CAPACITY)[0].num_speculative_tokens <= 1
+    (plan,) = fitted.decide([fresh], CAPACITY)
+    assert plan.probe or not plan.num_speculative_tokens
     (other,) = fitted.decide([replace(fresh, request_id="other", tags=("code",))], CAPACITY)
     assert other.num_speculative_tokens > 1
 

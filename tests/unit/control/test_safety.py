@@ -41,7 +41,7 @@ def test_what_pays_stays_on_but_for_its_probes():
     safe = SafeController(FixedController(5, "d"))
     ours.run(safe, 2000)
     assert safe.num_switches["off"] == 0
-    first = 4 * 7  # of every bucket, of which contexts to 8,000 tokens pass seven
+    first = 7 * 7  # of every bucket, of which contexts to 8,000 tokens pass seven
     assert 0.004 < (safe.num_probes - first) / 2000 < 0.016
     assert sum(record.k_budget == 0 for record in ours.records) == safe.num_probes
 
@@ -69,7 +69,7 @@ def test_a_draft_that_goes_and_comes_back_is_followed_within_200_steps():
     ours.run(SafeController(GoodputController({"d": Tables(table())}, 8)), 1000)
     ks = [record.k_budget for record in ours.records]
     assert sum(ks[200:300]) > 3 * 100
-    assert sum(ks[500:700]) < 0.06 * 200
+    assert sum(k > 0 for k in ks[500:700]) < 0.05 * 200
     assert sum(ks[900:]) > 3 * 100
 
 
@@ -85,18 +85,22 @@ def test_buckets_are_judged_apart():
     assert sum(record.k_budget == 5 for record in alone.records) > 150
 
 
-@pytest.mark.parametrize(("k", "num_passed"), [(1, 10), (3, 0)])
-def test_where_speculation_is_off_probes_of_one_token_pass(k, num_passed):
+@pytest.mark.parametrize(("wanted", "num_passed"), [(0, 10), (5, 0)])
+def test_where_speculation_is_off_probes_pass_if_nobody_wants_to_draft(wanted, num_passed):
+    """Who wants to draft explores beside it, which would be speculation all the same."""
+
     class Curious(FixedController):
         def decide(self, states, capacity):
             self.asked = getattr(self, "asked", 0) + 1
-            probe = self.asked % 10 == 0
-            return [Plan(method="d", num_speculative_tokens=k if probe else 5, probe=probe)]
+            if self.asked % 10 == 0:
+                return [Plan(method="d", num_speculative_tokens=3, probe=True)]
+            k = 5 if self.asked < 150 else wanted
+            return [Plan(method="d", num_speculative_tokens=k) if k else Plan()]
 
     ours = world(0.0)
     ours.run(SafeController(Curious(5, "d"), SafetyConfig(retry_after=1000)), 300)
     late = ours.records[200:]
-    assert sum(record.k_budget == k for record in late) == num_passed
+    assert sum(record.k_budget == 3 for record in late) == num_passed
     assert not any(record.k_budget == 5 for record in late)
 
 
@@ -111,7 +115,7 @@ def test_probes_of_the_inner_controller_are_refused_where_they_cost_too_much():
     safe = SafeController(Obsessed(1, "d"))
     rate = ours.run(safe, 2000)
     assert rate > 0.93 * best_rate(0.0, table())
-    assert safe.num_refused > 0.5 * 2000
+    assert safe.num_refused > 0.4 * 2000
     assert sum(record.k_budget for record in ours.records[1500:]) > 0
 
 

@@ -8,8 +8,9 @@ from tests import tiny
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Outcome
-from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.draft_model import GLANCE, DraftModel
 from forerun.errors import DrafterError
+from forerun.models.base import RowBatch, Scores
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
@@ -47,12 +48,14 @@ def asked(
     )
 
 
-def plan(k: int = 3) -> Plan:
-    return Plan(method="draft_model", num_speculative_tokens=k)
+def plan(k: int = 3, *, probe: bool = False) -> Plan:
+    return Plan(method="draft_model", num_speculative_tokens=k, probe=probe)
 
 
-def proposed(drafter: DraftModel, request: DraftRequest, k: int = 3) -> Proposal:
-    (proposal,) = drafter.propose([request], [plan(k)])
+def proposed(
+    drafter: DraftModel, request: DraftRequest, k: int = 3, *, probe: bool = False
+) -> Proposal:
+    (proposal,) = drafter.propose([request], [plan(k, probe=probe)])
     assert proposal is not None
     return proposal
 
@@ -192,6 +195,51 @@ def test_long_prompts_are_read_in_chunks():
         prompt = [(7 * i) % 8 for i in range(length)]
         proposal = proposed(DraftModel(long_model(), 8), asked(prompt))
         assert proposal.tokens.tolist() == argmax_chain(model, prompt, 3)
+
+
+@pytest.fixture
+def far_behind() -> DraftModel:
+    """A draft with room for one sequence."""
+    return DraftModel(TabularModel.from_seed(0, vocab_size=8, max_context=700, num_slots=1), 8)
+
+
+def test_a_probe_glances_at_the_last_tokens_and_reads_nothing_else(far_behind, monkeypatch):
+    request = asked([(7 * i) % 8 for i in range(300)])
+    fed: list[int] = []
+    forward = far_behind.model.forward
+
+    def counted(batch: RowBatch) -> Scores:
+        fed.append(len(batch.tokens))
+        return forward(batch)
+
+    monkeypatch.setattr(far_behind.model, "forward", counted)
+    proposal = proposed(far_behind, request, 3, probe=True)
+    assert fed == [GLANCE, 1, 1]
+    assert proposal.tokens.tolist() == argmax_chain(far_behind.model, request.ids[-GLANCE:], 3)
+    told(far_behind, request, proposal.tokens.tolist()[:2], final=5)
+    assert proposed(far_behind, request).tokens.tolist() == argmax_chain(
+        far_behind.model, request.ids, 3
+    )
+    assert far_behind.model.store.num_free == 0
+
+
+def test_a_glance_is_given_back_whatever_becomes_of_it(far_behind):
+    request = asked([1] * 100)
+    proposed(far_behind, request, 3, probe=True)
+    proposed(far_behind, request, 3, probe=True)  # the engine could not use the first
+    far_behind.forget("r")
+    assert far_behind.model.store.num_free == 1
+    told(far_behind, request, proposed(far_behind, request, 3, probe=True).tokens.tolist(), final=1)
+    assert far_behind.model.store.num_free == 1
+
+
+def test_a_probe_that_has_little_to_catch_up_with_reads_it(far_behind):
+    request = asked([1] * GLANCE)
+    proposal = proposed(far_behind, request, 3, probe=True)
+    told(far_behind, request, proposal.tokens.tolist(), final=5)
+    assert proposed(far_behind, request).tokens.tolist() == argmax_chain(
+        far_behind.model, request.ids, 3
+    )
 
 
 def test_the_drafts_own_context_ends_the_chain(drafter):
