@@ -32,10 +32,11 @@ from served import (
     items_of,
     load_target,
     provenance,
+    read_blocks,
     rounded,
+    texts_of,
     warm_up,
 )
-from texts import Text, code_texts, edit_texts, prose_texts
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.goodput import GoodputController
@@ -191,23 +192,11 @@ def queue_of(workload: str, target: Engine, num_done: int) -> Iterator[Item]:
     return chain.from_iterable(zip(*sources, strict=True))
 
 
-def texts_of(kind: str) -> list[Text]:
-    """All there are."""
-    return {"code": code_texts, "prose": prose_texts, "edits": edit_texts}[kind.partition(",")[0]]()
-
-
 def endless(kind: str, target: Engine, num_done: int) -> Iterator[Item]:
     """Texts of a kind, again from the first when they run out."""
     texts = texts_of(kind)
     for at in count(num_done):
         yield from items_of(kind, target, [texts[at % len(texts)]])
-
-
-def read_blocks(path: Path) -> list[dict[str, Any]]:
-    """Blocks there are so far."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def report() -> None:

@@ -31,10 +31,12 @@ from served import (
     items_of,
     load_target,
     provenance,
+    read_blocks,
     rounded,
+    texts_of,
     warm_up,
 )
-from texts import code_texts, edit_texts, halves
+from texts import halves
 
 from forerun.engine.engine import Engine
 from forerun.plan.acceptance import counted
@@ -81,16 +83,11 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def texts_of(cell: str) -> tuple[list[Any], list[Any]]:
-    """To calibrate with and to test on."""
-    return halves(edit_texts() if cell.startswith("edits") else code_texts())
-
-
 def calibrate(target: Engine) -> None:
     """Trace every drafter at its largest K on the first half of the modules."""
     found: dict[str, dict[str, list[Any]]] = {}
     for cell, names in CELLS.items():
-        items = list(islice(items_of(cell, target, texts_of(cell)[0]), NUM_CALIBRATION))
+        items = list(islice(items_of(cell, target, halves(texts_of(cell))[0]), NUM_CALIBRATION))
         for name in names:
             (arm,) = fixed_arms(target, name, [LOOKAHEADS[-1]])
             served = [block_of([arm], item, 0)["arms"][arm.name] for item in items]
@@ -106,10 +103,10 @@ def measure(target: Engine, seconds: float) -> None:
         cell: [plain, *chain.from_iterable(fixed_arms(target, name) for name in names)]
         for cell, names in CELLS.items()
     }
-    done = [block["kind"] for block in read_blocks()]
+    done = [block["kind"] for block in read_blocks(BLOCKS)]
     queues = {cell: queue_of(cell, target, done.count(cell)) for cell in CELLS}
     for cell in CELLS:
-        warm_up(arms[cell], next(items_of(cell, target, texts_of(cell)[0])))
+        warm_up(arms[cell], next(items_of(cell, target, halves(texts_of(cell))[0])))
     start_s, longest_s = time.perf_counter(), 0.0
     with BLOCKS.open("a", encoding="utf-8", buffering=1) as file:
         for cell in cycle(CELLS):
@@ -128,18 +125,11 @@ def measure(target: Engine, seconds: float) -> None:
 
 def queue_of(cell: str, target: Engine, num_done: int) -> Iterator[Item]:
     """Texts of the second half, again from the first when they run out."""
-    texts = texts_of(cell)[1]
+    texts = halves(texts_of(cell))[1]
     while True:
         for text in texts[num_done % len(texts) :]:
             yield from items_of(cell, target, [text])
         num_done = 0
-
-
-def read_blocks() -> list[dict[str, Any]]:
-    """Blocks measured so far."""
-    if not BLOCKS.exists():
-        return []
-    return [json.loads(line) for line in BLOCKS.read_text(encoding="utf-8").splitlines()]
 
 
 def profile_age_min() -> float:
@@ -149,7 +139,7 @@ def profile_age_min() -> float:
 
 def report() -> None:
     """Every arm beside its prediction, soon after the costs were measured and later."""
-    blocks = read_blocks()
+    blocks = read_blocks(BLOCKS)
     fresh = [block for block in blocks if block["profile_age_min"] <= FRESH_MIN]
     later = [block for block in blocks if block["profile_age_min"] > FRESH_MIN]
     found: dict[str, Any] = {

@@ -6,9 +6,10 @@ that does the edit. Everything else is the target's own text.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,17 @@ def load_target(num_threads: int) -> Engine:
     )
 
 
-def items_of(kind: str, target: Engine, texts: Sequence[Text] | None = None) -> Iterator[Item]:
+def texts_of(kind: str) -> list[Text]:
+    """All there are of a kind."""
+    sources = {"code": code_texts, "prose": prose_texts, "edits": edit_texts}
+    return sources[kind.partition(",")[0]]()
+
+
+def items_of(kind: str, target: Engine, texts: Sequence[Text]) -> Iterator[Item]:
     """Requests of a kind; greedy texts end before they loop."""
-    name, _, temperature = kind.partition(", T=")
-    sources: Mapping[str, Callable[[], Sequence[Text]]] = {
-        "code": code_texts,
-        "prose": prose_texts,
-        "edits": edit_texts,
-    }
+    temperature = kind.partition(", T=")[2]
     encode = target.tokenizer.encode
-    for text in sources[name]() if texts is None else texts:
+    for text in texts:
         prompt = tuple(encode(text.prompt))
         script = None if text.result is None else tuple(encode(text.result))
         item = Item(
@@ -195,6 +197,13 @@ def fixed_arms(target: Engine, name: str, ks: Sequence[int] = LOOKAHEADS) -> lis
     assert loaded.drafter is not None
     drafter = loaded.drafter.drafter
     return [Arm(name=f"{name} K={k}", engine=target.with_draft(drafter, k)) for k in ks]
+
+
+def read_blocks(path: Path) -> list[dict[str, Any]]:
+    """Blocks that were written so far."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def rounded(value: Any) -> Any:
