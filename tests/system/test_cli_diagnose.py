@@ -108,6 +108,15 @@ def test_standard_input_and_facts_files(diagnose, log, monkeypatch):
     assert code == 3 and document["attribution"]["speedup"] == pytest.approx(0.8)
 
 
+def test_a_trace_may_come_through_standard_input(diagnose, tmp_path, monkeypatch):
+    trace = trace_of(tmp_path / "trace.jsonl", 0)
+    stdin = type("Stdin", (), {"buffer": io.BytesIO(trace.read_bytes())})()
+    monkeypatch.setattr(sys, "stdin", stdin)
+    piped, read = (json.loads(diagnose(name, "--json")[1].out) for name in ("-", trace))
+    assert piped["causes"] == read["causes"]
+    assert piped["evidence"]["num_drafts"]["value"] == read["evidence"]["num_drafts"]["value"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from io import BufferedReader, RawIOBase
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
 
 from forerun.diagnose.evidence import Evidence
 from forerun.errors import InvalidRequest
@@ -36,10 +40,10 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
         from forerun.diagnose.readers.live import read_live
 
         return read_live(name, interval_s=interval_s)
+    if name == "-":
+        return read_stdin(BufferedReader(cast("RawIOBase", sys.stdin.buffer)))
     from forerun.diagnose.readers.text import read_text
 
-    if name == "-":
-        return read_text(sys.stdin.buffer, "stdin")
     path = Path(name)
     try:
         if path.is_dir() or starts_as_trace(path):
@@ -50,6 +54,21 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
             return read_text(file, path.name)
     except OSError as error:
         raise InvalidRequest(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def read_stdin(stream: BufferedReader) -> Evidence:
+    """Evidence of what is piped in; a trace is put into a file first, as its reader wants one."""
+    if not stream.peek(len(TRACE_START)).startswith(TRACE_START):
+        from forerun.diagnose.readers.text import read_text
+
+        return read_text(stream, "stdin")
+    from forerun.diagnose.readers.trace.reader import read_trace_evidence
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "stdin"
+        with path.open("wb") as copy:
+            shutil.copyfileobj(stream, copy)
+        return read_trace_evidence(path)
 
 
 def starts_as_trace(path: Path) -> bool:
