@@ -143,7 +143,9 @@ def test_who_shares_a_call_drafts_as_alone(network, names):
         assert found is not None
         assert alone is not None
         assert found.tokens.tolist() == alone.tokens.tolist()
-        assert found.stop_values == alone.stop_values
+        # Mixtures that fit no call of the kernels are measured by torch: another order of summing.
+        assert (found.stop_values is None) == (alone.stop_values is None)
+        assert (found.stop_values or ()) == pytest.approx(alone.stop_values or (), rel=1e-6)
         assert found.choice is alone.choice
         if found.choice is Choice.SAMPLED:
             assert found.draft_probs is not None
