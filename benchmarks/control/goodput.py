@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count, cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from served import (
     Arm,
     Item,
     block_of,
+    endless,
     fixed_arms,
-    items_of,
     load_target,
     provenance,
     read_blocks,
@@ -188,15 +188,8 @@ def adaptive_arms(target: Engine, names: Sequence[str], *, is_modelled: bool) ->
 def queue_of(workload: str, target: Engine, num_done: int) -> Iterator[Item]:
     """Requests of a workload without end, from where the last run stopped."""
     kinds = STREAM if workload == MIXED else (workload.removesuffix(", off the shelf"),)
-    sources = [endless(kind, target, num_done // len(kinds)) for kind in kinds]
+    sources = [endless(kind, target, texts_of(kind), num_done // len(kinds)) for kind in kinds]
     return chain.from_iterable(zip(*sources, strict=True))
-
-
-def endless(kind: str, target: Engine, num_done: int) -> Iterator[Item]:
-    """Texts of a kind, again from the first when they run out."""
-    texts = texts_of(kind)
-    for at in count(num_done):
-        yield from items_of(kind, target, [texts[at % len(texts)]])
 
 
 def report() -> None:

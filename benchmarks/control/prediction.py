@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
@@ -25,8 +25,8 @@ from profiles import measure_copying, measure_profiles, profile_path, read_costs
 from served import (
     LOOKAHEADS,
     Arm,
-    Item,
     block_of,
+    endless,
     fixed_arms,
     items_of,
     load_target,
@@ -104,7 +104,9 @@ def measure(target: Engine, seconds: float) -> None:
         for cell, names in CELLS.items()
     }
     done = [block["kind"] for block in read_blocks(BLOCKS)]
-    queues = {cell: queue_of(cell, target, done.count(cell)) for cell in CELLS}
+    queues = {
+        cell: endless(cell, target, halves(texts_of(cell))[1], done.count(cell)) for cell in CELLS
+    }
     for cell in CELLS:
         warm_up(arms[cell], next(items_of(cell, target, halves(texts_of(cell))[0])))
     start_s, longest_s = time.perf_counter(), 0.0
@@ -121,15 +123,6 @@ def measure(target: Engine, seconds: float) -> None:
                 del served["records"]
             file.write(json.dumps(rounded(block)) + "\n")
             longest_s = max(longest_s, time.perf_counter() - block_s)
-
-
-def queue_of(cell: str, target: Engine, num_done: int) -> Iterator[Item]:
-    """Texts of the second half, again from the first when they run out."""
-    texts = halves(texts_of(cell))[1]
-    while True:
-        for text in texts[num_done % len(texts) :]:
-            yield from items_of(cell, target, [text])
-        num_done = 0
 
 
 def profile_age_min() -> float:

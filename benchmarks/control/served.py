@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def texts_of(kind: str) -> list[Text]:
     return sources[kind.partition(",")[0]]()
 
 
-def items_of(kind: str, target: Engine, texts: Sequence[Text]) -> Iterator[Item]:
+def items_of(kind: str, target: Engine, texts: Iterable[Text]) -> Iterator[Item]:
     """Requests of a kind; greedy texts end before they loop."""
     temperature = kind.partition(", T=")[2]
     encode = target.tokenizer.encode
@@ -124,6 +125,11 @@ def items_of(kind: str, target: Engine, texts: Sequence[Text]) -> Iterator[Item]
             item = replace(item, num_tokens=first_repeat(output.token_ids))
         if item.num_tokens >= MIN_TOKENS:
             yield item
+
+
+def endless(kind: str, target: Engine, texts: Sequence[Text], num_done: int) -> Iterator[Item]:
+    """Requests of a kind from where the last run stopped, again from the first text at the end."""
+    return items_of(kind, target, islice(cycle(texts), num_done % len(texts), None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

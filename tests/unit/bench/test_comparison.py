@@ -120,16 +120,22 @@ def test_one_arm_is_no_choice_and_three_blocks_are_no_halves(make_arm, clock):
     assert best_of_several(blocks_of([plain, draft, make_arm("e")], clock, 3)) is None
 
 
-def test_a_prediction_is_tau_over_the_tables_kappa(make_arm, clock):
+def table_with(error_s):
+    """Of one line whose passes are known to within `error_s`."""
     line = CostLine(
         rows=(1, 4),
         verify_s=(0.010, 0.012),
-        verify_error_s=(0.0003, 0.0003),
+        verify_error_s=(error_s, error_s),
         plain_s=0.010,
         draft_s=0.001,
         overhead_s=0.0005,
     )
-    costs = Costs(greedy=CostTable(lines=(line,)), sampled=CostTable(lines=(line,)))
+    return CostTable(lines=(line,))
+
+
+def test_a_prediction_is_tau_over_the_tables_kappa(make_arm, clock):
+    table = table_with(error_s=0.0003)
+    costs = Costs(greedy=table, sampled=table)
     plain = make_arm("plain")
     draft = make_arm("d", k=3, accepted=2, step_s=1.5)
     summary = summarise(blocks_of([plain, draft], clock, 4), num_resamples=50)[1]
@@ -142,15 +148,7 @@ def test_a_prediction_is_tau_over_the_tables_kappa(make_arm, clock):
 
 
 def test_a_prediction_counts_the_drafts_reading_of_the_prompt_where_it_is_known(make_arm, clock):
-    line = CostLine(
-        rows=(1, 4),
-        verify_s=(0.010, 0.012),
-        verify_error_s=(0.0, 0.0),
-        plain_s=0.010,
-        draft_s=0.001,
-        overhead_s=0.0005,
-    )
-    table = CostTable(lines=(line,))
+    table = table_with(error_s=0.0)
     draft = make_arm("d", k=3, accepted=2, step_s=1.5)
     summary = summarise(blocks_of([make_arm("plain"), draft], clock, 4), num_resamples=50)[1]
     summary = replace(summary, mean_prompt=101.0, decode_steps=20.0)
@@ -167,15 +165,8 @@ def test_a_prediction_counts_the_drafts_reading_of_the_prompt_where_it_is_known(
 
 
 def test_nothing_is_predicted_from_a_table_whose_error_reaches_zero(make_arm, clock):
-    line = CostLine(
-        rows=(1, 4),
-        verify_s=(0.010, 0.012),
-        verify_error_s=(0.020, 0.020),
-        plain_s=0.010,
-        draft_s=0.001,
-        overhead_s=0.0005,
-    )
-    costs = {"d": Costs(greedy=CostTable(lines=(line,)), sampled=CostTable(lines=(line,)))}
+    table = table_with(error_s=0.020)
+    costs = {"d": Costs(greedy=table, sampled=table)}
     arm = replace(make_arm("d", k=3, accepted=2), draft="d")
     blocks = blocks_of([make_arm("plain"), arm], clock, 4)
     cell = CellReport.of(blocks, temperature=0.0, batch=1, costs=costs)

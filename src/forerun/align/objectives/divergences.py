@@ -35,8 +35,9 @@ PROBABILITY_FLOOR = 1e-8
 
 def overlap(log_draft: Laws, target_probs: Laws) -> PerRow:
     """sum min(p, q): the probability that a token drawn from the draft is accepted (alpha)."""
-    # torch has no annotations for `apply`.
-    alpha: PerRow = _Overlap.apply(log_draft, target_probs)  # type: ignore[no-untyped-call]
+    alpha: PerRow = _Overlap.apply(  # type: ignore[no-untyped-call]  # torch has no annotations here
+        log_draft, target_probs
+    )
     return alpha
 
 
