@@ -8,8 +8,10 @@ FOLDER holds target and draft; metrics, checkpoint and the trained draft are wri
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -54,16 +56,18 @@ def train(
     draft = training.tiny_draft(folder, lora_rank=lora_rank)
     settings = training.config(checkpoint_every_s=0.0, lora_rank=lora_rank, rows_per_pass=2)
     trainer = training.trainer_of(draft, folder, settings, accelerator=accelerator)
-    with MetricsLog(folder / METRICS).open_at(trainer.resume()) as log:
+    log, is_main = MetricsLog(folder / METRICS), accelerator.is_main_process
+    done = trainer.resume()
 
-        def told(metrics: StepMetrics) -> None:
-            if accelerator.is_main_process:
-                log.append(metrics)
-            on_step(metrics)
+    def told(metrics: StepMetrics) -> None:
+        if is_main:
+            log.append(metrics)
+        on_step(metrics)
 
+    with log.open_at(done) if is_main else nullcontext():
         trainer.run(training.packing(), num_steps, told)
     weights = trainer.weights()
-    if accelerator.is_main_process:
+    if is_main:
         draft.save(folder / "trained", weights)
 
 
@@ -92,6 +96,9 @@ def main() -> None:
     )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    # Threads of gloo may outlive their group, and abort an interpreter that ends under them
+    # (pytorch/pytorch#190489). All that was to be written is.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,14 @@ def start(arguments: list[str], log: Path, **variables: str) -> subprocess.Popen
         )
 
 
-def finish(*processes: subprocess.Popen[bytes], log: Path) -> None:
+def finish(*processes: subprocess.Popen[bytes], logs: Sequence[Path]) -> None:
     try:
         codes = [process.wait(LIMIT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert not any(codes), log.read_text()[-3000:]
+    assert not any(codes), "\n".join(f"{codes}\n{log.read_text()[-3000:]}" for log in logs)
 
 
 def metrics_of(folder: Path) -> list[StepMetrics]:
@@ -79,21 +79,21 @@ def launched(folder: Path, steps: int) -> list[StepMetrics]:
     """In two processes, by `accelerate launch`."""
     training.pair(folder)
     log = folder / "log"
-    finish(start([*LAUNCH, *worker(folder, steps)], log), log=log)
+    finish(start([*LAUNCH, *worker(folder, steps)], log), logs=[log])
     return metrics_of(folder)
 
 
 def sharded(folder: Path, steps: int, *options: str) -> list[StepMetrics]:
     """In two processes with weights and optimiser state cut in two."""
     training.pair(folder)
-    log = folder / "log"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    logs = [folder / f"log.{rank}" for rank in range(2)]
     processes = [
         start(
             worker(folder, steps, "--sharded", *options),
-            log.with_suffix(f".{rank}"),
+            logs[rank],
             RANK=str(rank),
             LOCAL_RANK=str(rank),
             WORLD_SIZE="2",
@@ -103,7 +103,7 @@ def sharded(folder: Path, steps: int, *options: str) -> list[StepMetrics]:
         )
         for rank in range(2)
     ]
-    finish(*processes, log=log.with_suffix(".0"))
+    finish(*processes, logs=logs)
     return metrics_of(folder)
 
 
