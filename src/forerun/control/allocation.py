@@ -97,12 +97,14 @@ class Crowd:
         was = max([candidate.was for candidate in candidates])
         deepest = max([len(candidate.curve.survival) for candidate in candidates])
         # Beside the last depth, or from scratch where nobody drafted.
-        coarse = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
-        for depth in sorted(coarse):
-            best = self._shallower(depth, nodes, max_nodes, best, most_late)
-        reached = max(best.depths)
-        for depth in sorted({reached - 1, reached, reached + 1} - coarse):
-            best = self._shallower(depth, nodes, max_nodes, best, most_late)
+        untried = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
+        tried: set[int] = set()
+        while untried:
+            for depth in sorted(untried):
+                best = self._shallower(depth, nodes, max_nodes, best, most_late)
+            tried |= untried
+            reached = max(best.depths)
+            untried = {reached - 1, reached, reached + 1} - tried
         return best
 
     def at(self, depths: Sequence[int]) -> Allocation:

@@ -51,7 +51,7 @@ def test_hardly_any_other_allocation_is_faster(alphas, draft, row):
     found = best_allocation(candidates, costs, 100)
     ways = product(range(DEEPEST + 1), repeat=len(alphas))
     best = max(priced(candidates, costs, way).tokens_per_s for way in ways)
-    assert found.tokens_per_s >= 0.98 * best
+    assert found.tokens_per_s >= 0.999 * best
 
 
 def test_one_request_gets_the_k_of_highest_speedup():
