@@ -25,7 +25,9 @@ COUNTS: tuple[FactKind, ...] = (
         high=1.0,
     ),
     number("draft_acceptance_rate", "accepted / drafted tokens; no bonus token in it", high=1.0),
-    number("acceptance_length", "tau: tokens emitted per drafting step, the bonus one included"),
+    number(
+        "acceptance_length", "tau: tokens emitted per drafting step, the bonus one included", low=1.0
+    ),
     number("k", "K: most tokens drafted per step"),
     number("full_accept_share", "drafting steps that accepted everything", high=1.0),
     number("zero_accept_share", "drafting steps that accepted nothing", high=1.0),
@@ -81,7 +83,7 @@ WORKLOAD: tuple[FactKind, ...] = (
     number("target_parameters", "parameters a target pass reads per token", "billions"),
     number("draft_parameters", "parameters a draft pass reads per token", "billions"),
     number("graph_max_rows", "rows of the largest captured graph"),
-    number("reference_acceptance_length", "tau of the set-up this one is compared with"),
+    number("reference_acceptance_length", "tau of the set-up this one is compared with", low=1.0),
     number("reference_alpha", "alpha of that set-up", high=1.0),
     number("reference_k", "K of that set-up"),
     number("reference_speedup", "speedup of that set-up"),

@@ -33,13 +33,15 @@ class FactKind:
     choices: tuple[str, ...] = ()
 
 
-def number(name: str, definition: str, unit: str = "", high: float | None = None) -> FactKind:
-    """A number of 0 or more."""
-    return FactKind(name=name, type="number", definition=definition, unit=unit, high=high)
+def number(
+    name: str, definition: str, unit: str = "", high: float | None = None, low: float = 0.0
+) -> FactKind:
+    """A number of `low` or more."""
+    return FactKind(name=name, type="number", definition=definition, unit=unit, low=low, high=high)
 
 
 def numbers(name: str, definition: str, unit: str = "", high: float | None = None) -> FactKind:
-    """A list of them."""
+    """A list of numbers of 0 or more."""
     return FactKind(name=name, type="numbers", definition=definition, unit=unit, high=high)
 
 
