@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
@@ -32,12 +32,13 @@ def table(
     *,
     draft: float = 0.1,
     row: float = 0.02,
-    overhead: float = 0.05,
+    overhead: float | Mapping[int, float] = 0.05,
     batches: Sequence[int] = (1,),
     plain_s: float = 0.01,
 ) -> CostTable:
-    """Costs in plain steps; rows cost the same whoever they belong to."""
+    """Costs in plain steps, overhead by K if it bends; rows cost the same whosever they are."""
     rows = (1, 2, 5, 9, 17)
+    overheads = overhead if isinstance(overhead, Mapping) else {1: overhead}
     return CostTable(
         lines=tuple(
             CostLine(
@@ -47,7 +48,8 @@ def table(
                 verify_s=tuple(plain_s * (1 + row * (batch * n - 1)) for n in rows),
                 plain_s=plain_s * (1 + row * (batch - 1)),
                 draft_s=plain_s * draft,
-                overhead_s=plain_s * overhead,
+                overhead_ks=tuple(overheads),
+                overhead_s=tuple(plain_s * share for share in overheads.values()),
             )
             for batch in batches
             for context in (0, 4096)
@@ -60,6 +62,11 @@ def best_rate(alpha: float, costs: CostTable, max_k: int = 8) -> float:
     return max(
         constant_acceptance_length(alpha, k) / costs.cycle_s(k, 100) for k in range(max_k + 1)
     )
+
+
+def seconds_of(records: Sequence[StepRecord]) -> float:
+    """What steps of one request took."""
+    return sum(record.draft_s + record.verify_s + record.other_s for record in records)
 
 
 @dataclass
@@ -121,8 +128,10 @@ class World:
         verify_s = (1 - share) * any_table.verify_step_s(int(below) + 1, 100, batch)
         if share:
             verify_s += share * any_table.verify_step_s(int(below) + 2, 100, batch)
-        plain_s = any_table.plain_step_s(100, batch)
-        overhead_s = sum(self.truth[m].overhead(100, batch) for m in used) * plain_s
+        overhead_s = sum(
+            self.truth[method].overhead_s(max(k for m, k in drafted if m == method), 100, batch)
+            for method in used
+        )
         return draft_s * factor, verify_s * factor, overhead_s * factor
 
     def record(

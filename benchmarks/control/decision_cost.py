@@ -48,7 +48,7 @@ class Costs:
                     verify_s=tuple(PLAIN_S * (1 + 0.004 * batch * (n - 1)) for n in ROWS),
                     plain_s=PLAIN_S,
                     draft_s=0.05 * PLAIN_S,
-                    overhead_s=0.03 * PLAIN_S,
+                    overhead_s=(0.03 * PLAIN_S,),
                 )
                 for batch in BATCHES
                 for context in (0, 4096)

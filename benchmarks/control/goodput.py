@@ -84,8 +84,7 @@ class ModelClock:
         if not depth:
             return 0.0, next(iter(self.costs.values())).at(temperature).plain_step_s(context)
         table = self.costs[record.method].at(temperature)
-        overhead_s = table.overhead(context) * table.plain_step_s(context)
-        rest_s = table.verify_step_s(depth + 1, context) + overhead_s
+        rest_s = table.verify_step_s(depth + 1, context) + table.overhead_s(depth, context)
         return depth * table.draft_token_s(context), rest_s
 
 

@@ -136,7 +136,7 @@ def figures(
         "speedup_share_of_ideal": speedup.estimate / ideal,
         "verify_cost": {n: table.verify_cost(n, context, batch) for n in (1, k + 1)},
         "draft_cost": table.draft_cost(context, batch),
-        "overhead": table.overhead(context, batch),
+        "overhead": table.overhead(k, context, batch),
     }
 
 

@@ -57,7 +57,9 @@ def figures(profile: Profile) -> Iterator[str]:
     shares = (at_limit(profile, line) / line.plain_s for line in lines)
     yield row("speed of the plain step, of the read limit's", *(f"{s:.0%}" for s in shares))
     yield row("one drafted token (c)", *(f"{line.draft_s / line.plain_s:.3f}" for line in lines))
-    yield row("once per cycle (o)", *(f"{line.overhead_s / line.plain_s:.3f}" for line in lines))
+    for k in sorted({k for line in lines for k in line.overhead_ks}):
+        rests = (line.overhead(k).s / line.plain_s for line in lines)
+        yield row(f"the rest of a cycle (o), K = {k}", *(f"{rest:.3f}" for rest in rests))
     for rows in SHOWN_ROWS:
         found = [
             profile.greedy.verify_cost_interval(rows, line.context, line.batch)

@@ -72,7 +72,7 @@ class Parameters:
                     verify_s=(step_s, step_s),
                     plain_s=step_s,
                     draft_s=self.draft_cost * step_s,
-                    overhead_s=self.overhead * step_s,
+                    overhead_s=(self.overhead * step_s,),
                 ),
             )
         )

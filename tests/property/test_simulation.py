@@ -17,7 +17,9 @@ from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 
 TABLE = CostTable(
-    lines=(CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.05, draft_s=0.1, overhead_s=0.02),)
+    lines=(
+        CostLine(rows=(1, 4), verify_s=(1.0, 1.2), plain_s=1.05, draft_s=0.1, overhead_s=(0.02,)),
+    )
 )
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=5).map(tuple)
 

@@ -23,7 +23,7 @@ LINES = tuple(
         verify_s=tuple((0.010 + 1e-5 * context) * (1 + 0.02 * batch * n) for n in range(4)),
         plain_s=0.010 + 1e-5 * context,
         draft_s=0.0005,
-        overhead_s=0.0002,
+        overhead_s=(0.0002,),
         plain_error_s=0.0001,
     )
     for batch in (1, 4)

@@ -20,7 +20,7 @@ TABLE = CostTable(
             verify_s=(0.010, 0.0102, 0.012),
             plain_s=0.010,
             draft_s=0.0005,
-            overhead_s=0.0002,
+            overhead_s=(0.0002,),
         ),
     )
 )

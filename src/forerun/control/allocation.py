@@ -44,7 +44,7 @@ class Way(NamedTuple):
     drafted: Sequence[float]
     deltas_s: Sequence[float]
     missed: float
-    overhead_s: float
+    overheads_s: Sequence[float]
     active: list[int]
 
 
@@ -57,9 +57,13 @@ class Crowd:
 
     Attributes:
         row_s: what one more node takes at least.
+        saved_s: what levels that cost less than nothing may take off a step at most.
     """
 
-    __slots__ = ("actives", "candidates", "plain_s", "pricing", "row_s", "times", "ways", "wishes")
+    __slots__ = (
+        "actives", "candidates", "plain_s", "pricing", "row_s", "saved_s", "times", "ways",
+        "wishes",
+    )  # fmt: skip
 
     def __init__(self, candidates: Sequence[Candidate], pricing: Pricing) -> None:
         self.candidates = candidates
@@ -73,18 +77,22 @@ class Crowd:
         ]
         deepest = max([len(c.curve.survival) for c in candidates])
         seldom = min([c.curve.drafted[-1] for c in candidates if c.curve.drafted], default=1.0)
-        self.row_s = seldom * self.times.least_row_s * pricing.factor
-        common = {}
+        common, saved_s = {}, 0.0
         for method, times in pricing.times.items():
             factor = pricing.draft_factors.get(method, 1.0)
             deltas_s = [delta_s * factor for delta_s in times.draft_deltas_s]
-            common[method] = deltas_s, times.overhead_s, [0] * deepest
+            common[method] = deltas_s, times.overhead_deltas_s, [0] * deepest
+            if deltas_s[0] + times.least_level_s * pricing.factor < 0.0:
+                levels_s = [deltas_s[0] + s * pricing.factor for s in times.overhead_deltas_s]
+                saved_s -= sum([min(0.0, level_s) for level_s in levels_s])
+        self.saved_s = saved_s
+        self.row_s = 0.0 if saved_s else seldom * self.times.least_row_s * pricing.factor
         self.actives = [active for _, _, active in common.values()]
         self.ways: list[Way] = []
         for candidate in candidates:
-            deltas_s, overhead_s, active = common[candidate.method]
+            deltas_s, overheads_s, active = common[candidate.method]
             missed = 0.0 if candidate.was else pricing.catch_up
-            self.ways.append(Way(candidate.curve.drafted, deltas_s, missed, overhead_s, active))
+            self.ways.append(Way(candidate.curve.drafted, deltas_s, missed, overheads_s, active))
 
     def best(self, max_nodes: int) -> Allocation:
         """See `Allocator`."""
@@ -96,8 +104,10 @@ class Crowd:
         nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
         was = max([candidate.was for candidate in candidates])
         deepest = max([len(candidate.curve.survival) for candidate in candidates])
-        # Beside the last depth, or from scratch where nobody drafted.
+        # Beside the last depth, or from scratch where nobody drafted; and past dear levels.
         untried = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
+        for times in self.pricing.times.values():
+            untried |= {min(depth, deepest) for depth in times.landmarks}
         tried: set[int] = set()
         while untried:
             for depth in sorted(untried):
@@ -133,6 +143,7 @@ class Crowd:
     ) -> Allocation:
         """The best of `best` and what there is where nobody drafts deeper than `limit`."""
         best_rate = best.tokens_per_s
+        saved_s = self.saved_s
         needed = best_rate * self.row_s  # a node of less survival pays nowhere
         nodes = [node for node in nodes if node[1] < limit and -node[0] > needed][:max_nodes]
         most = len(self.candidates) - sum([lost for lost, _, _ in nodes])
@@ -147,7 +158,7 @@ class Crowd:
                 if lateness <= most_late:
                     best_rate = tokens / step_s
                     found = num_left, tokens, step_s, lateness
-            if most - num_left * needed <= best_rate * step_s:
+            if most - num_left * needed <= best_rate * (step_s - saved_s):
                 break  # even if all that is left took no drafting
         if found is None:
             return best
@@ -162,7 +173,7 @@ class Crowd:
             active[:] = [0] * len(active)
         tokens, rows, draft_s, overhead_s = float(len(ways)), 0.0, 0.0, 0.0
         for lost, depth, index in nodes:
-            drafted, deltas_s, missed, extra_s, active = ways[index]
+            drafted, deltas_s, missed, overheads_s, active = ways[index]
             num_active = active[depth]
             active[depth] = num_active + 1
             reached = drafted[depth]
@@ -172,8 +183,8 @@ class Crowd:
                 draft_s += reached * deltas_s[num_active]
             else:
                 draft_s += (reached + missed) * deltas_s[num_active]
-                if num_active == 0:  # methods beside each other pay their overheads one by one
-                    overhead_s += extra_s
+            if num_active == 0:  # methods beside each other pay their overheads one by one
+                overhead_s += reached * overheads_s[depth]
             below = int(rows)
             rest_s = verify_s[below]
             if share := rows - below:

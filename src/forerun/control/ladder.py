@@ -24,14 +24,16 @@ class Ladder:
         self.limit_s = candidate.limit_s
         times = pricing.times[candidate.method]
         draft_s = times.draft_s[batch - 1] * pricing.draft_factors.get(candidate.method, 1.0)
-        factor, overhead_s, verify_s = pricing.factor, times.overhead_s, times.verify_s
+        factor, verify_s = pricing.factor, times.verify_s
         missed_s = 0.0 if candidate.was else pricing.catch_up * draft_s
-        tokens, depth = 1.0, 0.0
+        tokens, depth, overhead_s = 1.0, 0.0, 0.0
         self.tokens = [tokens]
         self.steps_s = [times.plain_s * pricing.plain_factor]
-        for survived, drafted in zip(*candidate.curve, strict=True):
+        overheads_s = times.overhead_deltas_s[: len(candidate.curve.survival)]
+        for survived, drafted, more_s in zip(*candidate.curve, overheads_s, strict=True):
             tokens += survived
             depth += drafted
+            overhead_s += drafted * more_s
             below = int(nodes := depth * batch)
             pass_s = verify_s[below]
             if share := nodes - below:

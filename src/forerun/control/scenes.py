@@ -136,5 +136,5 @@ def expected_times(
                 for level in range(max(drafted))
             )
         num_nodes += sum(drafted)
-        overhead_s += times[method].overhead_s
+        overhead_s += times[method].overhead_s[max(drafted)]
     return draft_s, next(iter(times.values())).verify_nodes_s(num_nodes) + overhead_s

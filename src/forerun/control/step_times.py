@@ -19,6 +19,8 @@ MEMORY = 0.97
 """Weight that a step keeps after one more."""
 STRENGTH = 5.0
 """Steps that a belief is worth."""
+NOTHING_S = 1e-9
+"""What levels may differ by and still cost the same."""
 
 
 @runtime_checkable
@@ -57,17 +59,23 @@ class StepTimes:
 
     Attributes:
         plain_s: a plain step.
-        overhead_s: what a speculative cycle adds whatever it drafts.
+        overhead_s: what a cycle takes beyond drafting and the pass, by levels drafted: 0, 1, 2, ...
+        overhead_deltas_s: by how much each but the first is above the one before.
         verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
         least_row_s: the least that one more drafted node adds to it.
+        least_level_s: the least that one more level adds to the overhead; below 0 where it falls.
+        landmarks: depths on either side of levels that are dearer than later ones.
         draft_s: one more drafted level, by how many sequences go on: entry b of b + 1 sequences.
         draft_deltas_s: by how much each entry of draft_s is above the one before.
     """
 
     plain_s: float
-    overhead_s: float
+    overhead_s: tuple[float, ...]
+    overhead_deltas_s: tuple[float, ...]
     verify_s: tuple[float, ...]
     least_row_s: float
+    least_level_s: float
+    landmarks: tuple[int, ...]
     draft_s: tuple[float, ...]
     draft_deltas_s: tuple[float, ...]
 
@@ -79,11 +87,16 @@ class StepTimes:
         plain_s = table.plain_step_s(context, batch)
         by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)]
         verify_s = spread(by_rows, batch)
+        overhead_s = (0.0, *(table.overhead_s(k + 1, context, batch) for k in range(max_k)))
+        overhead_deltas_s = tuple(b - a for a, b in pairwise(overhead_s))
         return cls(
             plain_s=plain_s,
-            overhead_s=table.overhead(context, batch) * plain_s,
+            overhead_s=overhead_s,
+            overhead_deltas_s=overhead_deltas_s,
             verify_s=verify_s,
             least_row_s=max(0.0, min((b - a for a, b in pairwise(verify_s)), default=0.0)),
+            least_level_s=min(overhead_deltas_s, default=0.0),
+            landmarks=landmarks_of(overhead_deltas_s),
             draft_s=draft_s,
             draft_deltas_s=tuple(b - a for a, b in pairwise((0.0, *draft_s))),
         )
@@ -194,3 +207,28 @@ def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:
         for n in range(batch)
     )
     return (*inner, by_rows[-1])
+
+
+def landmarks_of(deltas_s: Sequence[float]) -> tuple[int, ...]:
+    """Where to look for the best depth besides going up or down level by level.
+
+    A level that costs more than the next ends such a search before its time. So there is one depth
+    before every such level and one after the last: where it gets dearer to go on, or else as far
+    as that stretch goes.
+
+    Args:
+        deltas_s: what every level adds to the overhead, from the first on.
+
+    Returns:
+        Depths, ascending; none where no level but the first costs more than the next.
+    """
+    turns_s = [after - before for before, after in pairwise(deltas_s[1:])]
+    dear = [depth for depth, turn_s in enumerate(turns_s, start=2) if turn_s < -NOTHING_S]
+    if not dear:
+        return ()
+    rising = [depth for depth, turn_s in enumerate(turns_s, start=2) if turn_s > NOTHING_S]
+    stretches = pairwise((*dear, len(deltas_s)))
+    return (
+        max((depth for depth in rising if depth < dear[0]), default=1),
+        *(min((d for d in rising if low < d < high), default=high) for low, high in stretches),
+    )

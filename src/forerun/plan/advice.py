@@ -121,7 +121,7 @@ def break_even(candidate: Candidate, k: int, batch: int, context: int) -> BreakE
     costs = {
         "draft_cost": table.draft_cost(context, batch),
         "verify_cost": table.verify_cost(k + 1, context, batch),
-        "overhead": table.overhead(context, batch),
+        "overhead": table.overhead(k, context, batch),
     }
     tau = candidate.acceptance.length(k).estimate
     return BreakEven(

@@ -156,7 +156,7 @@ def cost_table(
             verify_s=verify_s,
             plain_s=verify_s[0] + machine.step_s,
             draft_s=0.0 if draft is None else pass_s(machine, draft, 1, batch, context),
-            overhead_s=machine.step_s,
+            overhead_s=(machine.step_s,),
         )
 
     return CostTable(lines=tuple(line(b, c) for b in sorted(batches) for c in sorted(contexts)))

@@ -1,9 +1,10 @@
-"""From measured cells to cost tables: what a drafted token adds, what a cycle takes anyway."""
+"""From measured cells to cost tables: what a drafted token adds, what else a cycle takes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from forerun.probe.cells import Cell, Quantity, sizes
 from forerun.theory.cost import CostTable
@@ -11,7 +12,7 @@ from forerun.theory.cost_line import CostLine, Reading, interpolate
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["cost_table", "reading_cost", "straight_line"]
+__all__ = ["cost_table", "reading_cost", "slope_of"]
 
 Estimates = Mapping[Cell, Interval]
 
@@ -21,27 +22,36 @@ def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
 
     A plain step is measured whole at the shortest context; at others it grows as its pass does. Of
     a speculative step, what is beyond its passes measured alone (the engine's own work, and passes
-    that are slower among it) follows a straight line over K. Its slope and that of the draft's
-    chains are what a drafted token adds, the two intercepts what a cycle takes whatever its K.
+    that are slower among it) is laid on a straight line over K. Its slope and that of the draft's
+    chains are what a drafted token adds. What is left of a step, at every measured K, is its
+    overhead, so that at the shortest context a cycle takes just what was measured. Only where less
+    than nothing is left the overhead is 0 and the cycle dearer than it was.
 
     Args:
         found: estimates of every cell.
         sampled: at T=1 instead of T=0; every drafted token is then a draft pass of its own.
     """
     places = {(c.batch, c.context) for c in found if c.quantity is Quantity.TARGET_PASS}
+    (shortest,) = {c.context for c in found if c.quantity is Quantity.GREEDY_STEP}
+    lines = {
+        place: without_overhead(found, *place, shortest, sampled=sampled)
+        for place in sorted(places)
+    }
     return CostTable(
-        lines=tuple(cost_line(found, *place, sampled=sampled) for place in sorted(places))
+        lines=tuple(
+            with_overhead(line, lines[batch, shortest], found, sampled=sampled)
+            for (batch, _), line in lines.items()
+        )
     )
 
 
-def cost_line(found: Estimates, batch: int, context: int, *, sampled: bool) -> CostLine:
-    """One batch size and context."""
-    quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
-    (shortest,) = {cell.context for cell in found if cell.quantity is quantity}
-    steps = readings(found, quantity, batch, shortest)
+def without_overhead(
+    found: Estimates, batch: int, context: int, shortest: int, *, sampled: bool
+) -> CostLine:
+    """One batch size and context: its passes, the plain step, what a drafted token adds."""
+    plain, steps = whole_steps(found, batch, shortest, sampled=sampled)
     passes = readings(found, Quantity.TARGET_PASS, batch, context)
     short_passes = readings(found, Quantity.TARGET_PASS, batch, shortest)
-    plain = steps.pop(0)
     if context != shortest:
         plain = total(plain, passes[1], less(short_passes[1]))
     chain = drafting(found, batch, shortest, steps, sampled=sampled)
@@ -49,12 +59,8 @@ def cost_line(found: Estimates, batch: int, context: int, *, sampled: bool) -> C
         k: total(step, less(chain[k]), less(at_size(short_passes, k + 1)))
         for k, step in steps.items()
     }
-    starts, slopes = zip(
-        straight_line(drafting(found, batch, context, steps, sampled=sampled)),
-        straight_line(beyond),
-        strict=True,
-    )
-    draft, overhead = total(*slopes), total(*starts)
+    chains = drafting(found, batch, context, steps, sampled=sampled)
+    draft = total(slope_of(chains), slope_of(beyond))
     return CostLine(
         batch=batch,
         context=context,
@@ -65,8 +71,31 @@ def cost_line(found: Estimates, batch: int, context: int, *, sampled: bool) -> C
         plain_error_s=plain.error_s,
         draft_s=draft.s,
         draft_error_s=draft.error_s,
-        overhead_s=overhead.s,
-        overhead_error_s=overhead.error_s,
+    )
+
+
+def with_overhead(
+    line: CostLine, shortest: CostLine, found: Estimates, *, sampled: bool
+) -> CostLine:
+    """What steps took beyond the drafting and the passes of the lines.
+
+    At other contexts than the shortest, the chains of those take the place of its own. The error is
+    that of the step: those of drafting and of the pass are counted with drafting and the pass.
+    """
+    _, steps = whole_steps(found, line.batch, shortest.context, sampled=sampled)
+    here, there = (
+        drafting(found, line.batch, context, steps, sampled=sampled)
+        for context in (line.context, shortest.context)
+    )
+    left_s = [
+        step.s - shortest.verify(k + 1).s - k * line.draft_s + here[k].s - there[k].s
+        for k, step in steps.items()
+    ]
+    return replace(
+        line,
+        overhead_ks=tuple(steps),
+        overhead_s=tuple(max(0.0, s) for s in left_s),
+        overhead_error_s=tuple(step.error_s for step in steps.values()),
     )
 
 
@@ -84,6 +113,15 @@ def reading_cost(found: Estimates) -> ReadingCost | None:
         target_s=tuple(target[size] for size in common),
         draft_s=tuple(draft[size] for size in common),
     )
+
+
+def whole_steps(
+    found: Estimates, batch: int, context: int, *, sampled: bool
+) -> tuple[Reading, dict[int, Reading]]:
+    """The plain step, and the speculative ones by K."""
+    quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
+    steps = readings(found, quantity, batch, context)
+    return steps.pop(0), steps
 
 
 def drafting(
@@ -124,18 +162,15 @@ def less(time: Reading) -> Reading:
     return Reading(-time.s, time.error_s)
 
 
-def straight_line(points: Mapping[int, Reading]) -> tuple[Reading, Reading]:
-    """Least squares through times by size; neither part is negative.
+def slope_of(points: Mapping[int, Reading]) -> Reading:
+    """What each unit of size adds, by least squares through times by size.
 
     A single point, or a line that would start below 0, goes through the origin; a falling one is
     flat. Where even the mean is below 0 there is nothing at all.
-
-    Returns:
-        What is there at size 0, and what each unit of size adds.
     """
     xs, times = list(points), list(points.values())
     if sum(reading.s for reading in times) < 0:
-        return Reading(0.0, times[0].error_s), Reading(0.0)
+        return Reading(0.0)
     middle = sum(xs) / len(xs)
     spread = sum((x - middle) ** 2 for x in xs)
     if not spread:
@@ -144,16 +179,14 @@ def straight_line(points: Mapping[int, Reading]) -> tuple[Reading, Reading]:
     start_weights = [1 / len(xs) - middle * weight for weight in slope_weights]
     slope, start = combined(slope_weights, times), combined(start_weights, times)
     if slope.s < 0:
-        return combined([1 / len(xs)] * len(xs), times), Reading(0.0, slope.error_s)
-    if start.s < 0:
-        return through_origin(xs, times)
-    return start, slope
+        return Reading(0.0, slope.error_s)
+    return slope if start.s >= 0 else through_origin(xs, times)
 
 
-def through_origin(xs: Sequence[int], times: Sequence[Reading]) -> tuple[Reading, Reading]:
-    """The line without a start."""
+def through_origin(xs: Sequence[int], times: Sequence[Reading]) -> Reading:
+    """The slope of the line without a start."""
     square = sum(x * x for x in xs)
-    return Reading(0.0), combined([x / square for x in xs], times)
+    return combined([x / square for x in xs], times)
 
 
 def combined(weights: Sequence[float], times: Sequence[Reading]) -> Reading:

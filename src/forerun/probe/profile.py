@@ -14,7 +14,7 @@ from forerun.theory.reading_cost import ReadingCost
 
 __all__ = ["FORMAT", "Measured", "Profile", "ReadLimit", "Setup"]
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever an older program could misread a file."""
 DIGITS = 5
 
@@ -204,10 +204,22 @@ class Profile:
             measured=tuple(map(Measured.from_dict, objects(values["measured"]))),
             left_out=tuple(map(cell_from, objects(values["left_out"]))),
             stable=bool(values["stable"]),
-            greedy=CostTable.from_dict(values["greedy"]),
-            sampled=CostTable.from_dict(values["sampled"]),
+            greedy=table_from(values["greedy"], values["format"]),
+            sampled=table_from(values["sampled"], values["format"]),
             reading=None if reading is None else ReadingCost.from_dict(reading),
         )
+
+
+def table_from(values: Mapping[str, Any], version: int) -> CostTable:
+    """A cost table as JSON has it; before format 3 overhead was one number, the same at every K."""
+    if version >= 3:
+        return CostTable.from_dict(values)
+    names = "overhead_s", "overhead_error_s"
+    lines = [
+        {**line, "overhead_ks": [1], **{name: [line[name]] for name in names}}
+        for line in objects(values["lines"])
+    ]
+    return CostTable.from_dict({**values, "lines": lines})
 
 
 def cell_from(values: Mapping[str, Any]) -> Cell:

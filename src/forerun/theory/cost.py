@@ -81,20 +81,24 @@ class CostTable:
         """c: one more drafted token, in plain steps."""
         return self.draft_token_s(context, batch) / self.plain_step_s(context, batch)
 
-    def overhead(self, context: int = 0, batch: int = 1) -> float:
-        """o: the rest of a speculative cycle, in plain steps."""
-        spent = self._in_cycle(lambda line: line.overhead, context, batch)
-        return spent.s / self.plain_step_s(context, batch)
+    def overhead_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
+        """Seconds of the rest of a speculative cycle at K."""
+        return self._overhead(num_speculative_tokens, context, batch).s
+
+    def overhead(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
+        """o(K): the rest of a speculative cycle, in plain steps."""
+        spent_s = self.overhead_s(num_speculative_tokens, context, batch)
+        return spent_s / self.plain_step_s(context, batch)
 
     def cycle_cost(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """kappa = K c + v(K + 1) + o; 1 for K = 0, which is plain decoding."""
+        """kappa = K c + v(K + 1) + o(K); 1 for K = 0, which is plain decoding."""
         if num_speculative_tokens == 0:
             return 1.0
         return cycle_cost(
             num_speculative_tokens,
             draft_cost=self.draft_cost(context, batch),
             verify_cost=self.verify_cost(num_speculative_tokens + 1, context, batch),
-            overhead=self.overhead(context, batch),
+            overhead=self.overhead(num_speculative_tokens, context, batch),
         )
 
     def verify_cost_interval(self, num_rows: int, context: int = 0, batch: int = 1) -> Interval:
@@ -111,7 +115,7 @@ class CostTable:
         parts = (
             self._in_cycle(lambda line: line.draft, context, batch).times(num_speculative_tokens),
             self._verify(num_speculative_tokens + 1, context, batch),
-            self._in_cycle(lambda line: line.overhead, context, batch),
+            self._overhead(num_speculative_tokens, context, batch),
         )
         cycle = Reading(
             s=math.fsum(part.s for part in parts),
@@ -144,6 +148,13 @@ class CostTable:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}; a pass has at least 1 row")
         return self._in_cycle(lambda line: line.verify(num_rows), context, batch)
+
+    def _overhead(self, num_speculative_tokens: int, context: int, batch: int) -> Reading:
+        if num_speculative_tokens < 1:
+            raise ValueError(
+                f"K is {num_speculative_tokens}; a speculative cycle drafts at least 1"
+            )
+        return self._in_cycle(lambda line: line.overhead(num_speculative_tokens), context, batch)
 
     def _in_cycle(self, pick: Pick, context: int, batch: int) -> Reading:
         """Beyond the largest batch in proportion to it."""

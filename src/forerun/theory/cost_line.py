@@ -29,7 +29,8 @@ class CostLine:
 
     Noise can make more rows look cheaper than fewer; rows are read through their isotonic fit, so v
     never falls. Beyond the most rows the pass grows in proportion to them, the dear side, so that a
-    K nobody measured is not chosen for looking free.
+    K nobody measured is not chosen for looking free. What a cycle takes beyond drafting and the
+    pass is read as it is, linear in K between measured K; see `interpolate` for what lies outside.
 
     Attributes:
         batch: sequences in every pass.
@@ -38,11 +39,13 @@ class CostLine:
         verify_s: target pass, per row count.
         plain_s: a whole plain decode step.
         draft_s: what each drafted token adds to a cycle.
-        overhead_s: what a speculative cycle takes beyond drafting and the pass, whatever its K.
+        overhead_ks: measured K, ascending from 1 or more.
+        overhead_s: what a cycle takes beyond drafting and the pass, per entry of overhead_ks.
         verify_error_s: half the 95% interval of each verify_s; empty where not known.
         plain_error_s: the same of plain_s, 0 where not known.
         draft_error_s: of draft_s.
-        overhead_error_s: of overhead_s.
+        overhead_error_s: of each overhead_s, beside the errors of drafting and of the pass; empty
+            where not known.
 
     Raises:
         ValueError: lengths disagree, an order is broken, or a time is negative, zero or not finite.
@@ -54,11 +57,12 @@ class CostLine:
     verify_s: tuple[float, ...]
     plain_s: float
     draft_s: float
-    overhead_s: float = 0.0
+    overhead_ks: tuple[int, ...] = (1,)
+    overhead_s: tuple[float, ...] = (0.0,)
     verify_error_s: tuple[float, ...] = ()
     plain_error_s: float = 0.0
     draft_error_s: float = 0.0
-    overhead_error_s: float = 0.0
+    overhead_error_s: tuple[float, ...] = ()
     _fitted: tuple[Reading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +71,17 @@ class CostLine:
             raise ValueError(
                 f"batch is {self.batch} and context {self.context}; they start at 1 and 0"
             )
-        _check_rows(self.rows)
-        _check_length("verify_s", self.verify_s, len(self.rows))
-        if self.verify_error_s:
-            _check_length("verify_error_s", self.verify_error_s, len(self.rows))
+        _check_sizes("rows", self.rows)
+        if self.rows[0] != 1:
+            raise ValueError(f"rows is {list(self.rows)}; it must begin at 1")
+        _check_sizes("overhead_ks", self.overhead_ks)
+        self._check_lengths("rows", "verify_s", "verify_error_s")
+        self._check_lengths("overhead_ks", "overhead_s", "overhead_error_s")
         _check_times("verify_s", self.verify_s, allow_zero=False)
         _check_times("plain_s", [self.plain_s], allow_zero=False)
-        _check_times("verify_error_s", self.verify_error_s)
-        for name in ("draft_s", "overhead_s", *_ERRORS):
+        for name in ("verify_error_s", "overhead_s", "overhead_error_s"):
+            _check_times(name, getattr(self, name))
+        for name in _SCALARS:
             _check_times(name, [getattr(self, name)])
         object.__setattr__(self, "_fitted", _fit(self.verify_s, self.verify_error_s))
 
@@ -94,10 +101,11 @@ class CostLine:
         """One more drafted token."""
         return Reading(self.draft_s, self.draft_error_s)
 
-    @property
-    def overhead(self) -> Reading:
-        """The part of a cycle that does not depend on K."""
-        return Reading(self.overhead_s, self.overhead_error_s)
+    def overhead(self, num_speculative_tokens: int) -> Reading:
+        """What a cycle at K takes beyond drafting and the pass."""
+        errors_s = self.overhead_error_s or (0.0,) * len(self.overhead_s)
+        measured = tuple(map(Reading, self.overhead_s, errors_s))
+        return interpolate(self.overhead_ks, measured, num_speculative_tokens)
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready fields by name, as measured."""
@@ -114,18 +122,29 @@ class CostLine:
             raise ValueError(f"a cost line lacks {', '.join(sorted(missing))}")
         if unknown := values.keys() - _names():
             raise ValueError(f"a cost line has unknown fields {', '.join(sorted(unknown))}")
-        scalars = ("plain_s", "draft_s", "overhead_s", *_ERRORS)
         return cls(
             batch=_integers("batch", [values["batch"]])[0],
             context=_integers("context", [values["context"]])[0],
             rows=_integers("rows", values["rows"]),
             verify_s=numbers("verify_s", values["verify_s"]),
             verify_error_s=numbers("verify_error_s", values["verify_error_s"]),
-            **{name: numbers(name, [values[name]])[0] for name in scalars},
+            overhead_ks=_integers("overhead_ks", values["overhead_ks"]),
+            overhead_s=numbers("overhead_s", values["overhead_s"]),
+            overhead_error_s=numbers("overhead_error_s", values["overhead_error_s"]),
+            **{name: numbers(name, [values[name]])[0] for name in _SCALARS},
         )
 
+    def _check_lengths(self, sizes: str, times: str, errors: str) -> None:
+        """One time per size, and one error or none at all."""
+        wanted = len(getattr(self, sizes))
+        for name in (times, errors) if getattr(self, errors) else (times,):
+            if (found := len(getattr(self, name))) != wanted:
+                raise ValueError(
+                    f"{name} has {found} entries; it needs {wanted}, as many as {sizes}"
+                )
 
-_ERRORS = ("plain_error_s", "draft_error_s", "overhead_error_s")
+
+_SCALARS = ("plain_s", "draft_s", "plain_error_s", "draft_error_s")
 
 
 def _names() -> set[str]:
@@ -188,16 +207,11 @@ def _fit(values: Sequence[float], errors: Sequence[float]) -> tuple[Reading, ...
     )
 
 
-def _check_rows(rows: Sequence[int]) -> None:
-    if not rows or any(b <= a for a, b in pairwise(rows)):
-        raise ValueError(f"rows is {list(rows)}; it must be ascending and not empty")
-    if rows[0] != 1:
-        raise ValueError(f"rows is {list(rows)}; it must begin at 1")
-
-
-def _check_length(name: str, values: Sequence[object], length: int) -> None:
-    if len(values) != length:
-        raise ValueError(f"{name} has {len(values)} entries; it needs {length}, one per row count")
+def _check_sizes(name: str, sizes: Sequence[int]) -> None:
+    if not sizes or any(b <= a for a, b in pairwise((0, *sizes))):
+        raise ValueError(
+            f"{name} is {list(sizes)}; it must be ascending from 1 or more and not empty"
+        )
 
 
 def _check_times(name: str, values: Iterable[float], *, allow_zero: bool = True) -> None:

@@ -128,7 +128,7 @@ def table_with(error_s):
         verify_error_s=(error_s, error_s),
         plain_s=0.010,
         draft_s=0.001,
-        overhead_s=0.0005,
+        overhead_s=(0.0005,),
     )
     return CostTable(lines=(line,))
 

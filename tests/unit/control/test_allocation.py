@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -12,6 +12,7 @@ from tests.simulated import table
 
 from forerun.control.allocation import Crowd, allocator
 from forerun.control.beliefs import Curve
+from forerun.control.ladder import Ladder
 from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.control.step_times import Place, StepTimes
 
@@ -28,12 +29,16 @@ def priced(candidates: list[Candidate], costs: Pricing, depths: Sequence[int]) -
     return allocator(candidates, costs).at(depths)
 
 
+BENT = {1: 0.02, 2: 0.14, 3: 0.05}
+"""A second level that costs more than its draft pass, and a third that costs less."""
+
+
 def candidate(alpha: float, *, limit_s: float | None = None, was: int = DEEPEST) -> Candidate:
     survival = [alpha ** (depth + 1) for depth in range(DEEPEST)]
     return Candidate(method="d", curve=Curve(survival, [1.0] * DEEPEST), limit_s=limit_s, was=was)
 
 
-def pricing(batch: int, **changes: float) -> Pricing:
+def pricing(batch: int, **changes: float | Mapping[int, float]) -> Pricing:
     costs = table(batches=(1, batch) if batch > 1 else (1,), **changes)
     return Pricing(times={"d": StepTimes.read(costs, Place(batch, 0), DEEPEST)})
 
@@ -43,11 +48,12 @@ def pricing(batch: int, **changes: float) -> Pricing:
     alphas=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3),
     draft=st.sampled_from([0.01, 0.1, 0.4]),
     row=st.sampled_from([0.0, 0.02, 0.2]),
+    overhead=st.sampled_from([0.05, BENT]),
 )
-@example(alphas=[0.578125, 0.109375], draft=0.1, row=0.02)
-def test_hardly_any_other_allocation_is_faster(alphas, draft, row):
+@example(alphas=[0.578125, 0.109375], draft=0.1, row=0.02, overhead=0.05)
+def test_hardly_any_other_allocation_is_faster(alphas, draft, row, overhead):
     candidates = [candidate(alpha) for alpha in alphas]
-    costs = pricing(len(alphas), draft=draft, row=row)
+    costs = pricing(len(alphas), draft=draft, row=row, overhead=overhead)
     found = best_allocation(candidates, costs, 100)
     ways = product(range(DEEPEST + 1), repeat=len(alphas))
     best = max(priced(candidates, costs, way).tokens_per_s for way in ways)
@@ -116,7 +122,7 @@ def test_two_drafters_pay_both_their_overheads():
     apart = priced([candidate(0.8), other], both, [1, 1])
     times = costs.times["d"]
     extra = apart.step_s - together.step_s
-    assert extra == pytest.approx(times.overhead_s + 2 * times.draft_s[0] - times.draft_s[1])
+    assert extra == pytest.approx(times.overhead_s[1] + 2 * times.draft_s[0] - times.draft_s[1])
 
 
 @pytest.mark.parametrize("was", [0, 2])
@@ -124,11 +130,34 @@ def test_two_drafters_pay_both_their_overheads():
 def test_one_request_is_priced_as_a_crowd_of_one(was, drafted):
     curve = Curve([0.7, 0.5, 0.3], [drafted, drafted**2, drafted**3])
     one = [Candidate(method="d", curve=curve, limit_s=0.008, was=was)]
-    costs = pricing(1)._replace(factor=1.2, plain_factor=0.9, catch_up=0.5, draft_factors={"d": 2})
+    costs = pricing(1, overhead=BENT)._replace(
+        factor=1.2, plain_factor=0.9, catch_up=0.5, draft_factors={"d": 2}
+    )
     crowd = Crowd(one, costs)
     for number in range(5):
         assert same(allocator(one, costs).at([number]), crowd.at([number]))
         assert same(allocator(one, costs).best(number), crowd.best(number))
+
+
+@pytest.mark.parametrize("kind", [Ladder, Crowd])
+def test_certain_drafts_are_priced_as_the_table_says(kind):
+    costs = table(overhead=BENT)
+    place = Place(1, 0)
+    times = {"d": StepTimes.read(costs, place, DEEPEST)}
+    one = candidate(0.8)
+    priced = Ladder(one, Pricing(times)) if kind is Ladder else Crowd([one], Pricing(times))
+    for k in range(DEEPEST + 1):
+        assert priced.at([k]).step_s == pytest.approx(costs.cycle_s(k, place.context))
+
+
+def test_a_crowd_pays_the_overhead_of_its_deepest_draft():
+    costs = table(batches=(1, 3), overhead=BENT)
+    place = Place(3, 0)
+    times = StepTimes.read(costs, place, DEEPEST)
+    found = priced([candidate(0.8)] * 3, Pricing({"d": times}), [3, 1, 0])
+    draft_s = times.draft_s[1] + 2 * times.draft_s[0]
+    rest_s = times.verify_nodes_s(4) + costs.overhead_s(3, place.context, 3)
+    assert found.step_s == pytest.approx(draft_s + rest_s)
 
 
 def same(one: Allocation, other: Allocation) -> bool:

@@ -5,17 +5,45 @@ from __future__ import annotations
 import pytest
 from tests import simulated
 
+from forerun.control.scenes import expected_times
 from forerun.control.step_times import Correction, Factor, Place, StepTimes, Tables
+
+BENT = {1: 0.02, 4: 0.09, 8: 0.06}
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_cycles_are_those_of_the_table(k):
-    costs = simulated.table(batches=(1, 4))
+    costs = simulated.table(batches=(1, 4), overhead=BENT)
     place = Place(4, 2)
     times = StepTimes.read(costs, place, 8)
-    cycle_s = k * times.draft_s[3] + times.verify_nodes_s(4 * k) + times.overhead_s
+    cycle_s = k * times.draft_s[3] + times.verify_nodes_s(4 * k) + times.overhead_s[k]
     assert cycle_s == pytest.approx(costs.cycle_s(k, place.context, 4))
     assert times.plain_s == pytest.approx(costs.plain_step_s(place.context, 4))
+
+
+def test_what_is_expected_of_a_step_has_the_overhead_of_every_methods_deepest_draft():
+    costs = simulated.table(batches=(1, 4), overhead=BENT)
+    times = StepTimes.read(costs, Place(4, 0), 8)
+    draft_s, rest_s = expected_times({"d": [2, 5, 0], "e": [1]}, {"d": times, "e": times})
+    assert draft_s["e"] == times.draft_s[0]
+    overheads_s = costs.overhead_s(5, batch=4) + costs.overhead_s(1, batch=4)
+    assert rest_s == pytest.approx(times.verify_nodes_s(8) + overheads_s)
+
+
+@pytest.mark.parametrize(
+    ("overheads", "expected"),
+    [
+        ({1: 0.05}, ()),
+        ({1: 0.05, 4: 0.08}, ()),
+        ({1: 0.02, 4: 0.03, 8: 0.06}, ()),
+        ({1: 0.02, 2: 0.09, 4: 0.06, 6: 0.07}, (1, 4)),
+        ({1: 0.05, 2: 0.09, 4: 0.10}, (1, 8)),
+        ({1: 0.05, 2: 0.09, 3: 0.09, 4: 0.12, 5: 0.12}, (1, 3, 8)),
+    ],
+)
+def test_landmarks_lie_on_either_side_of_dear_levels(overheads, expected):
+    times = StepTimes.read(simulated.table(overhead=overheads), Place(1, 0), 8)
+    assert times.landmarks == expected
 
 
 def test_between_whole_rows_passes_are_linear_in_the_nodes():

@@ -22,7 +22,7 @@ ONE = CostLine(
     verify_s=tuple(0.010 + 0.0002 * n for n in range(17)),
     plain_s=0.010,
     draft_s=0.0005,
-    overhead_s=0.0005,
+    overhead_s=(0.0005,),
 )
 EIGHT = replace(ONE, batch=8, verify_s=tuple(0.012 + 0.010 * n for n in range(17)), plain_s=0.012)
 TABLE = CostTable(lines=(ONE, EIGHT))

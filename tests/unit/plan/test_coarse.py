@@ -24,7 +24,8 @@ TABLE = CostTable(
             verify_s=tuple(0.010 + 0.0005 * batch * (rows - 1) for rows in (1, 2, 64)),
             plain_s=0.011,
             draft_s=0.001,
-            overhead_s=0.001,
+            overhead_ks=(1, 3, 6),
+            overhead_s=(0.001, 0.003, 0.001),
         )
         for batch in (1, 4)
     )

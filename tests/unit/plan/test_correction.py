@@ -26,7 +26,9 @@ TABLE = CostTable(
             verify_s=(0.009 * batch, 0.015 * batch),
             plain_s=0.010 * batch,
             draft_s=0.001 * batch,
-            overhead_s=0.0005,
+            overhead_ks=(1, 3),
+            overhead_s=(0.0005, 0.0015),
+            overhead_error_s=(0.0001, 0.0),
             plain_error_s=0.001,
         )
         for batch in (1, 4)
@@ -119,3 +121,5 @@ def test_errors_keep_their_share_and_unmeasured_reading_stays_unmeasured():
     (line, _) = found.greedy.lines
     assert line.plain_error_s / line.plain_s == pytest.approx(0.1)
     assert line.verify_s == pytest.approx((0.8 * 0.009, 0.8 * 0.015))
+    assert line.overhead_s == pytest.approx((0.8 * 0.0005, 0.8 * 0.0015))
+    assert line.overhead_error_s == pytest.approx((0.8 * 0.0001, 0.0))

@@ -40,7 +40,7 @@ LINES = tuple(
         verify_s=tuple(0.010 + 0.001 * batch * (rows - 1) for rows in (1, 2, 64)),
         plain_s=0.011,
         draft_s=0.002,
-        overhead_s=0.001,
+        overhead_s=(0.001,),
     )
     for batch in (1, 4)
 )
@@ -63,6 +63,59 @@ def run(work, k=0, schedule=None, controller=None, seed=1):
     controller = controller or FixedController(k)
     traffic = traffic_of(work, seed)
     return simulate(work, traffic, Times(TABLE), controller, "c", schedule)
+
+
+BENT = CostTable(
+    lines=tuple(
+        replace(line, overhead_ks=(1, 3, 6), overhead_s=(0.001, 0.004, 0.002)) for line in LINES
+    )
+)
+
+
+class Listening(FixedController):
+    """Keeps what it is told."""
+
+    def __init__(self, num_speculative_tokens):
+        super().__init__(num_speculative_tokens)
+        self.told = []
+
+    def observe(self, records):
+        self.told.extend(records)
+
+
+def test_cycles_take_what_the_table_says_at_the_depth_that_is_drafted():
+    drafted = set()
+    for k in range(1, 9):
+        controller = Listening(k)
+        work = workload(phases=(Phase(share=1.0, acceptance=Constant(alpha=0.5)),))
+        simulate(work, traffic_of(work, 1), Times(BENT), controller, "c")
+        for record in controller.told:
+            if record.num_drafted and record.step > 2:  # at first the draft reads the prompt
+                cycle_s = record.draft_s + record.verify_s + record.other_s
+                assert cycle_s == pytest.approx(BENT.cycle_s(record.depth_drafted))
+                drafted.add(record.depth_drafted)
+    assert drafted == set(range(1, 9))
+
+
+def test_a_cycle_has_the_overhead_of_its_deepest_draft():
+    class Uneven(Listening):
+        def decide(self, states, capacity):
+            plans = super().decide(states, capacity)
+            return [replace(plan, num_speculative_tokens=1 + 2 * n) for n, plan in enumerate(plans)]
+
+    controller = Uneven(3)
+    work = workload(requests=2, output_tokens=Fixed(tokens=40))
+    simulate(work, traffic_of(work, 1), Times(BENT), controller, "c")
+    cycles = {}
+    for record in controller.told:
+        if record.num_drafted:
+            cycles.setdefault(record.cycle_id, []).append(record)
+    depths = set()
+    for records in cycles.values():
+        deepest = max(record.depth_drafted for record in records)
+        assert records[0].other_s == pytest.approx(BENT.overhead_s(deepest, batch=len(records)))
+        depths.add((len(records), deepest))
+    assert (2, 3) in depths
 
 
 def test_a_plain_request_takes_its_prompt_and_one_step_per_token():

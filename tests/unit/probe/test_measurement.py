@@ -90,7 +90,9 @@ def test_plain_steps_draft_and_overhead_are_found(exact):
         assert line.plain_s == pytest.approx(plain_s, rel=3e-3)
         # A chain's own start and both models' commits come once per cycle.
         assert line.draft_s == pytest.approx(line.batch * CHAIN_TOKEN_S, rel=3e-3)
-        assert line.overhead_s == pytest.approx(CHAIN_S + line.batch * 2 * COMMIT_S, rel=3e-3)
+        rest_s = CHAIN_S + line.batch * 2 * COMMIT_S
+        assert line.overhead_ks == SMALL.drafted
+        assert line.overhead_s == pytest.approx([rest_s] * 2, rel=3e-3)
 
 
 def test_sampled_tokens_are_drafted_by_single_passes(exact):
@@ -98,7 +100,7 @@ def test_sampled_tokens_are_drafted_by_single_passes(exact):
         assert line.draft_s == pytest.approx(0.0008, rel=3e-3)
         # Steps are timed a few tokens further on, at CACHED_S each, than passes are.
         commits_s = line.batch * 2 * COMMIT_S
-        assert line.overhead_s == pytest.approx(commits_s, rel=3e-3, abs=16 * CACHED_S)
+        assert line.overhead_s == pytest.approx([commits_s] * 2, rel=3e-3, abs=16 * CACHED_S)
 
 
 def test_a_pass_among_other_work_is_counted_in_the_step():

@@ -16,7 +16,16 @@ from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
 TABLE = CostTable(
-    lines=(CostLine(rows=(1, 2), verify_s=(0.010, 0.011), plain_s=0.0105, draft_s=0.001),)
+    lines=(
+        CostLine(
+            rows=(1, 2),
+            verify_s=(0.010, 0.011),
+            plain_s=0.0105,
+            draft_s=0.001,
+            overhead_ks=(1, 4),
+            overhead_s=(0.001, 0.003),
+        ),
+    )
 )
 MEASURED = tuple(
     Measured(
@@ -84,11 +93,46 @@ def test_a_newer_format_is_refused(file):
         load_profile(file)
 
 
+def with_even_overhead(values, version):
+    """As the first two formats had it: one number, whatever K."""
+    lines = [
+        {name: value for name, value in line.items() if name != "overhead_ks"}
+        | {"overhead_s": 0.002, "overhead_error_s": 0.0001}
+        for line in values["greedy"]["lines"]
+    ]
+    tables = {name: {"lines": lines} for name in ("greedy", "sampled")}
+    return values | tables | {"format": version}
+
+
+EVEN = CostTable(
+    lines=(
+        replace(TABLE.lines[0], overhead_ks=(1,), overhead_s=(0.002,), overhead_error_s=(0.0001,)),
+    )
+)
+
+
+def test_before_the_third_format_overhead_was_the_same_at_every_k(file):
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(with_even_overhead(values, 2)))
+    found = load_profile(file)
+    assert found == replace(PROFILE, greedy=EVEN, sampled=EVEN)
+    assert {found.greedy.overhead_s(k) for k in (1, 5, 40)} == {0.002}
+    assert found.sampled.cycle_s(1) == pytest.approx(0.001 + 0.011 + 0.002)
+
+
 def test_the_first_format_knows_nothing_of_reading(file):
     values = json.loads(file.read_text())
     del values["reading"]
-    file.write_text(json.dumps(values | {"format": 1}))
-    assert load_profile(file) == replace(PROFILE, reading=None)
+    file.write_text(json.dumps(with_even_overhead(values, 1)))
+    assert load_profile(file) == replace(PROFILE, greedy=EVEN, sampled=EVEN, reading=None)
+
+
+def test_an_old_file_without_overheads_is_damaged(file):
+    values = with_even_overhead(json.loads(file.read_text()), 2)
+    del values["greedy"]["lines"][0]["overhead_s"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(InvalidProfile, match=r"damaged.*overhead_s"):
+        load_profile(file)
 
 
 @pytest.mark.parametrize("name", sorted(PROFILE.to_dict().keys() - {"format"}))

@@ -14,7 +14,7 @@ LINE = CostLine(
     verify_s=(0.010, 0.011, 0.012, 0.020),
     plain_s=0.010,
     draft_s=0.001,
-    overhead_s=0.0005,
+    overhead_s=(0.0005,),
 )
 FLAT = CostTable(lines=(LINE,))
 SHORT = CostLine(rows=(1, 5), verify_s=(0.010, 0.014), plain_s=0.010, draft_s=0.001)
@@ -29,12 +29,15 @@ WIDE = CostTable(
             verify_s=(0.018, 0.027),
             plain_s=0.018,
             draft_s=0.002,
-            overhead_s=0.001,
+            overhead_s=(0.001,),
         ),
     )
 )
 # 2% on the plain step, 3% on the pass, draft and overhead known exactly.
 BARS = replace(LINE, plain_error_s=0.0002, verify_error_s=(0.0003, 0.00033, 0.00036, 0.0006))
+BENT = replace(
+    LINE, overhead_ks=(1, 2, 5), overhead_s=(0.003, 0.001, 0.002), overhead_error_s=(3e-4, 1e-4, 0)
+)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +106,40 @@ def test_noise_never_makes_more_rows_cheaper():
 
 def test_cycle_cost_is_k_c_plus_v_plus_o():
     assert FLAT.draft_cost() == pytest.approx(0.1)
-    assert FLAT.overhead() == pytest.approx(0.05)
+    assert FLAT.overhead(3) == pytest.approx(0.05)
     assert FLAT.cycle_cost(3) == pytest.approx(3 * 0.1 + 1.2 + 0.05)
     assert FLAT.cycle_s(3) == pytest.approx(0.0155)
+
+
+@pytest.mark.parametrize(
+    ("k", "overhead_s"),
+    [(1, 3e-3), (2, 1e-3), (3, 4e-3 / 3), (4, 5e-3 / 3), (5, 2e-3), (8, 3e-3)],
+)
+def test_overhead_is_linear_between_measured_k_and_goes_on_rising(k, overhead_s):
+    table = CostTable(lines=(BENT,))
+    assert table.overhead_s(k) == pytest.approx(overhead_s)
+    assert table.overhead(k) == pytest.approx(overhead_s / 0.010)
+    cycle_s = 0.001 * k + table.verify_step_s(k + 1) + overhead_s
+    assert table.cycle_s(k) == pytest.approx(cycle_s)
+    assert table.cycle_cost_interval(k).estimate == pytest.approx(cycle_s / 0.010)
+
+
+def test_overhead_is_constant_before_the_first_k_and_never_falls_on():
+    line = replace(LINE, overhead_ks=(2, 4), overhead_s=(0.003, 0.001))
+    assert [line.overhead(k).s for k in (1, 2, 3, 4, 9)] == pytest.approx(
+        [0.003, 0.003, 0.002, 0.001, 0.001]
+    )
+
+
+def test_overhead_between_batches_is_that_of_the_same_k():
+    wider = replace(LINE, batch=5, overhead_ks=(1, 3), overhead_s=(0.005, 0.007))
+    table = CostTable(lines=(BENT, wider))
+    assert table.overhead_s(2, batch=3) == pytest.approx((0.001 + 0.006) / 2)
+
+
+def test_the_error_of_overhead_is_that_at_its_k():
+    found = CostTable(lines=(replace(BENT, plain_error_s=0.0),)).cycle_cost_interval(1)
+    assert found.high - found.estimate == pytest.approx(3e-4 / 0.010)
 
 
 def test_no_speculation_costs_one_plain_step():
@@ -123,7 +157,7 @@ def test_errors_of_both_sides_add_up_in_quadrature():
 
 
 def test_drafting_counts_its_error_once_per_token():
-    line = replace(LINE, draft_error_s=0.0001, overhead_error_s=0.0002)
+    line = replace(LINE, draft_error_s=0.0001, overhead_error_s=(0.0002,))
     found = CostTable(lines=(line,)).cycle_cost_interval(3)
     assert found.estimate == pytest.approx(FLAT.cycle_cost(3))
     assert found.high - found.estimate == pytest.approx((0.03**2 + 0.02**2) ** 0.5)
@@ -147,7 +181,9 @@ def test_without_errors_intervals_have_no_width():
     assert found.low == found.estimate == found.high
 
 
-@pytest.mark.parametrize("table", [FLAT, DEEP, WIDE, CostTable(lines=(BARS,))])
+@pytest.mark.parametrize(
+    "table", [FLAT, DEEP, WIDE, CostTable(lines=(BARS,)), CostTable(lines=(BENT,))]
+)
 def test_tables_survive_json(table):
     assert CostTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
 
@@ -169,8 +205,14 @@ def test_what_is_written_is_what_was_measured():
         ({"verify_error_s": (0.1,)}, "verify_error_s has 1 entries; it needs 4"),
         ({"plain_s": 0.0}, "plain_s contains 0.0 s"),
         ({"draft_s": -1.0}, "draft_s contains -1.0 s"),
-        ({"overhead_s": float("inf")}, "overhead_s contains inf"),
+        ({"overhead_s": (float("inf"),)}, "overhead_s contains inf"),
         ({"plain_error_s": float("nan")}, "plain_error_s contains nan"),
+        ({"overhead_s": (-1e-9,)}, "overhead_s contains -1e-09 s"),
+        ({"overhead_s": (0.1, 0.2)}, "overhead_s has 2 entries; it needs 1, as many as overhead"),
+        ({"overhead_error_s": (0.1, 0.2)}, "overhead_error_s has 2 entries; it needs 1"),
+        ({"overhead_ks": ()}, "overhead_ks is .*not empty"),
+        ({"overhead_ks": (0,)}, "overhead_ks is .*ascending from 1 or more"),
+        ({"overhead_ks": (2, 1), "overhead_s": (0.1, 0.1)}, "overhead_ks is .*must be ascending"),
     ],
 )
 def test_malformed_lines_are_refused(changes, message):
@@ -205,7 +247,10 @@ def test_the_order_of_lines_does_not_matter():
         ({"rows": 5}, "rows is 5; it must be a list"),
         ({"rows": [1, 2.5, 4, 8]}, "whole numbers"),
         ({"draft_s": "fast"}, "draft_s contains 'fast'"),
-        ({"overhead_s": True}, "overhead_s contains True"),
+        ({"overhead_s": [True]}, "overhead_s contains True"),
+        ({"overhead_s": 0.0005}, "overhead_s is 0.0005; it must be a list"),
+        ({"overhead_ks": [1.5]}, "overhead_ks .*whole numbers"),
+        ({"overhead_ks": None}, "lacks overhead_ks"),
         ({"verify_s": 0.1}, "verify_s is 0.1"),
     ],
 )
@@ -225,5 +270,7 @@ def test_dictionaries_of_another_shape_are_refused(values):
 def test_a_pass_has_rows_and_sequences():
     with pytest.raises(ValueError, match="num_rows is 0"):
         FLAT.verify_cost(0)
+    with pytest.raises(ValueError, match="K is 0"):
+        FLAT.overhead(0)
     with pytest.raises(ValueError, match="batch is 0"):
         FLAT.plain_step_s(batch=0)

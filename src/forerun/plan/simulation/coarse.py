@@ -167,7 +167,7 @@ class Flow:
         if not self.k:
             return times.plain_s
         draft_s = self.k * times.draft_s[num_running]
-        return draft_s + times.pass_s(num_running * (self.k + 1)) + times.overhead_s
+        return draft_s + times.pass_s(num_running * (self.k + 1)) + times.overhead_s(self.k)
 
 
 def num_steps_of(traffic: Traffic, num_speculative_tokens: int) -> NDFloats:

@@ -107,7 +107,7 @@ def comparison(
         return None
     levels = [sum(depth > level for depth in depths) for level in range(max(depths))]
     draft_s = sum(place.draft_s[num_drafting] for num_drafting in levels)
-    return CYCLE, draft_s + place.pass_s(one.batch_rows) + place.overhead_s, recorded_s
+    return CYCLE, draft_s + place.pass_s(one.batch_rows) + place.overhead_s(max(depths)), recorded_s
 
 
 def corrected(costs: Costs, correction: Correction) -> Costs:
@@ -136,8 +136,8 @@ def scaled_line(line: CostLine, correction: Correction) -> CostLine:
         plain_error_s=plain * line.plain_error_s,
         draft_s=cycle * line.draft_s,
         draft_error_s=cycle * line.draft_error_s,
-        overhead_s=cycle * line.overhead_s,
-        overhead_error_s=cycle * line.overhead_error_s,
+        overhead_s=tuple(cycle * seconds for seconds in line.overhead_s),
+        overhead_error_s=tuple(cycle * seconds for seconds in line.overhead_error_s),
     )
 
 

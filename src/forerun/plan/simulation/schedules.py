@@ -32,9 +32,10 @@ class Sequential:
 
     def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
         """Say what a cycle takes in which somebody drafts."""
-        cycle.draft_s += sum(times.draft_s[b] for b in levels(requests))
+        drafting = levels(requests)
+        cycle.draft_s += sum(times.draft_s[b] for b in drafting)
         cycle.verify_s = times.pass_s(cycle.num_decode_rows)
-        cycle.other_s = times.overhead_s
+        cycle.other_s = times.overhead_s(len(drafting))
 
 
 class Early(Sequential):
@@ -56,7 +57,7 @@ class Early(Sequential):
         else:
             cycle.draft_s += first
             cycle.verify_s = check_s
-        cycle.other_s = times.overhead_s
+        cycle.other_s = times.overhead_s(1 + len(others))
 
 
 class Pearl(Sequential):
@@ -89,10 +90,11 @@ class Pearl(Sequential):
 
     def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
         """The longer of drafting and verifying."""
-        draft_s = cycle.draft_s + sum(times.draft_s[b] for b in levels(requests))
+        drafting = levels(requests)
+        draft_s = cycle.draft_s + sum(times.draft_s[b] for b in drafting)
         cycle.verify_s = times.pass_s(cycle.num_decode_rows)
         cycle.draft_s = max(0.0, draft_s - cycle.verify_s)
-        cycle.other_s = times.overhead_s
+        cycle.other_s = times.overhead_s(len(drafting))
 
 
 Schedule = Sequential | Early | Pearl

@@ -20,7 +20,8 @@ class CycleTimes:
     """
 
     __slots__ = (
-        "_batch", "_context", "_most_rows", "_rows_s", "_table", "draft_s", "overhead_s", "plain_s",
+        "_batch", "_context", "_most_rows", "_overheads_s", "_rows_s", "_table", "draft_s",
+        "plain_s",
     )  # fmt: skip
 
     def __init__(self, table: CostTable, batch: int, context: int) -> None:
@@ -29,8 +30,8 @@ class CycleTimes:
         self._context = context
         self._most_rows = max(line.rows[-1] for line in table.lines)
         self._rows_s: dict[int, float] = {}
+        self._overheads_s: dict[int, float] = {}
         self.plain_s = table.plain_step_s(context, batch)
-        self.overhead_s = table.overhead(context, batch) * self.plain_s
         self.draft_s = [0.0, *(table.draft_token_s(context, b + 1) for b in range(batch))]
         """One more drafted level, by how many sequences draft it."""
 
@@ -44,6 +45,14 @@ class CycleTimes:
         rows, rest = divmod(num_rows, batch)
         below = self._even_s(rows)
         return below + rest / batch * (self._even_s(rows + 1) - below) if rest else below
+
+    def overhead_s(self, depth: int) -> float:
+        """The rest of a cycle in which so many levels are drafted."""
+        found = self._overheads_s.get(depth)
+        if found is None:
+            found = self._table.overhead_s(depth, self._context, self._batch)
+            self._overheads_s[depth] = found
+        return found
 
     def _even_s(self, rows: int) -> float:
         found = self._rows_s.get(rows)
