@@ -26,7 +26,9 @@ COUNTS: tuple[FactKind, ...] = (
     ),
     number("draft_acceptance_rate", "accepted / drafted tokens; no bonus token in it", high=1.0),
     number(
-        "acceptance_length", "tau: tokens emitted per drafting step, the bonus one included", low=1.0
+        "acceptance_length",
+        "tau: tokens emitted per drafting step, the bonus one included",
+        low=1.0,
     ),
     number("k", "K: most tokens drafted per step"),
     number("full_accept_share", "drafting steps that accepted everything", high=1.0),
