@@ -78,14 +78,15 @@ class ModelClock:
     def __init__(self, costs: Mapping[str, Costs]) -> None:
         self.costs = costs
 
-    def seconds(self, record: StepRecord, temperature: float) -> tuple[float, float]:
-        """Of drafting, and of everything else."""
+    def seconds(self, record: StepRecord, temperature: float) -> tuple[float, float, float]:
+        """Of drafting, of the pass, and of everything else."""
         context, depth = record.context_tokens, record.depth_drafted
         if not depth:
-            return 0.0, next(iter(self.costs.values())).at(temperature).plain_step_s(context)
+            plain_s = next(iter(self.costs.values())).at(temperature).plain_step_s(context)
+            return 0.0, plain_s, 0.0
         table = self.costs[record.method].at(temperature)
-        rest_s = table.verify_step_s(depth + 1, context) + table.overhead_s(depth, context)
-        return depth * table.draft_token_s(context), rest_s
+        pass_s, other_s = table.verify_step_s(depth + 1, context), table.overhead_s(depth, context)
+        return depth * table.draft_token_s(context), pass_s, other_s
 
 
 class OnModelClock:
@@ -105,8 +106,8 @@ class OnModelClock:
         times = [self.clock.seconds(record, self._temperature) for record in records]
         self.inner.observe(
             [
-                replace(record, draft_s=draft_s, verify_s=rest_s, other_s=0.0)
-                for record, (draft_s, rest_s) in zip(records, times, strict=True)
+                replace(record, draft_s=draft_s, verify_s=pass_s, other_s=other_s)
+                for record, (draft_s, pass_s, other_s) in zip(records, times, strict=True)
             ]
         )
 
@@ -129,12 +130,11 @@ def measure(is_modelled: bool, options: argparse.Namespace) -> None:
     path, workloads, seconds = PATHS[is_modelled], options.workloads, options.seconds
     target = load_target(options.threads)
     done = [block["workload"] for block in read_blocks(path)]
-    arms = {work: arms_of(target, work, is_modelled=is_modelled) for work in workloads}
     queues = {work: queue_of(work, target, done.count(work)) for work in workloads}
-    for workload in workloads:
-        warm_up(
-            [arm for arm in arms[workload] if arm.name not in CONTROLLERS], next(queues[workload])
-        )
+    arms = {
+        work: arms_of(target, work, next(queues[work]), is_modelled=is_modelled)
+        for work in workloads
+    }
     start_s, longest_s = time.perf_counter(), 0.0
     with path.open("a", encoding="utf-8", buffering=1) as file:
         for workload in cycle(workloads):
@@ -154,15 +154,17 @@ def add_modelled(block: dict[str, Any], workload: str) -> None:
     temperature = float(block["kind"][-1])
     for served in block["arms"].values():
         times = [clock.seconds(record, temperature) for record in served.pop("records")]
-        served["modelled_s"] = sum(draft_s + rest_s for draft_s, rest_s in times)
+        served["modelled_s"] = sum(map(sum, times))
 
 
-def arms_of(target: Engine, workload: str, *, is_modelled: bool) -> list[Arm]:
-    """Plain decoding, every drafter at every K, and the controllers."""
+def arms_of(target: Engine, workload: str, first: Item, *, is_modelled: bool) -> list[Arm]:
+    """Plain decoding, every drafter at every K, and the controllers; the models are warm."""
     names = WORKLOADS[workload]
     fixed = [Arm(name="plain", engine=target)]
     fixed += chain.from_iterable(fixed_arms(target, name) for name in names)
-    return [*fixed, *adaptive_arms(target, names, is_modelled=is_modelled)]
+    loaded = target.with_draft([DRAFTS[name] for name in names], LOOKAHEADS[-1])
+    warm_up([*fixed, Arm(name="the controllers' drafters", engine=loaded)], first)
+    return [*fixed, *adaptive_arms(target, loaded, names, is_modelled=is_modelled)]
 
 
 def costs_of(names: Sequence[str]) -> dict[str, Costs]:
@@ -170,9 +172,10 @@ def costs_of(names: Sequence[str]) -> dict[str, Costs]:
     return {METHODS[name]: read_costs(name) for name in names}
 
 
-def adaptive_arms(target: Engine, names: Sequence[str], *, is_modelled: bool) -> Iterator[Arm]:
+def adaptive_arms(
+    target: Engine, loaded: Engine, names: Sequence[str], *, is_modelled: bool
+) -> Iterator[Arm]:
     """Controllers over all the drafters, which they share as far as one request at a time does."""
-    loaded = target.with_draft([DRAFTS[name] for name in names], LOOKAHEADS[-1])
     assert loaded.drafter is not None
     costs = costs_of(names)
     for name, wrapped in CONTROLLERS.items():

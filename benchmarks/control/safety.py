@@ -5,7 +5,9 @@
 The useless draft has the shape of the draft and random weights. `useless` decodes the same prompts
 plainly and under `auto` with it, prompt by prompt in turns, and every round begins with a
 controller that knows nothing. `switch` serves request after request under `auto` while the draft
-model is taken away and given back between two steps, and notes K. Parts are added to FILE.
+model is taken away and given back between two steps, and notes K; of the prompts those on which the
+good draft pays, for on others plain decoding is right whichever draft is there. Parts are added to
+FILE.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.control.base import Plan
+from forerun.control.fixed import FixedController
 from forerun.control.named import Means, build_controller
 from forerun.control.safety import SafeController
 from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
@@ -40,6 +43,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
+from forerun.theory.text import first_repeat
 
 MAX_K = 8
 NUM_TOKENS = 250
@@ -51,6 +55,10 @@ WINDOW = 20
 """Steps that are looked at together to say whether speculation is on or off."""
 MOSTLY = 0.8
 """Share of a window that has to draft for it to be on, or not to for it to be off."""
+PAYING_K, PAYING_TAU = 3, 2.6
+"""Texts on which the good draft pays emit at least so many tokens per cycle at that K."""
+LEAST_TEXT = 48
+"""Tokens of the texts of `switch` at least, which end before they loop."""
 MOST_PROMPT, SHORT_PROMPT = 400, 100
 """Tokens of prompts; where steps are looked at, most of the time should go into steps."""
 
@@ -153,7 +161,24 @@ class Bench:
             )
         return found
 
-    def switch_round(self) -> dict[str, Any]:
+    def paying(self) -> list[tuple[list[int], SamplingParams]]:
+        """Requests on which the good draft pays."""
+        records: list[StepRecord] = []
+        fixed = self.plain.with_draft(self.good, controller=FixedController(PAYING_K))
+        fixed.on_record = records.append
+        found = []
+        for ids in [ids[:SHORT_PROMPT] for ids in self.prompts]:
+            (output,) = self.plain.generate([ids], greedy(NUM_TOKENS))
+            params = greedy(first_repeat(output.completions[0].token_ids))
+            records.clear()
+            if params.max_tokens >= LEAST_TEXT:
+                fixed.generate([ids], params)
+                cycles = [record.num_emitted for record in records if record.k_budget]
+                if sum(cycles) >= PAYING_TAU * len(cycles):
+                    found.append((ids, params))
+        return found
+
+    def switch_round(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> dict[str, Any]:
         """K of every step: good, useless, good."""
         swapped = Swapped((self.good, self.useless))
         engine, controller = self.auto(swapped)
@@ -165,16 +190,21 @@ class Bench:
                 swapped.current = swapped.drafters[len(ks) // PHASE % 2]
 
         engine.on_record = note
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        prompts = cycle(ids[:SHORT_PROMPT] for ids in self.prompts)
-        while len(ks) < 3 * PHASE:
-            engine.generate([next(prompts)], params)
+        for ids, params in cycle(requests):
+            engine.generate([ids], params)
+            if len(ks) >= 3 * PHASE:
+                break
         return {
             "ks": ks[: 3 * PHASE],
             "off_after": followed(ks[PHASE : 2 * PHASE], on=False),
             "on_after": followed(ks[2 * PHASE : 3 * PHASE], on=True),
             "switches": [asdict(switch) for switch in controller.switches],
         }
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    """So many tokens, whatever they are."""
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
 def write_useless(draft: str, folder: Path) -> None:
@@ -244,7 +274,10 @@ def main() -> None:
             rounds = [r for t in (0.0, 1.0) for r in bench.useless_rounds(t, arguments.rounds)]
             figures = ratios(rounds)
         else:
-            rounds = [bench.switch_round() for _ in range(arguments.rounds)]
+            requests = bench.paying()
+            print(f"{len(requests)} of {len(bench.prompts)} texts, on which the draft pays")
+            starts = [at * len(requests) // arguments.rounds for at in range(arguments.rounds)]
+            rounds = [bench.switch_round([*requests[at:], *requests[:at]]) for at in starts]
             figures = {name: [r[name] for r in rounds] for name in ("off_after", "on_after")}
     print(json.dumps(figures, indent=1))
     if arguments.part == "switch" and arguments.picture is not None:

@@ -81,10 +81,10 @@ class Crowd:
         for method, times in pricing.times.items():
             factor = pricing.draft_factors.get(method, 1.0)
             deltas_s = [delta_s * factor for delta_s in times.draft_deltas_s]
-            common[method] = deltas_s, times.overhead_deltas_s, [0] * deepest
-            if deltas_s[0] + times.least_level_s * pricing.factor < 0.0:
-                levels_s = [deltas_s[0] + s * pricing.factor for s in times.overhead_deltas_s]
-                saved_s -= sum([min(0.0, level_s) for level_s in levels_s])
+            overheads_s = [delta_s * factor for delta_s in times.overhead_deltas_s]
+            common[method] = deltas_s, overheads_s, [0] * deepest
+            if times.draft_deltas_s[0] + times.least_level_s < 0.0:
+                saved_s -= sum([min(0.0, deltas_s[0] + level_s) for level_s in overheads_s])
         self.saved_s = saved_s
         self.row_s = 0.0 if saved_s else seldom * self.times.least_row_s * pricing.factor
         self.actives = [active for _, _, active in common.values()]
@@ -189,7 +189,7 @@ class Crowd:
             rest_s = verify_s[below]
             if share := rows - below:
                 rest_s += share * (verify_s[below + 1] - rest_s)
-            yield tokens, draft_s + (overhead_s + rest_s) * factor
+            yield tokens, draft_s + overhead_s + rest_s * factor
 
 
 def allocator(candidates: Sequence[Candidate], pricing: Pricing) -> Allocator:

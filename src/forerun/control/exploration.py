@@ -15,8 +15,8 @@ LEAST_LOSS = 0.02
 """What trying another plan counts for at least, in steps: even what is free need not be all."""
 SCOUTS = 4
 """One in so many of the requests that do not draft probes for all of them."""
-PROBE_DEPTH = 3
-"""Tokens a probe drafts: they cost less than catching up does, and tell more than one would."""
+PROBE_DEPTH = 1
+"""Tokens a probe drafts: the first one tells most of what a draft is worth."""
 MOST_LOSS = 8.0
 """Largest loss that counts: a step may be held up by anything."""
 EAGER = 0.2

@@ -32,7 +32,7 @@ ROUTE_EVERY = 2
 """Decisions after which the drafter of a request is chosen anew: it rests on what is slow."""
 MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
-PLAIN_PATIENCE = 32
+PLAIN_PATIENCE = 128
 """The same where nobody drafts: then nothing is learnt but how long plain steps take."""
 PLAIN_SAMPLE = 4
 """Once that is so, one in so many plain steps is looked at."""

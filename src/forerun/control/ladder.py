@@ -23,7 +23,8 @@ class Ladder:
     def __init__(self, candidate: Candidate, pricing: Pricing, batch: int = 1) -> None:
         self.limit_s = candidate.limit_s
         times = pricing.times[candidate.method]
-        draft_s = times.draft_s[batch - 1] * pricing.draft_factors.get(candidate.method, 1.0)
+        own_factor = pricing.draft_factors.get(candidate.method, 1.0)
+        draft_s = times.draft_s[batch - 1] * own_factor
         factor, verify_s = pricing.factor, times.verify_s
         missed_s = 0.0 if candidate.was else pricing.catch_up * draft_s
         tokens, depth, overhead_s = 1.0, 0.0, 0.0
@@ -33,13 +34,13 @@ class Ladder:
         for survived, drafted, more_s in zip(*candidate.curve, overheads_s, strict=True):
             tokens += survived
             depth += drafted
-            overhead_s += drafted * more_s
+            overhead_s += drafted * more_s * own_factor
             below = int(nodes := depth * batch)
             pass_s = verify_s[below]
             if share := nodes - below:
                 pass_s += share * (verify_s[below + 1] - pass_s)
             self.tokens.append(tokens)
-            self.steps_s.append(missed_s + depth * draft_s + (overhead_s + pass_s) * factor)
+            self.steps_s.append(missed_s + depth * draft_s + overhead_s + pass_s * factor)
 
     @property
     def best_rate(self) -> float:

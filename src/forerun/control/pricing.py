@@ -55,8 +55,8 @@ class Pricing(NamedTuple):
     Attributes:
         times: by method.
         plain_factor: by which expected times of plain steps are multiplied.
-        factor: the same of speculative steps, drafting apart.
-        draft_factors: the same of drafting, by method; 1 where there is none.
+        factor: the same of target passes over drafted nodes.
+        draft_factors: the same of all else in a speculative step, by method; 1 where there is none.
         catch_up: drafted levels that a request costs on top which did not draft in its last step.
     """
 

@@ -35,7 +35,7 @@ NUM_IN_A_ROW = 2
 MOST_SWITCHES = 1000
 MOST_HELD = 8
 """Steps that are decided and judged together where the inner controller repeats its plans."""
-MOST_PLAIN = 32
+MOST_PLAIN = 128
 """The same of plain steps."""
 PLAIN_SAMPLE = 4
 """One in so many of them is looked at where they are plain."""

@@ -40,8 +40,8 @@ class Scene(NamedTuple):
         return Pricing(
             self.times,
             correction.plain_factor,
-            correction.speculative_factor,
-            {method: factor.value() for method, factor in correction.drafts.items()},
+            correction.pass_factor,
+            {method: correction.draft_factor(method) for method in self.times},
             catch_up,
         )
 
@@ -97,19 +97,21 @@ class Scenes:
             plain_s = next(iter(scene.times.values())).plain_s
             self.punctuality.observe(rest_s, plain_s * correction.plain_factor)
             correction.plain.observe(rest_s, plain_s)
-            correction.speculative.fade()
+            correction.passes.fade()
             return
-        draft_s, expected_s = expected_times(depths, scene.times)
-        believed_s = expected_s * correction.speculative_factor
-        for method, seconds in draft_s.items():
+        drafts_s, pass_s = expected_times(depths, scene.times)
+        believed_s = pass_s * correction.pass_factor
+        for method, seconds in drafts_s.items():
             believed_s += seconds * correction.draft_factor(method)
         self.punctuality.observe(first.draft_s + rest_s, believed_s)
-        correction.speculative.observe(rest_s, expected_s)
-        if len(depths) == 1 and first.draft_s > 0.0:  # else whose time was it?
+        if first.verify_s > 0.0:
+            correction.passes.observe(first.verify_s, pass_s)
+        own_s = first.draft_s + first.other_s
+        if len(depths) == 1 and own_s > 0.0:  # else whose time was it?
             (method,) = depths
-            if draft_s[method] > 0.0:
+            if drafts_s[method] > 0.0:
                 factor = correction.drafts.setdefault(method, Factor())
-                factor.observe(first.draft_s, draft_s[method])
+                factor.observe(own_s, drafts_s[method])
 
 
 def expected_times(
@@ -122,19 +124,19 @@ def expected_times(
         times: by method.
 
     Returns:
-        Seconds of drafting by method, and of everything else.
+        Seconds of the target pass last, and before it of everything else, by method.
     """
-    num_nodes, overhead_s = 0, 0.0
-    draft_s = {}
+    num_nodes = 0
+    found = {}
     for method, drafted in depths.items():
         by_count = times[method].draft_s
         if len(drafted) == 1:
-            draft_s[method] = drafted[0] * by_count[0]
+            draft_s = drafted[0] * by_count[0]
         else:
-            draft_s[method] = sum(
+            draft_s = sum(
                 by_count[sum([depth > level for depth in drafted]) - 1]
                 for level in range(max(drafted))
             )
         num_nodes += sum(drafted)
-        overhead_s += times[method].overhead_s[max(drafted)]
-    return draft_s, next(iter(times.values())).verify_nodes_s(num_nodes) + overhead_s
+        found[method] = draft_s + times[method].overhead_s[max(drafted)]
+    return found, next(iter(times.values())).verify_nodes_s(num_nodes)

@@ -162,25 +162,21 @@ class Factor:
 class Correction:
     """How much longer steps take than the table says.
 
-    Drafting is corrected by itself, for every method. The rest of a step is corrected apart for
-    plain and for speculative steps, but what is known of one kind is believed of the other until it
-    has been seen: a machine that is slow today is slow at both.
+    Plain steps, the target's passes over drafted nodes, and what every drafter's steps take besides
+    are corrected apart, but what is known of the former two is believed of each other and of
+    drafters until they have been seen: a machine that is slow today is slow at all. The engine
+    counts the beginning of a draft as drafting and the table as overhead, so the two are one here.
 
     Attributes:
-        drafts: of drafting, by method.
         plain: of plain steps.
-        speculative: of speculative steps without their drafting.
+        passes: of target passes over drafted nodes.
+        drafts: of all else in a speculative step, by method.
     """
 
     def __init__(self) -> None:
-        self.drafts: dict[str, Factor] = {}
         self.plain = Factor()
-        self.speculative = Factor()
-
-    def draft_factor(self, method: str) -> float:
-        """Of drafting."""
-        factor = self.drafts.get(method)
-        return 1.0 if factor is None else factor.value()
+        self.passes = Factor()
+        self.drafts: dict[str, Factor] = {}
 
     @property
     def plain_factor(self) -> float:
@@ -188,14 +184,19 @@ class Correction:
         return self.plain.value(self._either)
 
     @property
-    def speculative_factor(self) -> float:
-        """Of the rest of speculative steps."""
-        return self.speculative.value(self._either)
+    def pass_factor(self) -> float:
+        """Of target passes over drafted nodes."""
+        return self.passes.value(self._either)
+
+    def draft_factor(self, method: str) -> float:
+        """Of all else in a speculative step of a drafter."""
+        factor = self.drafts.get(method)
+        return math.exp(self._either) if factor is None else factor.value(self._either)
 
     @property
     def _either(self) -> float:
-        plain, other = self.plain, self.speculative
-        return (plain.log + other.log) / (plain.count + other.count + STRENGTH)
+        plain, passes = self.plain, self.passes
+        return (plain.log + passes.log) / (plain.count + passes.count + STRENGTH)
 
 
 def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:

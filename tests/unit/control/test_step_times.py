@@ -24,10 +24,11 @@ def test_cycles_are_those_of_the_table(k):
 def test_what_is_expected_of_a_step_has_the_overhead_of_every_methods_deepest_draft():
     costs = simulated.table(batches=(1, 4), overhead=BENT)
     times = StepTimes.read(costs, Place(4, 0), 8)
-    draft_s, rest_s = expected_times({"d": [2, 5, 0], "e": [1]}, {"d": times, "e": times})
-    assert draft_s["e"] == times.draft_s[0]
-    overheads_s = costs.overhead_s(5, batch=4) + costs.overhead_s(1, batch=4)
-    assert rest_s == pytest.approx(times.verify_nodes_s(8) + overheads_s)
+    found, pass_s = expected_times({"d": [2, 5, 0], "e": [1]}, {"d": times, "e": times})
+    levels_s = 2 * times.draft_s[1] + 3 * times.draft_s[0]
+    assert found["d"] == pytest.approx(levels_s + costs.overhead_s(5, batch=4))
+    assert found["e"] == pytest.approx(times.draft_s[0] + costs.overhead_s(1, batch=4))
+    assert pass_s == times.verify_nodes_s(8)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +91,13 @@ def test_a_table_that_is_far_off_is_corrected_all_the_same():
 def test_what_is_slow_at_one_kind_is_believed_slow_at_the_other_until_it_is_seen():
     correction = Correction()
     for _ in range(100):
-        correction.speculative.observe(0.013, 0.010)
-    assert 1.15 < correction.plain_factor <= correction.speculative_factor
+        correction.passes.observe(0.013, 0.010)
+    assert 1.15 < correction.plain_factor <= correction.pass_factor
+    assert correction.draft_factor("d") > 1.15
     for _ in range(100):
         correction.plain.observe(0.010, 0.010)
     assert correction.plain_factor == pytest.approx(1.0, abs=0.03)
-    assert correction.draft_factor("d") == 1.0
+    assert 1.0 < correction.draft_factor("d") < correction.pass_factor
 
 
 def test_a_step_that_was_held_up_is_hardly_believed():
