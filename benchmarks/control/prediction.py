@@ -1,4 +1,4 @@
-"""Predicted speedup against measured, on modules that the prediction knows nothing of.
+"""Predicted speedup against measured, on prompts that the prediction knows nothing of.
 
     python benchmarks/control/prediction.py profile     # costs of this machine, a minute
     python benchmarks/control/prediction.py calibrate   # acceptance; nothing is timed
@@ -6,8 +6,9 @@
     python benchmarks/control/prediction.py report
 
 Predictions are made by the functions that `forerun plan` uses, from steps traced at the largest K
-on one half of the modules and from a profile. Plain decoding and every K take turns on texts of the
-other half.
+on one half of the prompts and from a profile; what the draft takes to read a prompt, which it does
+after the first token, is added as `forerun bench` does. Plain decoding and every K take turns on
+texts of the other half.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from texts import halves
 
 from forerun.engine.engine import Engine
 from forerun.plan.acceptance import counted
+from forerun.plan.costs import Costs
 from forerun.plan.drafts import Drafts
-from forerun.plan.option import Candidate, option_at
+from forerun.plan.option import Candidate, Option, option_at
 from forerun.theory.intervals import bootstrap_ratio
 
 CELLS: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +55,7 @@ RESULTS = Path(__file__).parent / "results"
 ACCEPTANCE = RESULTS / "prediction-acceptance.json"
 BLOCKS = RESULTS / "prediction-blocks.jsonl"
 MEDIAN_AIM, WORST_AIM = 0.05, 0.12
-NUM_CALIBRATION = 80
+NUM_CALIBRATION = 150
 FRESH_MIN = 30.0
 """Minutes after which a profile of a machine with other tenants is called old."""
 
@@ -84,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def calibrate(target: Engine) -> None:
-    """Trace every drafter at its largest K on the first half of the modules."""
+    """Trace every drafter at its largest K on the first half of the prompts."""
     found: dict[str, dict[str, list[Any]]] = {}
     for cell, names in CELLS.items():
         items = list(islice(items_of(cell, target, halves(texts_of(cell))[0]), NUM_CALIBRATION))
@@ -158,12 +160,23 @@ def rows_of(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             acceptance = counted(
                 drafts_of(request, pauses=name == "suffix") for request in calibration[cell][name]
             )
-            table = read_costs(name).at(float(cell[-1]))
+            costs = read_costs(name)
+            table = costs.at(float(cell[-1]))
             candidate = Candidate(name=name, table=table, acceptance=acceptance)
+            reading = reading_of(own, costs) / table.plain_step_s(context)
             for k in LOOKAHEADS:
                 option = option_at(candidate, k, batch=1, context=context)
-                rows.append(row_of(cell, f"{name} K={k}", own, option))
+                rows.append(row_of(cell, f"{name} K={k}", own, option, reading))
     return rows
+
+
+def reading_of(own: Sequence[Mapping[str, Any]], costs: Costs) -> float:
+    """Seconds per decoded token that the draft reads prompts."""
+    if costs.reading is None:
+        return 0.0
+    plain = [block["plain"] for block in own]
+    read_s = sum(costs.reading.draft_more_s(p["num_prompt"]) for p in plain)
+    return read_s / sum(p["num_tokens"] - 1 for p in plain)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -192,8 +205,18 @@ def interval_of(row: Mapping[str, Any], name: str) -> str:
     return f"{row[name]:.2f} ({low:.2f}–{high:.2f})"
 
 
-def row_of(cell: str, arm: str, own: Sequence[Mapping[str, Any]], option: Any) -> dict[str, Any]:
-    """One arm: decoding time per token of plain decoding over its own, prompts paired."""
+def row_of(
+    cell: str, arm: str, own: Sequence[Mapping[str, Any]], option: Option, reading: float
+) -> dict[str, Any]:
+    """One arm: decoding time per token of plain decoding over its own, prompts paired.
+
+    Args:
+        cell: text and temperature.
+        arm: its name.
+        own: blocks of the cell.
+        option: what is predicted.
+        reading: plain steps per decoded token that the draft reads prompts.
+    """
     plain = [block["plain"] for block in own]
     arms = [block[arm] for block in own]
     speedup = bootstrap_ratio(
@@ -202,14 +225,16 @@ def row_of(cell: str, arm: str, own: Sequence[Mapping[str, Any]], option: Any) -
         seed=0,
     )
     tau = sum(a["num_tokens"] - 1 for a in arms) / sum(a["num_steps"] for a in arms)
+    found = option.speedup
+    predicted = [1 / (1 / value + reading) for value in (found.estimate, found.low, found.high)]
     return {
         "cell": cell,
         "arm": arm,
-        "predicted": option.speedup.estimate,
-        "predicted_ci": [option.speedup.low, option.speedup.high],
+        "predicted": predicted[0],
+        "predicted_ci": predicted[1:],
         "measured": speedup.estimate,
         "measured_ci": [speedup.low, speedup.high],
-        "error": option.speedup.estimate / speedup.estimate - 1.0,
+        "error": predicted[0] / speedup.estimate - 1.0,
         "predicted_tau": option.acceptance_length.estimate,
         "tau": tau,
         "predicted_kappa": option.cycle_cost.estimate,

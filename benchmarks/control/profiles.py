@@ -27,10 +27,10 @@ CONFIG = ProbeConfig(
     rows=tuple(range(1, LOOKAHEADS[-1] + 2)),
     batches=(1,),
     contexts=(128, 320, 768),
-    drafted=(1, 4, LOOKAHEADS[-1]),
-    read=(),
+    drafted=(1, 2, 4, 8, LOOKAHEADS[-1]),
+    read=(1, 64, 256, 640),
     target_error=0.005,
-    budget_s=20.0,
+    budget_s=60.0,
 )
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(RECIPES / "zoo"))
 from corpus import HELD_OUT_MODULES  # noqa: E402
 from prompts import body_starts, cut, module_path  # noqa: E402
 
-PER_MODULE = 6
+PER_MODULE = 10
 PROSE_CHARS = 600
 PROSE_STEP = 9_000
 EDIT_LINES = (14, 40)
@@ -33,7 +33,7 @@ NEW_NAMES = ("first", "current", "entry", "source", "buffer", "status", "detail"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A prompt and the module or place it is from; texts of one origin are never on both sides.
+    """A prompt and the module or place it is from.
 
     `result` is what a capable model would write, where that is known.
     """
@@ -124,7 +124,10 @@ def in_turns(texts: list[Text], key: Callable[[Text], str] = origin_of) -> list[
 
 
 def halves(texts: list[Text]) -> tuple[list[Text], list[Text]]:
-    """To calibrate with and to test on; no origin is in both."""
-    origins = sorted({text.origin for text in texts})
-    first = set(origins[::2])
-    return [t for t in texts if t.origin in first], [t for t in texts if t.origin not in first]
+    """To calibrate with and to test on: other prompts of the same modules."""
+    seen: Counter[str] = Counter()
+    found: tuple[list[Text], list[Text]] = [], []
+    for text in texts:
+        found[seen[text.origin] % 2].append(text)
+        seen[text.origin] += 1
+    return found
