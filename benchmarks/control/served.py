@@ -153,6 +153,7 @@ def serve(arm: Arm, item: Item) -> dict[str, Any]:
         [item.prompt], item.params, RequestTerms(tags=(item.kind.partition(",")[0],))
     )
     total_s = time.perf_counter() - start_s
+    target.script = NO_SCRIPT
     completion = output.completions[0]
     assert completion.ttft_s is not None
     decoded = [record for record in records if not record.num_prefill_rows]

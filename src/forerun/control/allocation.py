@@ -105,16 +105,19 @@ class Crowd:
         was = max([candidate.was for candidate in candidates])
         deepest = max([len(candidate.curve.survival) for candidate in candidates])
         # Beside the last depth, or from scratch where nobody drafted; and past dear levels.
-        untried = {min(was, deepest)} if was else {1 << n for n in range(deepest.bit_length())}
+        within = set(range(1, deepest + 1))
+        scratch = {1 << n for n in range(deepest.bit_length())}
+        untried = {min(was, deepest)} if was else scratch
         for times in self.pricing.times.values():
-            untried |= {min(depth, deepest) for depth in times.landmarks}
+            untried = untried | {min(depth, deepest) for depth in times.landmarks}
         tried: set[int] = set()
         while untried:
             for depth in sorted(untried):
                 best = self._shallower(depth, nodes, max_nodes, best, most_late)
             tried |= untried
             reached = max(best.depths)
-            untried = {reached - 1, reached, reached + 1} - tried
+            untried = {reached - 1, reached, reached + 1} if reached else scratch
+            untried = untried & within - tried
         return best
 
     def at(self, depths: Sequence[int]) -> Allocation:
@@ -184,7 +187,7 @@ class Crowd:
             else:
                 draft_s += (reached + missed) * deltas_s[num_active]
             if num_active == 0:  # methods beside each other pay their overheads one by one
-                overhead_s += reached * overheads_s[depth]
+                overhead_s += (reached if depth else 1.0) * overheads_s[depth]
             below = int(rows)
             rest_s = verify_s[below]
             if share := rows - below:

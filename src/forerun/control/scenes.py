@@ -8,7 +8,7 @@ from typing import NamedTuple
 from forerun.control.base import RequestState
 from forerun.control.pricing import Pricing
 from forerun.control.punctuality import Punctuality
-from forerun.control.step_times import Correction, Costs, Factor, Place, StepTimes, Tables
+from forerun.control.step_times import Correction, Costs, Place, StepTimes, Tables
 from forerun.theory.record import StepRecord
 
 __all__ = ["Scene", "Scenes"]
@@ -97,26 +97,28 @@ class Scenes:
             plain_s = next(iter(scene.times.values())).plain_s
             self.punctuality.observe(rest_s, plain_s * correction.plain_factor)
             correction.plain.observe(rest_s, plain_s)
-            correction.passes.fade()
+            correction.fade()
             return
-        drafts_s, pass_s = expected_times(depths, scene.times)
-        believed_s = pass_s * correction.pass_factor
-        for method, seconds in drafts_s.items():
-            believed_s += seconds * correction.draft_factor(method)
+        drafts_s, overheads_s, pass_s = expected_times(depths, scene.times)
+        believed_s, expected_rest_s = pass_s * correction.pass_factor, pass_s
+        for method, overhead_s in overheads_s.items():
+            believed_s += (drafts_s[method] + overhead_s) * correction.draft_factor(method)
+            expected_rest_s += overhead_s
         self.punctuality.observe(first.draft_s + rest_s, believed_s)
+        correction.rests.observe(rest_s, expected_rest_s)
         if first.verify_s > 0.0:
             correction.passes.observe(first.verify_s, pass_s)
         own_s = first.draft_s + first.other_s
         if len(depths) == 1 and own_s > 0.0:  # else whose time was it?
             (method,) = depths
-            if drafts_s[method] > 0.0:
-                factor = correction.drafts.setdefault(method, Factor())
-                factor.observe(own_s, drafts_s[method])
+            expected_s = drafts_s[method] + overheads_s[method]
+            if expected_s > 0.0:
+                correction.drafts[method].observe(own_s, expected_s)
 
 
 def expected_times(
     depths: Mapping[str, Sequence[int]], times: Mapping[str, StepTimes]
-) -> tuple[dict[str, float], float]:
+) -> tuple[dict[str, float], dict[str, float], float]:
     """What the tables say of a speculative step.
 
     Args:
@@ -124,19 +126,19 @@ def expected_times(
         times: by method.
 
     Returns:
-        Seconds of the target pass last, and before it of everything else, by method.
+        Seconds of drafting and of overhead by method, and of the target pass.
     """
     num_nodes = 0
-    found = {}
+    drafts_s, overheads_s = {}, {}
     for method, drafted in depths.items():
         by_count = times[method].draft_s
         if len(drafted) == 1:
-            draft_s = drafted[0] * by_count[0]
+            drafts_s[method] = drafted[0] * by_count[0]
         else:
-            draft_s = sum(
+            drafts_s[method] = sum(
                 by_count[sum([depth > level for depth in drafted]) - 1]
                 for level in range(max(drafted))
             )
         num_nodes += sum(drafted)
-        found[method] = draft_s + times[method].overhead_s[max(drafted)]
-    return found, next(iter(times.values())).verify_nodes_s(num_nodes)
+        overheads_s[method] = times[method].overhead_s[max(drafted)]
+    return drafts_s, overheads_s, next(iter(times.values())).verify_nodes_s(num_nodes)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from forerun.theory.cost import CostTable
@@ -17,6 +18,8 @@ MOST_SURPRISE = 0.7
 """Largest log of measured over believed that counts: a step may be held up by anything."""
 MEMORY = 0.97
 """Weight that a step keeps after one more."""
+DEAR_MEMORY = 0.998
+"""The same of what a drafter's steps take while nobody drafts, where that was more than expected."""
 STRENGTH = 5.0
 """Steps that a belief is worth."""
 NOTHING_S = 1e-9
@@ -83,7 +86,9 @@ class StepTimes:
     def read(cls, table: CostTable, place: Place, max_k: int) -> StepTimes:
         """Read the table for every size up to `max_k`."""
         batch, context = place.batch, place.context
-        draft_s = tuple(table.draft_token_s(context, b + 1) for b in range(batch))
+        # More sequences never take less, whatever noise there was between measured batches.
+        by_batch = (table.draft_token_s(context, b + 1) for b in range(batch))
+        draft_s = tuple(accumulate(by_batch, max))
         plain_s = table.plain_step_s(context, batch)
         by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)]
         verify_s = spread(by_rows, batch)
@@ -149,10 +154,10 @@ class Factor:
         self.log = self.log * MEMORY + surprise
         self.count = self.count * MEMORY + 1.0
 
-    def fade(self) -> None:
-        """A step passes that says nothing of it."""
-        self.log *= MEMORY
-        self.count *= MEMORY
+    def fade(self, share: float) -> None:
+        """Keep a share of the weight of all steps; this one says nothing of it."""
+        self.log *= share
+        self.count *= share
 
     def value(self, prior: float = 0.0) -> float:
         """The factor, where it is believed to be exp(prior) before any step was seen."""
@@ -163,20 +168,23 @@ class Correction:
     """How much longer steps take than the table says.
 
     Plain steps, the target's passes over drafted nodes, and what every drafter's steps take besides
-    are corrected apart, but what is known of the former two is believed of each other and of
-    drafters until they have been seen: a machine that is slow today is slow at all. The engine
-    counts the beginning of a draft as drafting and the table as overhead, so the two are one here.
+    are corrected apart, but what is known of plain steps and of speculative ones without drafting
+    is believed of all until they have been seen: a machine that is slow today is slow at all. The
+    engine counts the beginning of a draft as drafting and the table as overhead, so the two are one
+    where a drafter is corrected.
 
     Attributes:
         plain: of plain steps.
+        rests: of speculative steps without drafting.
         passes: of target passes over drafted nodes.
         drafts: of all else in a speculative step, by method.
     """
 
     def __init__(self) -> None:
         self.plain = Factor()
+        self.rests = Factor()
         self.passes = Factor()
-        self.drafts: dict[str, Factor] = {}
+        self.drafts: defaultdict[str, Factor] = defaultdict(Factor)
 
     @property
     def plain_factor(self) -> float:
@@ -190,13 +198,24 @@ class Correction:
 
     def draft_factor(self, method: str) -> float:
         """Of all else in a speculative step of a drafter."""
-        factor = self.drafts.get(method)
-        return math.exp(self._either) if factor is None else factor.value(self._either)
+        return self.drafts[method].value(self._either)
+
+    def fade(self) -> None:
+        """A step passes in which nobody drafts.
+
+        A drafter that was dearer than its table may have been held up, or be dear: that is believed
+        for longer, for to find out is dear as well. One that was cheaper is cheap.
+        """
+        self.rests.fade(MEMORY)
+        self.passes.fade(MEMORY)
+        for factor in self.drafts.values():
+            if factor.log > 0.0:
+                factor.fade(DEAR_MEMORY)
 
     @property
     def _either(self) -> float:
-        plain, passes = self.plain, self.passes
-        return (plain.log + passes.log) / (plain.count + passes.count + STRENGTH)
+        plain, rests = self.plain, self.rests
+        return (plain.log + rests.log) / (plain.count + rests.count + STRENGTH)
 
 
 def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:

@@ -48,7 +48,7 @@ def pricing(batch: int, **changes: float | Mapping[int, float]) -> Pricing:
     alphas=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3),
     draft=st.sampled_from([0.01, 0.1, 0.4]),
     row=st.sampled_from([0.0, 0.02, 0.2]),
-    overhead=st.sampled_from([0.05, BENT]),
+    overhead=st.sampled_from([0.05, 0.6, BENT]),
 )
 @example(alphas=[0.578125, 0.109375], draft=0.1, row=0.02, overhead=0.05)
 def test_hardly_any_other_allocation_is_faster(alphas, draft, row, overhead):

@@ -24,10 +24,13 @@ def test_cycles_are_those_of_the_table(k):
 def test_what_is_expected_of_a_step_has_the_overhead_of_every_methods_deepest_draft():
     costs = simulated.table(batches=(1, 4), overhead=BENT)
     times = StepTimes.read(costs, Place(4, 0), 8)
-    found, pass_s = expected_times({"d": [2, 5, 0], "e": [1]}, {"d": times, "e": times})
-    levels_s = 2 * times.draft_s[1] + 3 * times.draft_s[0]
-    assert found["d"] == pytest.approx(levels_s + costs.overhead_s(5, batch=4))
-    assert found["e"] == pytest.approx(times.draft_s[0] + costs.overhead_s(1, batch=4))
+    drafts_s, overheads_s, pass_s = expected_times(
+        {"d": [2, 5, 0], "e": [1]}, {"d": times, "e": times}
+    )
+    assert drafts_s["d"] == pytest.approx(2 * times.draft_s[1] + 3 * times.draft_s[0])
+    assert drafts_s["e"] == times.draft_s[0]
+    assert overheads_s["d"] == pytest.approx(costs.overhead_s(5, batch=4))
+    assert overheads_s["e"] == pytest.approx(costs.overhead_s(1, batch=4))
     assert pass_s == times.verify_nodes_s(8)
 
 
@@ -91,13 +94,25 @@ def test_a_table_that_is_far_off_is_corrected_all_the_same():
 def test_what_is_slow_at_one_kind_is_believed_slow_at_the_other_until_it_is_seen():
     correction = Correction()
     for _ in range(100):
-        correction.passes.observe(0.013, 0.010)
+        correction.rests.observe(0.013, 0.010)
     assert 1.15 < correction.plain_factor <= correction.pass_factor
     assert correction.draft_factor("d") > 1.15
     for _ in range(100):
         correction.plain.observe(0.010, 0.010)
     assert correction.plain_factor == pytest.approx(1.0, abs=0.03)
-    assert 1.0 < correction.draft_factor("d") < correction.pass_factor
+    assert 1.0 < correction.draft_factor("d") == correction.pass_factor
+
+
+def test_a_drafter_that_was_held_up_is_tried_again_and_a_cheap_one_stays_cheap():
+    correction = Correction()
+    for _ in range(30):
+        correction.drafts["slow"].observe(0.030, 0.010)
+        correction.drafts["cheap"].observe(0.005, 0.010)
+    assert correction.draft_factor("slow") > 2.0
+    for _ in range(3000):
+        correction.fade()
+    assert correction.draft_factor("slow") == pytest.approx(1.0, abs=0.05)
+    assert correction.draft_factor("cheap") < 0.6
 
 
 def test_a_step_that_was_held_up_is_hardly_believed():
