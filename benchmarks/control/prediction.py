@@ -119,7 +119,7 @@ def measure(target: Engine, seconds: float) -> None:
                 return
             number = done.count(cell)
             done.append(cell)
-            block = block_of(arms[cell], next(queues[cell]), number)
+            block = block_of(arms[cell], next(queues[cell]), number, warm=True)
             block["profile_age_min"] = profile_age_min()
             for served in block["arms"].values():
                 del served["records"]

@@ -178,16 +178,23 @@ def depths(records: Iterable[StepRecord]) -> list[list[int]]:
     return [[*key, count] for key, count in sorted(found.items())]
 
 
-def block_of(arms: Sequence[Arm], item: Item, number: int) -> dict[str, Any]:
-    """All arms on one request, in an order that rotates."""
+def block_of(arms: Sequence[Arm], item: Item, number: int, *, warm: bool = False) -> dict[str, Any]:
+    """All arms on one request, in an order that rotates.
+
+    Args:
+        arms: ways to serve it.
+        item: the request.
+        number: of the block.
+        warm: whether each serves a little of it before: who serves alone finds its caches warm, and
+            who follows another does not.
+    """
     shift = number % len(arms)
-    order = [*arms[shift:], *arms[:shift]]
-    return {
-        "kind": item.kind,
-        "origin": item.origin,
-        "number": number,
-        "arms": {arm.name: serve(arm, item) for arm in order},
-    }
+    served = {}
+    for arm in [*arms[shift:], *arms[:shift]]:
+        if warm:
+            warm_up([arm], item)
+        served[arm.name] = serve(arm, item)
+    return {"kind": item.kind, "origin": item.origin, "number": number, "arms": served}
 
 
 def warm_up(arms: Sequence[Arm], item: Item) -> None:

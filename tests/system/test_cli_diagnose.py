@@ -123,6 +123,7 @@ def test_a_trace_may_come_through_standard_input(diagnose, tmp_path, monkeypatch
         ((), "nothing to go by"),
         (("no/such/file.log",), "cannot be read"),
         (("--k", "-3"), "k is '-3.0'"),
+        (("--fact", "acceptance_length=0.5"), "must be a number from 1"),
         (("--observed", "bad_weather"), "no fact 'bad_weather'"),
         (("--fact", "k"), "NAME=VALUE"),
         (("--changed", "weather"), "must be one of target"),

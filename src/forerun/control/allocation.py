@@ -1,9 +1,9 @@
 """Which requests of a batch draft how deep: the most expected tokens per second of the step.
 
 Nodes are given out in the order of their survival (`theory.budget`), and every number of them is
-priced: a row costs its share of the target pass, a level a draft pass however few go that deep. So
-the budget R comes from v(n), plain decoding is the choice of 0 nodes, and how deep anybody may go
-is searched as well.
+priced: a row costs its share of the target pass, a level a draft pass and whatever else it takes,
+however few go that deep. So the budget R comes from v(n), plain decoding is the choice of 0 nodes,
+and how deep anybody may go is searched as well.
 """
 
 from __future__ import annotations

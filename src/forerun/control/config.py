@@ -52,7 +52,7 @@ class GoodputConfig:
         explore: share of the time that may be lost by letting requests draft one node more, or with
             another drafter, than is believed best.
         probe_share: share of the time that may be lost by letting requests that do not draft draft
-            a few tokens to see how it fares.
+            a token to see how it fares; what that leaves in caches is not counted.
         stop: what a stop rule inside K looks at, its threshold learnt; None: no such rule.
     """
 
@@ -61,7 +61,7 @@ class GoodputConfig:
     catch_up: float = 1.0
     horizon: int = 16
     explore: float = 0.003
-    probe_share: float = 0.015
+    probe_share: float = 0.012
     stop: Measure | None = None
 
 

@@ -19,7 +19,7 @@ MOST_SURPRISE = 0.7
 MEMORY = 0.97
 """Weight that a step keeps after one more."""
 DEAR_MEMORY = 0.998
-"""The same of what a drafter's steps take while nobody drafts, where that was more than expected."""
+"""The same while nobody drafts, of a drafter whose steps took longer than expected."""
 STRENGTH = 5.0
 """Steps that a belief is worth."""
 NOTHING_S = 1e-9

@@ -19,7 +19,7 @@ class ProbeConfig:
         batches: sequences at once.
         contexts: committed tokens of every sequence.
         drafted: K of the greedy chains and of the engine steps; a straight line through them tells
-            what a drafted token adds from what a cycle takes anyway.
+            what a drafted token adds, and what is left what else a cycle takes at each.
         read: tokens of one sequence in a pass that reads them; fewer than two sizes: reading is not
             measured.
         max_pass_rows: passes of more rows, over all sequences, are left out.
