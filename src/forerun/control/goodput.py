@@ -352,10 +352,8 @@ class GoodputController:
         way = Way(probed[0].method, self.calibration is not None)
         self.beliefs.fade(probed, way, IDLE_MEMORY**probe.num_idle)
         first, longer_s, without = records[0], probe.longer_s, probe.without
-        num_accepted = sum([record.num_accepted for record in probed])
-        brought = num_accepted / without.tokens
-        # Had all that are idle drafted, and catching up apart.
-        pays = num_accepted / len(probed) >= longer_s / without.step_s
+        brought = sum([record.num_accepted for record in probed]) / without.tokens
+        pays = brought >= longer_s / without.step_s  # catching up apart
         if first.num_prefill_rows == 0:
             longer_s = first.draft_s + first.verify_s + first.other_s - without.step_s
         self.exploration.observe(longer_s / without.step_s - brought, pays=pays)
