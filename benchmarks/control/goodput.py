@@ -135,6 +135,7 @@ def measure(is_modelled: bool, options: argparse.Namespace) -> None:
         work: arms_of(target, work, next(queues[work]), is_modelled=is_modelled)
         for work in workloads
     }
+    clocks = {work: ModelClock(costs_of(WORKLOADS[work])) for work in workloads}
     start_s, longest_s = time.perf_counter(), 0.0
     with path.open("a", encoding="utf-8", buffering=1) as file:
         for workload in cycle(workloads):
@@ -142,15 +143,14 @@ def measure(is_modelled: bool, options: argparse.Namespace) -> None:
             if block_s - start_s + longest_s > seconds:
                 return
             block = block_of(arms[workload], next(queues[workload]), done.count(workload))
-            add_modelled(block, workload)
+            add_modelled(block, clocks[workload])
             done.append(workload)
             file.write(json.dumps({"workload": workload, **rounded(block)}) + "\n")
             longest_s = max(longest_s, time.perf_counter() - block_s)
 
 
-def add_modelled(block: dict[str, Any], workload: str) -> None:
+def add_modelled(block: dict[str, Any], clock: ModelClock) -> None:
     """Beside the seconds of every arm what its steps take by the tables."""
-    clock = ModelClock(costs_of(WORKLOADS[workload]))
     temperature = float(block["kind"][-1])
     for served in block["arms"].values():
         times = [clock.seconds(record, temperature) for record in served.pop("records")]

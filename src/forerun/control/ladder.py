@@ -30,13 +30,13 @@ class Ladder:
         tokens, depth, overhead_s = 1.0, 0.0, 0.0
         self.tokens = [tokens]
         self.steps_s = [times.plain_s * pricing.plain_factor]
-        survival, reached = candidate.curve
-        # That a draft may come to nothing is no reason to take its step for a cheap one.
-        dues = zip((1.0, *reached[1:]), times.overhead_deltas_s, strict=False)
-        for survived, drafted, (due, more_s) in zip(survival, reached, dues, strict=False):
+        overheads_s = times.overhead_deltas_s[: len(candidate.curve.survival)]
+        levels = zip(*candidate.curve, overheads_s, strict=True)
+        for level, (survived, drafted, more_s) in enumerate(levels):
             tokens += survived
             depth += drafted
-            overhead_s += due * more_s * own_factor
+            # That a draft may come to nothing is no reason to take its step for a cheap one.
+            overhead_s += (drafted if level else 1.0) * more_s * own_factor
             below = int(nodes := depth * batch)
             pass_s = verify_s[below]
             if share := nodes - below:
