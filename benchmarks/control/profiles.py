@@ -59,24 +59,28 @@ def measure_profiles(num_threads: int) -> None:
 
 
 def measure_copying(num_threads: int) -> None:
-    """What a copied token takes, vain looks included: as a trace tells `forerun plan`."""
+    """What copying takes, vain looks included: as a trace tells `forerun plan`."""
     target = load_target(num_threads)
     (arm,) = fixed_arms(target, "suffix", LOOKAHEADS[-1:])
     items = list(islice(items_of("edits, T=0", target, halves(edit_texts())[0]), NUM_COPIED))
     warm_up([arm], items[0])
-    served = [serve(arm, item) for item in items]
-    num_drafted = sum(depth * n for each in served for _, depth, _, n in each["drafted"])
-    seconds = sum(each["draft_s"] for each in served) / num_drafted
-    COPYING.write_text(json.dumps({"draft_token_s": seconds}) + "\n", encoding="utf-8")
+    records = [record for item in items for record in serve(arm, item)["records"]]
+    drafting = [record for record in records if record.depth_drafted]
+    num_drafted = sum(record.depth_drafted for record in drafting)
+    found = {
+        "draft_s": sum(record.draft_s for record in records) / num_drafted,
+        "overhead_s": sum(record.other_s for record in drafting) / len(drafting),
+    }
+    COPYING.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 def read_costs(name: str) -> Costs:
-    """Costs of a drafter; of copying, those of a pair whose drafts take what copies took."""
+    """Costs of a drafter; of copying, those of a pair whose cycles take what copying took."""
     costs = load_profile(profile_path("domain" if name == "suffix" else name)).costs
     if name != "suffix":
         return costs
-    draft_token_s = json.loads(COPYING.read_text(encoding="utf-8"))["draft_token_s"]
+    copying = json.loads(COPYING.read_text(encoding="utf-8"))
     return Costs(
-        greedy=with_draft_cost(costs.greedy, draft_s=draft_token_s),
-        sampled=with_draft_cost(costs.sampled, draft_s=draft_token_s),
+        greedy=with_draft_cost(costs.greedy, **copying),
+        sampled=with_draft_cost(costs.sampled, **copying),
     )

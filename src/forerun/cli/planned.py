@@ -184,7 +184,8 @@ def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts |
     """What a drafter costs.
 
     A drafter without a model is put beside the target of any profile: what it takes per token is
-    in the trace, or nothing. The rest of a cycle is taken to be what it is with a draft model.
+    in the trace, and so is the rest of a cycle. Without a trace it drafts for nothing and the rest
+    is what it is with a draft model, which is kind to neither.
 
     Raises:
         InvalidRequest: nothing says what it costs.
@@ -193,16 +194,17 @@ def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts |
         return tables[name]
     beside = next(iter(tables.values()))
     named = parse_drafter(name)
-    measured = None
-    if traced is not None and name in traced.drafts:
-        measured = traced.drafts[name].draft_token_s
+    own = None if traced is None else traced.drafts.get(name)
+    measured = None if own is None else own.draft_token_s
     if named is None or (named.name == "self" and measured is None):
         raise InvalidRequest(
             f"nothing says what drafting with {name} costs: the profiles are of "
             f"{', '.join(tables)}; profile it"
             + (", or give a trace of it" if named is not None else "")
         )
-    return with_draft_cost(beside, draft_s=0.0 if measured is None else measured)
+    if own is None or measured is None:
+        return with_draft_cost(beside, draft_s=0.0)
+    return with_draft_cost(beside, draft_s=measured, overhead_s=own.overhead_s)
 
 
 def given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:

@@ -33,7 +33,11 @@ class Costs:
 
 
 def with_draft_cost(
-    table: CostTable, *, factor: float = 1.0, draft_s: float | None = None
+    table: CostTable,
+    *,
+    factor: float = 1.0,
+    draft_s: float | None = None,
+    overhead_s: float | None = None,
 ) -> CostTable:
     """The same target with another drafter.
 
@@ -41,6 +45,7 @@ def with_draft_cost(
         table: of the drafter that was measured.
         factor: every drafted token takes so many times what it took.
         draft_s: what every drafted token takes instead, whatever the batch.
+        overhead_s: what a cycle takes instead beyond drafting and the pass, whatever K and batch.
     """
 
     def changed(lines: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -49,12 +54,16 @@ def with_draft_cost(
         return [(factor * seconds, factor * error_s) for seconds, error_s in lines]
 
     found = changed((line.draft_s, line.draft_error_s) for line in table.lines)
-    return CostTable(
-        lines=tuple(
-            replace(line, draft_s=seconds, draft_error_s=error_s)
-            for line, (seconds, error_s) in zip(table.lines, found, strict=True)
-        )
-    )
+    lines = [
+        replace(line, draft_s=seconds, draft_error_s=error_s)
+        for line, (seconds, error_s) in zip(table.lines, found, strict=True)
+    ]
+    if overhead_s is not None:
+        lines = [
+            replace(line, overhead_ks=(1,), overhead_s=(overhead_s,), overhead_error_s=())
+            for line in lines
+        ]
+    return CostTable(lines=tuple(lines))
 
 
 def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:

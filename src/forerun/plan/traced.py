@@ -24,6 +24,8 @@ class TracedDraft:
         most_allowed: largest K of any step, by request.
         draft_s: drafting, in cycles that read no prompt.
         num_drafted: depth of those drafts.
+        other_s: beyond drafting and the pass, in those of these cycles that drafted.
+        num_cycles: how many they are.
     """
 
     header: TraceHeader
@@ -31,6 +33,8 @@ class TracedDraft:
     most_allowed: dict[str, int] = field(default_factory=dict)
     draft_s: float = 0.0
     num_drafted: int = 0
+    other_s: float = 0.0
+    num_cycles: int = 0
 
     @property
     def name(self) -> str:
@@ -41,6 +45,11 @@ class TracedDraft:
     def draft_token_s(self) -> float | None:
         """Seconds per drafted token; None where every draft was beside a prompt."""
         return self.draft_s / self.num_drafted if self.num_drafted else None
+
+    @property
+    def overhead_s(self) -> float | None:
+        """Seconds of a cycle beyond drafting and the pass; None as above."""
+        return self.other_s / self.num_cycles if self.num_cycles else None
 
     @property
     def has_drafted(self) -> bool:
@@ -61,6 +70,9 @@ class TracedDraft:
         if not record.num_prefill_rows:
             self.draft_s += record.draft_s
             self.num_drafted += record.depth_drafted
+            if record.depth_drafted:
+                self.other_s += record.other_s
+                self.num_cycles += 1
 
     def add_plain(self, record: StepRecord) -> None:
         """Count a plain step of one of its requests: it had nothing to propose, if it pauses."""

@@ -19,6 +19,8 @@ __all__ = ["EngineRig"]
 
 NUM_WARM_STEPS = 4
 """After all prompts were read: the first lets the draft read them, the next find cold caches."""
+WARM_S = 0.02
+"""Or more of them, for so long: where a step takes a millisecond, caches take a dozen to settle."""
 NUM_STEPS = 6
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
@@ -76,14 +78,21 @@ class EngineRig:
             unread = set(requests)
             while unread:
                 unread -= {chunk.request_id for chunk in engine.step()}
-            for _ in range(NUM_WARM_STEPS):
-                engine.step()
+            self._warm_up(engine)
             times = [self._timed_step(engine) for _ in range(NUM_STEPS)]
         finally:
             for request_id in requests:
                 engine.abort(request_id)
         outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
         return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Steps until caches hold what steps of this kind use."""
+        clock = self.target.stopwatch.clock
+        begun_s, num_steps = clock(), 0
+        while num_steps < NUM_WARM_STEPS or clock() - begun_s < WARM_S:
+            engine.step()
+            num_steps += 1
 
     def _engine(self, k: int) -> Engine:
         drafter = DraftModel(self.draft, self.target.vocab_size) if k else None
