@@ -21,12 +21,15 @@ class Plan:
         num_speculative_tokens: K, most nodes to propose (0: plain decoding).
         stop: ends a draft before K where the drafter is unsure; None drafts all of K.
         probe: made to learn something, not because it is believed to be fastest.
+        num_steps: steps a plain plan may be followed for without asking again or telling what came
+            of it, while all plans allow it and the requests stay the same.
     """
 
     method: str = "plain"
     num_speculative_tokens: int = 0
     stop: StopRule | None = None
     probe: bool = False
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +57,16 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Rows the target pass may take in this step, over all requests."""
+    """What the engine says beside the requests.
+
+    Attributes:
+        max_rows: rows the target pass may take in this step, over all requests.
+        num_steps: since the controller was last asked, this one included: more than 1 where plans
+            held for several.
+    """
 
     max_rows: int
+    num_steps: int = 1
 
 
 @runtime_checkable
@@ -71,4 +81,7 @@ class Controller(Protocol):
         """
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Outcomes of the step the last plans were for, and of the requests beside them."""
+        """Outcomes of the step the last plans were for, and of the requests beside them.
+
+        Of plans that are followed for several steps, those of the first.
+        """

@@ -34,8 +34,8 @@ MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
 PLAIN_PATIENCE = 128
 """The same where nobody drafts: then nothing is learnt but how long plain steps take."""
-PLAIN_SAMPLE = 4
-"""Once that is so, one in so many plain steps is looked at."""
+UNASKED = Plan(num_steps=8)
+"""Plain decoding once that is so: one in so many of its steps is looked at."""
 IDLE_MEMORY = 0.99
 """Weight that what is known of acceptance keeps after a step in which nobody drafts."""
 MOST_UNREAD = 8
@@ -65,6 +65,7 @@ class Settled:
     Attributes:
         names: of the requests.
         plans: of all of them.
+        followed: the same, as they are handed out.
         max_rows: there was room for.
         patience: steps it holds for at most.
         candidates: what was chosen from.
@@ -76,6 +77,7 @@ class Settled:
 
     names: list[str]
     plans: list[Plan]
+    followed: list[Plan]
     max_rows: int
     patience: int
     candidates: list[Candidate]
@@ -98,14 +100,11 @@ class Settled:
                 return False
         return True
 
-    @property
-    def is_rarely_looked_at(self) -> bool:
-        """Whether steps are plain as they long have been, and this one need not be known."""
-        return self.patience == PLAIN_PATIENCE and self.steps_left % PLAIN_SAMPLE > 0
-
     def hold(self, num_steps: int) -> None:
-        """Say for how many steps more."""
+        """Say for how many steps more; where they are plain and many, not all are asked about."""
         self.num_steps = self.steps_left = num_steps
+        if self.patience == PLAIN_PATIENCE and num_steps >= UNASKED.num_steps:
+            self.followed = [UNASKED] * len(self.plans)
 
 
 class GoodputController:
@@ -141,10 +140,11 @@ class GoodputController:
 
         Most steps follow what was settled before: beside a small model, deciding costs time.
         """
-        settled = self._settled
-        if settled is not None and settled.steps_left and settled.holds(states, capacity):
-            settled.steps_left -= 1
-            return settled.plans
+        settled, num_steps = self._settled, capacity.num_steps
+        lasts = settled is not None and settled.steps_left >= num_steps
+        if settled is not None and lasts and settled.holds(states, capacity):
+            settled.steps_left -= num_steps
+            return settled.followed
         return self._decide_anew(states, capacity) if states else []
 
     def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
@@ -156,7 +156,9 @@ class GoodputController:
         self._probe = None
         most = [max(0, min(self.max_k, state.max_new - 1)) for state in states]
         exploration, plans = self.exploration, settled.plans
-        num_steps = 1 if last is None else 1 + last.num_steps - last.steps_left
+        num_steps = capacity.num_steps
+        if last is not None:
+            num_steps += last.num_steps - last.steps_left
         self._num_idle += num_steps
         varied = exploration.varied(
             plans,
@@ -172,7 +174,7 @@ class GoodputController:
             self._num_idle = 0
         if self._probe is None:
             settled.hold(exploration.rest(plans, most, settled.patience) - 1)
-        return varied
+        return settled.followed if varied is plans else varied
 
     def _try(
         self, states: Sequence[RequestState], settled: Settled, varied: Sequence[Plan]
@@ -210,11 +212,14 @@ class GoodputController:
         ]
         is_plain = not any(allocation.depths)
         patience, last = 1, self._settled
-        if last is not None and last.plans == plans and (is_plain or last.names == names):
+        in_no_hurry = all(candidate.limit_s is None for candidate in candidates)
+        is_same = last is not None and last.plans == plans and (is_plain or last.names == names)
+        if last is not None and is_same and in_no_hurry:
             patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
         return Settled(
             names=names,
             plans=plans,
+            followed=plans,
             max_rows=capacity.max_rows,
             patience=patience,
             candidates=candidates,
@@ -226,12 +231,9 @@ class GoodputController:
         """Keep what is to be learnt of how far drafts came, and of what the step took."""
         if not records:
             return
-        probe, settled = self._probe, self._settled
+        probe, self._probe = self._probe, None
         if probe is not None:
-            self._probe = None
             self._observe_probe(probe, records)
-        elif settled is not None and settled.is_rarely_looked_at:
-            return
         # Caches are cold for whatever was not done in the step before.
         drafts = any([record.k_budget for record in records])
         is_steady = drafts == self._drafted and probe is None and not records[0].num_prefill_rows

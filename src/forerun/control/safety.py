@@ -37,8 +37,6 @@ MOST_HELD = 8
 """Steps that are decided and judged together where the inner controller repeats its plans."""
 MOST_PLAIN = 128
 """The same of plain steps."""
-PLAIN_SAMPLE = 4
-"""One in so many of them is looked at where they are plain."""
 
 Kind = Literal["plain", "speculative", "probe"]
 
@@ -148,19 +146,19 @@ class SafeController:
         plans = self.inner.decide(states, capacity)
         if not states:
             return plans
-        self.num_steps += 1
+        self.num_steps += capacity.num_steps
         held = self._held
         is_same = held is not None and plans is held.inner and len(plans) == len(held.plans)
-        if self._steps_left and is_same:
-            self._steps_left -= 1
+        if is_same and self._steps_left >= capacity.num_steps:
+            self._steps_left -= capacity.num_steps
         else:
-            self._held = held = self._decide_anew(bucket_of(states), plans)
+            self._held = held = self._decide_anew(bucket_of(states), plans, capacity.num_steps)
         assert held is not None
         self._asked = held
         return held.plans
 
-    def _decide_anew(self, name: tuple[int, int], inner: list[Plan]) -> Held:
-        num_steps = 1 + self._steps_held - self._steps_left
+    def _decide_anew(self, name: tuple[int, int], inner: list[Plan], num_steps: int) -> Held:
+        num_steps += self._steps_held - self._steps_left
         self._steps_held = self._steps_left = 0
         is_repeated = self._held is not None and self._held.inner is inner
         bucket = self._buckets.get(name)
@@ -198,7 +196,7 @@ class SafeController:
         bucket, first, last_kind = held.bucket, records[0], self._last_kind
         self._last_kind = held.kind
         bucket.since_plain += held.kind == "speculative"
-        if first.num_prefill_rows or (held.kind == "plain" and self._steps_left % PLAIN_SAMPLE):
+        if first.num_prefill_rows:
             return
         if held.kind == "plain" != last_kind and bucket.plain.num_pairs:
             return  # drafting has left cold caches; plain decoding alone is faster

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Controller, Plan, RequestState
+from forerun.control.unasked import Unasked
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.scheduler import Scheduler
@@ -44,7 +45,7 @@ class Stepper:
         self.drafter = drafter
         self.controller = controller
         self.scheduler = scheduler
-        self.capacity = Capacity(max_rows=config.max_step_rows)
+        self.unasked = Unasked(config.max_step_rows)
         self.most_emitted = config.num_speculative_tokens + 1
         self.cycle_id = 0
 
@@ -52,13 +53,16 @@ class Stepper:
         """Advance every running sequence once; returns one record per sequence that emitted."""
         clock = StepClock(self.target.device)
         turns = [turn_of(sequence) for sequence in self.scheduler.running]
-        if self.drafter is not None:
+        drafter = self.drafter
+        if drafter is not None and self.unasked.goes_on(self.scheduler.running):
+            drafter = None
+        if drafter is not None:
             asked = [turn for turn in turns if turn.decodes and turn.sequence.may_draft]
             if asked:
                 self._plan(asked, clock.started_s)
         clock.mark()
-        if self.drafter is not None:
-            self.drafter.propose([turn for turn in turns if turn.plan.num_speculative_tokens])
+        if drafter is not None:
+            drafter.propose([turn for turn in turns if turn.plan.num_speculative_tokens])
         clock.mark()
         self.scheduler.share(turns)
         fed = [turn for turn in turns if turn.num_chain]
@@ -69,17 +73,20 @@ class Stepper:
                 take(turn)
             else:
                 turn.commit()
-        if self.drafter is not None:
-            self._tell_drafter(emitting)
+        if drafter is not None:
+            tell(drafter, emitting)
         records = self._records(emitting, fed, clock) if emitting else []
-        self.controller.observe(records)
+        if drafter is not None:
+            self.controller.observe(records)
         self.cycle_id += 1
         return records
 
     def _plan(self, turns: Seq[Turn], now_s: float) -> None:
         """Plans of sequences that decode; those still prefilling do not draft."""
         states = [state_of(turn.sequence, now_s) for turn in turns]
-        for turn, plan in zip(turns, self.controller.decide(states, self.capacity), strict=True):
+        plans = self.controller.decide(states, self.unasked.capacity)
+        self.unasked.follow(self.scheduler.running, plans)
+        for turn, plan in zip(turns, plans, strict=True):
             turn.plan = bounded(plan, min(turn.sequence.max_new, self.most_emitted))
 
     @torch.inference_mode()
@@ -110,12 +117,6 @@ class Stepper:
                 wanted += range(row - 1, row + turn.num_drafted)
                 row += turn.num_drafted
         return pack([turn.span() for turn in fed], tokens_of(fed, device), wanted, device)
-
-    def _tell_drafter(self, turns: Seq[Turn]) -> None:
-        assert self.drafter is not None
-        drafted = [t for t in turns if t.proposal is not None and t.sequence.stop is None]
-        if drafted:
-            self.drafter.observe(drafted)
 
     def _records(self, emitting: Seq[Turn], fed: Seq[Turn], clock: StepClock) -> list[StepRecord]:
         """One trace record per sequence that emitted; durations belong to the whole cycle."""
@@ -200,6 +201,13 @@ def tokens_of(turns: Seq[Turn], device: torch.device) -> list[int] | Tensor:
         if proposal is not None:
             pieces.append(proposal.tokens.to(device))
     return torch.cat(pieces)
+
+
+def tell(drafter: GuardedDrafter, turns: Seq[Turn]) -> None:
+    """What became of the proposals of those who go on."""
+    drafted = [t for t in turns if t.proposal is not None and t.sequence.stop is None]
+    if drafted:
+        drafter.observe(drafted)
 
 
 def take(turn: Turn) -> None:
