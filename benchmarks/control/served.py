@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ DRAFTS = {"domain": "zoo:draft-domain", "shelf": "zoo:draft-off-the-shelf", "suf
 MAX_TOKENS = 128
 MAX_PROMPT = 700
 LOOKAHEADS = (1, 2, 3, 5, 8, 12)
+NUM_BEYOND = max(LOOKAHEADS) + 2
+"""Tokens that every request goes on behind those that count, so that no draft is cut to its end."""
 NO_SCRIPT = torch.zeros(0, dtype=torch.int64)
 
 
@@ -59,7 +61,7 @@ class Item:
         kind: one of KINDS.
         origin: of its text.
         prompt: ids.
-        num_tokens: to be emitted.
+        num_tokens: that count; NUM_BEYOND more are emitted.
         temperature: of the request.
         script: what is written; None where the target writes its own.
     """
@@ -74,7 +76,9 @@ class Item:
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(
-            temperature=self.temperature, max_tokens=self.num_tokens, ignore_eos=True
+            temperature=self.temperature,
+            max_tokens=self.num_tokens + NUM_BEYOND,
+            ignore_eos=True,
         )
 
 
@@ -114,7 +118,7 @@ def items_of(kind: str, target: Engine, texts: Iterable[Text]) -> Iterator[Item]
             kind=kind,
             origin=text.origin,
             prompt=prompt,
-            num_tokens=MAX_TOKENS if script is None else min(MAX_TOKENS, len(script)),
+            num_tokens=MAX_TOKENS if script is None else min(MAX_TOKENS, len(script) - NUM_BEYOND),
             temperature=float(temperature),
             script=script,
         )
@@ -122,7 +126,7 @@ def items_of(kind: str, target: Engine, texts: Iterable[Text]) -> Iterator[Item]
             continue
         if script is None and item.temperature == 0:
             (output,) = target.generate([item.prompt], item.params)
-            item = replace(item, num_tokens=first_repeat(output.token_ids))
+            item = replace(item, num_tokens=min(MAX_TOKENS, first_repeat(output.token_ids)))
         if item.num_tokens >= MIN_TOKENS:
             yield item
 
@@ -141,26 +145,29 @@ class Arm:
 
 
 def serve(arm: Arm, item: Item) -> dict[str, Any]:
-    """One request: seconds in all and after the first token, tokens, and its steps."""
+    """One request: seconds in all and after the first token, tokens, and its steps.
+
+    Counted are the cycles behind the first token up to that in which it has all that count.
+    """
     target = arm.engine.target
     assert isinstance(target, MaybeScripted)
     script = item.script
     target.script = NO_SCRIPT if script is None else torch.tensor([*item.prompt, *script])
     records: list[StepRecord] = []
     arm.engine.on_record = records.append
-    start_s = time.perf_counter()
-    (output,) = arm.engine.generate(
+    start_s = time.monotonic()
+    arm.engine.generate(
         [item.prompt], item.params, RequestTerms(tags=(item.kind.partition(",")[0],))
     )
-    total_s = time.perf_counter() - start_s
     target.script = NO_SCRIPT
-    completion = output.completions[0]
-    assert completion.ttft_s is not None
-    decoded = [record for record in records if not record.num_prefill_rows]
+    decoding = [record for record in records if not record.num_prefill_rows]
+    emitted = accumulate((record.num_emitted for record in decoding), initial=1)
+    num_cycles = next(i for i, num_tokens in enumerate(emitted) if num_tokens >= item.num_tokens)
+    decoded, end_s = decoding[:num_cycles], decoding[num_cycles].t_s
     return {
-        "total_s": total_s,
-        "decode_s": completion.total_s - completion.ttft_s,
-        "num_tokens": len(completion.token_ids),
+        "total_s": end_s - start_s,
+        "decode_s": end_s - decoded[0].t_s,
+        "num_tokens": 1 + sum(record.num_emitted for record in decoded),
         "num_steps": len(decoded),
         "num_prompt": len(item.prompt),
         "draft_s": sum(record.draft_s for record in decoded),
