@@ -161,7 +161,8 @@ def serve(arm: Arm, item: Item) -> dict[str, Any]:
     )
     target.script = NO_SCRIPT
     decoding = [record for record in records if not record.num_prefill_rows]
-    emitted = accumulate((record.num_emitted for record in decoding), initial=1)
+    num_first = sum(record.num_emitted for record in records if record.num_prefill_rows)
+    emitted = accumulate((record.num_emitted for record in decoding), initial=num_first)
     num_cycles = next(i for i, num_tokens in enumerate(emitted) if num_tokens >= item.num_tokens)
     decoded, end_s = decoding[:num_cycles], decoding[num_cycles].t_s
     return {
