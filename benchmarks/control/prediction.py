@@ -1,14 +1,14 @@
 """Predicted speedup against measured, on prompts that the prediction knows nothing of.
 
-    python benchmarks/control/prediction.py profile     # costs of this machine, a minute
     python benchmarks/control/prediction.py calibrate   # acceptance; nothing is timed
-    python benchmarks/control/prediction.py measure     # a minute of blocks, appended; repeat
+    python benchmarks/control/prediction.py measure     # costs and speedups, ten minutes
     python benchmarks/control/prediction.py report
 
 Predictions are made by the functions that `forerun plan` uses, from steps traced at the largest K
 on one half of the prompts and from a profile; what the draft takes to read a prompt, which it does
 after the first token, is added as `forerun bench` does. Plain decoding and every K take turns on
-texts of the other half.
+texts of the other half. Costs are measured in several sittings, each before a part of these texts:
+the machine is not the same from one quarter of an hour to the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profiles import measure_copying, measure_profiles, profile_path, read_costs
+from profiles import measure_copying, measure_profiles, read_costs
 from served import (
     LOOKAHEADS,
     Arm,
@@ -56,32 +56,30 @@ ACCEPTANCE = RESULTS / "prediction-acceptance.json"
 BLOCKS = RESULTS / "prediction-blocks.jsonl"
 MEDIAN_AIM, WORST_AIM = 0.05, 0.12
 NUM_CALIBRATION = 150
-FRESH_MIN = 30.0
-"""Minutes after which a profile of a machine with other tenants is called old."""
 
 
 def main() -> None:
     options = parser().parse_args()
-    if options.phase == "profile":
-        measure_profiles(options.threads)
-        measure_copying(options.threads)
-    elif options.phase == "report":
+    if options.phase == "report":
         report()
+    elif options.phase == "calibrate":
+        calibrate(load_target(options.threads))
     else:
-        target = load_target(options.threads)
-        if options.phase == "calibrate":
-            calibrate(target)
-        else:
-            measure(target, options.seconds)
+        BLOCKS.unlink(missing_ok=True)
+        for sitting in range(options.sittings):
+            measure_profiles(options.threads, anew=sitting == 0)
+            measure_copying(options.threads)
+            measure(load_target(options.threads), options.seconds)
 
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    flags.add_argument("phase", choices=("profile", "calibrate", "measure", "report"))
+    flags.add_argument("phase", choices=("calibrate", "measure", "report"))
     flags.add_argument(
         "--threads", type=int, default=2, help="with which plain decoding is fastest"
     )
-    flags.add_argument("--seconds", type=float, default=60.0, help="of measuring, loading apart")
+    flags.add_argument("--sittings", type=int, default=4)
+    flags.add_argument("--seconds", type=float, default=90.0, help="of blocks in every sitting")
     return flags
 
 
@@ -120,32 +118,21 @@ def measure(target: Engine, seconds: float) -> None:
             number = done.count(cell)
             done.append(cell)
             block = block_of(arms[cell], next(queues[cell]), number, warm=True)
-            block["profile_age_min"] = profile_age_min()
             for served in block["arms"].values():
                 del served["records"]
             file.write(json.dumps(rounded(block)) + "\n")
             longest_s = max(longest_s, time.perf_counter() - block_s)
 
 
-def profile_age_min() -> float:
-    """Minutes since the costs were measured."""
-    return (time.time() - profile_path("domain").stat().st_mtime) / 60
-
-
 def report() -> None:
-    """Every arm beside its prediction, soon after the costs were measured and later."""
-    blocks = read_blocks(BLOCKS)
-    fresh = [block for block in blocks if block["profile_age_min"] <= FRESH_MIN]
-    later = [block for block in blocks if block["profile_age_min"] > FRESH_MIN]
+    """Every arm beside its prediction."""
+    rows = rows_of(read_blocks(BLOCKS))
+    show(rows)
     found: dict[str, Any] = {
         "asked": {"median_error": MEDIAN_AIM, "worst_error": WORST_AIM},
         "provenance": provenance(),
+        "rows": rows,
     }
-    for name, group in (("fresh profile", fresh), ("old profile", later)):
-        if group:
-            found[name] = rows = rows_of(group)
-            print(name)
-            show(rows)
     (RESULTS / "prediction.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

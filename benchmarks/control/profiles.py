@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from texts import edit_texts, halves
 from forerun.engine.config import EngineConfig
 from forerun.plan.costs import Costs, with_draft_cost
 from forerun.probe.config import ProbeConfig
+from forerun.probe.fit import cost_table, reading_cost
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import facts_of, load_pair
+from forerun.probe.profile import Measured, Profile
 from forerun.probe.profile_file import load_profile, write_profile
+from forerun.probe.rounds import estimates, widest
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
 
@@ -30,7 +34,7 @@ CONFIG = ProbeConfig(
     drafted=(1, 2, 4, 8, LOOKAHEADS[-1]),
     read=(1, 64, 256, 640),
     target_error=0.005,
-    budget_s=60.0,
+    budget_s=25.0,
 )
 
 
@@ -39,8 +43,13 @@ def profile_path(name: str) -> Path:
     return RESULTS / f"profile-{name}.json"
 
 
-def measure_profiles(num_threads: int) -> None:
-    """Profile the target with each draft model."""
+def measure_profiles(num_threads: int, *, anew: bool) -> None:
+    """Profile the target with each draft model.
+
+    Args:
+        num_threads: of the passes.
+        anew: whether it is the first sitting; others add to what is there.
+    """
     for name in ("domain", "shelf"):
         pair, config = load_pair(
             TARGET,
@@ -54,8 +63,29 @@ def measure_profiles(num_threads: int) -> None:
         profile = measure_pair(
             pair, facts, config, clock=time.perf_counter, tell=lambda rounds, error: None
         )
+        if not anew:
+            profile = joined(load_profile(profile_path(name)), profile)
         write_profile(profile, profile_path(name))
         print(name, "stable" if profile.stable else "not stable", flush=True)
+
+
+def joined(before: Profile, after: Profile) -> Profile:
+    """Two sittings as one: what the hour did to either is divided out round by round."""
+    samples = {each.cell: list(each.samples_s) for each in before.measured}
+    for each in after.measured:
+        samples[each.cell] += each.samples_s
+    found = estimates(samples)
+    return replace(
+        after,
+        measured=tuple(
+            Measured(cell=cell, seconds=found[cell], samples_s=tuple(visits))
+            for cell, visits in samples.items()
+        ),
+        stable=widest(samples) <= CONFIG.target_error,
+        greedy=cost_table(found, sampled=False),
+        sampled=cost_table(found, sampled=True),
+        reading=reading_cost(found),
+    )
 
 
 def measure_copying(num_threads: int) -> None:

@@ -93,9 +93,11 @@ class Beliefs:
         if request is None:
             return
         request.num_read = record.context_tokens + record.num_emitted
-        seen = record.k_budget, record.depth_drafted, record.num_accepted
-        self._own(request, way).observe(*seen)
-        self._pool(request.kind, way).observe(*seen)
+        own, pool = self._own(request, way), self._pool(request.kind, way)
+        for prospects in (own, pool):
+            for foreseen in record.hindsight or ():
+                prospects.observe(1, 1, foreseen)
+            prospects.observe(record.k_budget, record.depth_drafted, record.num_accepted)
 
     def fade(self, records: Sequence[StepRecord], way: Way, share: float) -> None:
         """Believe less firmly what was learnt of these requests, and of those they are like.

@@ -100,11 +100,16 @@ class Settled:
                 return False
         return True
 
+    @property
+    def is_firm(self) -> bool:
+        """Whether plain steps that were to be many have been cut short, to try something."""
+        return self.patience == PLAIN_PATIENCE and self.num_steps + 1 < self.patience
+
     def hold(self, num_steps: int) -> None:
         """Say for how many steps more; where they are plain and many, not all are asked about."""
         self.num_steps = self.steps_left = num_steps
-        if self.patience == PLAIN_PATIENCE and num_steps >= UNASKED.num_steps:
-            self.followed = [UNASKED] * len(self.plans)
+        many = self.patience == PLAIN_PATIENCE and num_steps >= UNASKED.num_steps
+        self.followed = [UNASKED] * len(self.plans) if many else self.plans
 
 
 class GoodputController:
@@ -150,15 +155,18 @@ class GoodputController:
     def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Learn from what has happened, settle what is best, and maybe try something else."""
         self._learn()
-        last = self._settled
-        settled = self._settled = self._settle_anew(states, capacity)
+        num_steps, last = capacity.num_steps, self._settled
+        if last is not None:
+            num_steps += last.num_steps - last.steps_left
+        if last is not None and self._stands(last, states, capacity):
+            settled = last
+        else:
+            settled = self._settled = self._settle_anew(states, capacity)
+        settled.hold(0)
         self._chosen = dict(zip(settled.names, settled.plans, strict=True))
         self._probe = None
         most = [max(0, min(self.max_k, state.max_new - 1)) for state in states]
         exploration, plans = self.exploration, settled.plans
-        num_steps = capacity.num_steps
-        if last is not None:
-            num_steps += last.num_steps - last.steps_left
         self._num_idle += num_steps
         varied = exploration.varied(
             plans,
@@ -194,6 +202,10 @@ class GoodputController:
         if self.calibration is None:
             return list(varied)
         return [self._measuring(plan) for plan in varied]
+
+    def _stands(self, settled: Settled, states: Sequence[RequestState], capacity: Capacity) -> bool:
+        """Whether nothing speaks against what was settled: it was cut short, nobody has drafted."""
+        return settled.is_firm and not self._drafted and settled.holds(states, capacity)
 
     def _settle_anew(self, states: Sequence[RequestState], capacity: Capacity) -> Settled:
         """The best plans by what is believed now."""

@@ -31,6 +31,7 @@ class Branch:
             "no_law".
         stop: the plan's rule for ending the draft before its budget.
         stop_values: what the rule measured before every node; None without one.
+        hindsight: which of the last committed tokens would have been proposed; None unless asked.
         num_chain: pending committed tokens fed by the first pass.
         num_fed: drafted tokens fed, all of them staged.
         proven: a proposal made from all that is cached has been verified; what a failing draft
@@ -45,6 +46,7 @@ class Branch:
     limit: str = "budget"
     stop: StopRule | None = None
     stop_values: tuple[float, ...] | None = None
+    hindsight: tuple[int, ...] | None = None
     num_chain: int = 0
     num_fed: int = 0
     proven: bool = False
@@ -66,7 +68,7 @@ class Branch:
         room = max(0, max_context - self.num_committed)
         self.budget = min(plan.num_speculative_tokens, room)
         self.limit = "budget" if self.budget == plan.num_speculative_tokens else "context"
-        self.stop, self.stop_values = plan.stop, None
+        self.stop, self.stop_values, self.hindsight = plan.stop, None, None
 
     def end(self, values: Sequence[float]) -> None:
         """Cut the budget to the nodes the rule leaves, by what it measured before each.

@@ -145,6 +145,7 @@ class Stepper:
                 expected_accepted=verdict.expected_accepted,
                 stop_reason=turn.proposal.stop_reason if turn.proposal else None,
                 stop_values=turn.proposal.stop_values if turn.proposal else None,
+                hindsight=turn.proposal.hindsight if turn.proposal else None,
             )
             for turn in emitting
             if (verdict := turn.verdict) is not None

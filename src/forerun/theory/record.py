@@ -108,6 +108,8 @@ class StepRecord:
         draft_entropies: nats per drafted position, None unless asked for.
         stop_reason: why drafting ended: "budget" of the plan, "stop_rule", or the drafter's own.
         stop_values: what the plan's stop rule measured before each drafted node; None without one.
+        hindsight: of the last committed tokens, 1 for each the drafter would have proposed and 0
+            for each other; None unless a probe looked back.
         drafter_hash: content hash of the drafter, None for plain decoding.
         graph_hit: whether the pass replayed a captured graph; None where there are none.
         token_ids: emitted tokens, None unless token tracing is on.
@@ -136,6 +138,7 @@ class StepRecord:
     draft_entropies: tuple[float, ...] | None = None
     stop_reason: str | None = None
     stop_values: tuple[float, ...] | None = None
+    hindsight: tuple[int, ...] | None = None
     drafter_hash: str | None = None
     graph_hit: bool | None = None
     token_ids: tuple[int, ...] | None = None

@@ -8,7 +8,7 @@ from tests import tiny
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Outcome
-from forerun.drafters.draft_model import GLANCE, DraftModel
+from forerun.drafters.draft_model import GLANCE, LEAST_READ, DraftModel
 from forerun.errors import DrafterError
 from forerun.models.base import RowBatch, Scores
 from forerun.models.tabular import TabularModel
@@ -214,13 +214,37 @@ def test_a_probe_glances_at_the_last_tokens_and_reads_nothing_else(far_behind, m
 
     monkeypatch.setattr(far_behind.model, "forward", counted)
     proposal = proposed(far_behind, request, 3, probe=True)
-    assert fed == [GLANCE, 1, 1]
+    assert fed == [GLANCE - 1, 1, 1, 1]
     assert proposal.tokens.tolist() == argmax_chain(far_behind.model, request.ids[-GLANCE:], 3)
     told(far_behind, request, proposal.tokens.tolist()[:2], final=5)
     assert proposed(far_behind, request).tokens.tolist() == argmax_chain(
         far_behind.model, request.ids, 3
     )
     assert far_behind.model.store.num_free == 0
+
+
+@pytest.mark.parametrize(("num_ids", "start"), [(300, 300 - GLANCE), (12, 0)])
+def test_a_probe_looks_back_at_what_it_would_have_proposed(far_behind, num_ids, start):
+    ids = [1, 2]
+    while len(ids) < num_ids:
+        best = int(far_behind.model.law(ids).argmax())
+        ids.append((best + (len(ids) % 3 == 0)) % 8)
+    proposal = proposed(far_behind, asked(ids), 1, probe=True)
+    wanted = [
+        int(far_behind.model.law(ids[start:end]).argmax()) == ids[end]
+        for end in range(start + LEAST_READ, num_ids)
+    ]
+    assert proposal.hindsight == tuple(map(int, wanted))
+    assert set(wanted) == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("params", "probe"),
+    [(GREEDY, False), (SAMPLED, True), (SamplingParams(temperature=0, frequency_penalty=1), True)],
+)
+def test_only_greedy_probes_that_nothing_else_shapes_look_back(far_behind, params, probe):
+    request = asked([(7 * i) % 8 for i in range(60)], params)
+    assert proposed(far_behind, request, 1, probe=probe).hindsight is None
 
 
 def test_a_glance_is_given_back_whatever_becomes_of_it(far_behind):

@@ -37,6 +37,32 @@ def recorded(engine: Engine, params: SamplingParams = PARAMS) -> list[StepRecord
     return records
 
 
+class ProbesOnce:
+    """Decodes plainly but for one probe."""
+
+    def decide(self, states, capacity):
+        probe = Plan(method="draft_model", num_speculative_tokens=1, probe=True)
+        return [probe if state.num_committed == 20 else Plan() for state in states]
+
+    def observe(self, records):
+        pass
+
+
+def test_a_greedy_probe_says_what_it_would_have_proposed(target):
+    engine = tiny.engine_over(
+        target, tiny.drafting(target, 8), controller=ProbesOnce(), sharing="none"
+    )
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    records: list[StepRecord] = []
+    engine.on_record = records.append
+    engine.generate([[1, 2]], params)
+    (probe,) = [record for record in records if record.k_budget]
+    assert probe.num_accepted == 1
+    assert probe.hindsight is not None
+    assert set(probe.hindsight) == {1}  # the target's own text: all but what it was given
+    assert all(record.hindsight is None for record in records if not record.k_budget)
+
+
 @pytest.mark.parametrize("verification", ["auto", "block"])
 def test_counts_of_a_request_add_up(target, verification):
     engine = drafted(target)
