@@ -3,11 +3,11 @@
     python benchmarks/control/safety.py --profile FILE --out FILE [--target T --draft D] [--part P]
 
 The useless draft has the shape of the draft and random weights. `useless` decodes the same prompts
-plainly and under `auto` with it, prompt by prompt in turns, and every round begins with a
-controller that knows nothing. `switch` serves request after request under `auto` while the draft
-model is taken away and given back between two steps, and notes K; of the prompts those on which the
-good draft pays, for on others plain decoding is right whichever draft is there. Parts are added to
-FILE.
+plainly and under `auto` with it, prompt by prompt in turns, and every round begins with models
+loaded anew and a controller that knows nothing. `switch` serves request after request under `auto`
+while the draft model is taken away and given back between two steps, and notes K; of the prompts
+those on which the good draft pays, for on others plain decoding is right whichever draft is there.
+Parts are added to FILE.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -133,33 +133,28 @@ class Bench:
         engine.generate([ids], params)
         return time.perf_counter() - started_s
 
-    def useless_rounds(self, temperature: float, rounds: int) -> list[dict[str, Any]]:
+    def useless_round(self, temperature: float, number: int) -> dict[str, Any]:
         """Plain and under `auto`, prompt by prompt, the order turning round."""
         params = SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True)
-        prompts = cycle(self.prompts)
+        prompts = islice(cycle(self.prompts), number * PER_ROUND, None)
         warm, _ = self.auto(self.useless)
         for engine in (self.plain, warm):
-            engine.generate([next(prompts)], params)
-        found = []
-        for _ in range(rounds):
-            engine, controller = self.auto(self.useless)
-            plain_s, auto_s = [], []
-            for at in range(PER_ROUND):
-                ids = next(prompts)
-                if at % 2:
-                    auto_s.append(self.seconds(engine, ids, params))
-                plain_s.append(self.seconds(self.plain, ids, params))
-                if not at % 2:
-                    auto_s.append(self.seconds(engine, ids, params))
-            found.append(
-                {
-                    "temperature": temperature,
-                    "plain_s": plain_s,
-                    "auto_s": auto_s,
-                    "switches": [asdict(switch) for switch in controller.switches],
-                }
-            )
-        return found
+            engine.generate([self.prompts[-1]], params)
+        engine, controller = self.auto(self.useless)
+        plain_s, auto_s = [], []
+        for at in range(PER_ROUND):
+            ids = next(prompts)
+            if at % 2:
+                auto_s.append(self.seconds(engine, ids, params))
+            plain_s.append(self.seconds(self.plain, ids, params))
+            if not at % 2:
+                auto_s.append(self.seconds(engine, ids, params))
+        return {
+            "temperature": temperature,
+            "plain_s": plain_s,
+            "auto_s": auto_s,
+            "switches": [asdict(switch) for switch in controller.switches],
+        }
 
     def paying(self) -> list[tuple[list[int], SamplingParams]]:
         """Requests on which the good draft pays."""
@@ -269,11 +264,15 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="of K over the steps of `switch`")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(arguments, Path(folder))
         if arguments.part == "useless":
-            rounds = [r for t in (0.0, 1.0) for r in bench.useless_rounds(t, arguments.rounds)]
+            rounds = []
+            for number in range(arguments.rounds):
+                # Where in memory a model lies decides a few hundredths of its speed.
+                bench = Bench(arguments, Path(folder))
+                rounds += [bench.useless_round(temperature, number) for temperature in (0.0, 1.0)]
             figures = ratios(rounds)
         else:
+            bench = Bench(arguments, Path(folder))
             requests = bench.paying()
             print(f"{len(requests)} of {len(bench.prompts)} texts, on which the draft pays")
             starts = [at * len(requests) // arguments.rounds for at in range(arguments.rounds)]

@@ -8,7 +8,7 @@ rows of a batch go to whoever gains most by them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from forerun.control.allocation import Allocator, allocator
@@ -21,6 +21,7 @@ from forerun.control.ladder import Ladder
 from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.control.punctuality import wish_s
 from forerun.control.scenes import Scenes
+from forerun.control.settled import MOST_PATIENCE, PLAIN_PATIENCE, Settled
 from forerun.control.step_times import Costs
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
@@ -30,12 +31,6 @@ __all__ = ["GoodputController"]
 PLAIN = Plan()
 ROUTE_EVERY = 2
 """Decisions after which the drafter of a request is chosen anew: it rests on what is slow."""
-MOST_PATIENCE = 8
-"""Steps that plans are kept for, where they have turned out the same again and again."""
-PLAIN_PATIENCE = 128
-"""The same where nobody drafts: then nothing is learnt but how long plain steps take."""
-UNASKED = Plan(num_steps=8)
-"""Plain decoding once that is so: one in so many of its steps is looked at."""
 IDLE_MEMORY = 0.99
 """Weight that what is known of acceptance keeps after a step in which nobody drafts."""
 MOST_UNREAD = 8
@@ -56,60 +51,6 @@ class Probe(NamedTuple):
     num_idle: int
     without: Allocation
     longer_s: float
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Settled:
-    """What was decided, and from what. It holds for a few steps while the requests are the same.
-
-    Attributes:
-        names: of the requests.
-        plans: of all of them.
-        followed: the same, as they are handed out.
-        max_rows: there was room for.
-        patience: steps it holds for at most.
-        candidates: what was chosen from.
-        pricing: what steps take.
-        allocation: what is expected of the step.
-        num_steps: it was to hold for, once that is known.
-        steps_left: of them.
-    """
-
-    names: list[str]
-    plans: list[Plan]
-    followed: list[Plan]
-    max_rows: int
-    patience: int
-    candidates: list[Candidate]
-    pricing: Pricing
-    allocation: Allocation
-    num_steps: int = 0
-    steps_left: int = 0
-
-    def holds(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
-        """Whether it may be followed once more; wishes are looked at in every step."""
-        if self.max_rows != capacity.max_rows or len(states) != len(self.names):
-            return False
-        for state, name, plan in zip(states, self.names, self.plans, strict=True):
-            if (
-                state.request_id != name
-                or state.max_new <= plan.num_speculative_tokens
-                or state.tpot_target_s is not None
-                or state.time_left_s is not None
-            ):
-                return False
-        return True
-
-    @property
-    def is_firm(self) -> bool:
-        """Whether plain steps that were to be many have been cut short, to try something."""
-        return self.patience == PLAIN_PATIENCE and self.num_steps + 1 < self.patience
-
-    def hold(self, num_steps: int) -> None:
-        """Say for how many steps more; where they are plain and many, not all are asked about."""
-        self.num_steps = self.steps_left = num_steps
-        many = self.patience == PLAIN_PATIENCE and num_steps >= UNASKED.num_steps
-        self.followed = [UNASKED] * len(self.plans) if many else self.plans
 
 
 class GoodputController:
@@ -224,14 +165,12 @@ class GoodputController:
         ]
         is_plain = not any(allocation.depths)
         patience, last = 1, self._settled
-        in_no_hurry = all(candidate.limit_s is None for candidate in candidates)
-        is_same = last is not None and last.plans == plans and (is_plain or last.names == names)
-        if last is not None and is_same and in_no_hurry:
+        if last is not None and last.plans == plans and (is_plain or last.names == names):
             patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
         return Settled(
             names=names,
+            wishes_s=[wish_s(state) for state in states],
             plans=plans,
-            followed=plans,
             max_rows=capacity.max_rows,
             patience=patience,
             candidates=candidates,

@@ -18,12 +18,11 @@ def wish_s(state: RequestState) -> float | None:
 
     A deadline is met for certain where every token it may still emit comes in time.
     """
-    wishes = []
-    if state.tpot_target_s is not None:
-        wishes.append(state.tpot_target_s)
-    if state.time_left_s is not None and state.max_new > 0:
-        wishes.append(max(state.time_left_s, 1e-9) / state.max_new)
-    return min(wishes, default=None)
+    target_s, left_s = state.tpot_target_s, state.time_left_s
+    if left_s is None or state.max_new <= 0:
+        return target_s
+    in_time_s = max(left_s, 1e-9) / state.max_new
+    return in_time_s if target_s is None else min(target_s, in_time_s)
 
 
 class Punctuality:

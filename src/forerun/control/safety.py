@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import SafetyConfig
+from forerun.control.settled import MOST_PATIENCE, PLAIN_PATIENCE
 from forerun.theory.ratio import DiscountedRatio
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise, share_of
@@ -33,10 +34,6 @@ FIRST_PLAIN = 4
 NUM_IN_A_ROW = 2
 """Steps made plain together, the last of which counts."""
 MOST_SWITCHES = 1000
-MOST_HELD = 8
-"""Steps that are decided and judged together where the inner controller repeats its plans."""
-MOST_PLAIN = 128
-"""The same of plain steps."""
 
 Kind = Literal["plain", "speculative", "probe"]
 
@@ -181,9 +178,9 @@ class SafeController:
             plans = [PLAIN] * len(plans)
         kind = kind_of(plans)
         if is_repeated and kind == kind_of(inner) != "probe":
-            most = MOST_PLAIN
+            most = PLAIN_PATIENCE
             if kind == "speculative":
-                most = min(MOST_HELD, bucket.gap - bucket.since_plain)
+                most = min(MOST_PATIENCE, bucket.gap - bucket.since_plain)
             self._steps_held = self._steps_left = max(0, most - 1)
         return Held(inner, plans, bucket, name, kind)
 

@@ -137,3 +137,17 @@ def test_plans_carry_the_calibrated_rule(measure):
 
 def test_nobody_to_decide_for():
     assert controller().decide([], Capacity(max_rows=8)) == []
+
+
+def test_a_wish_is_decided_anew_where_it_gets_tighter():
+    """A deadline that comes closer than the tokens do; before that, plans hold as any others."""
+    ours = world(0.9)
+    settled = controller()
+    ours.run(settled, 300)
+    (state,) = ours.states()
+    hurried = replace(state, time_left_s=0.02 * state.max_new)
+    for _ in range(20):
+        plans = settled.decide([hurried], CAPACITY)
+    assert any(settled.decide([hurried], CAPACITY) is plans for _ in range(2))
+    late = replace(hurried, time_left_s=0.003 * state.max_new)
+    assert settled.decide([late], CAPACITY) is not plans

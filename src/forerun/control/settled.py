@@ -1,0 +1,77 @@
+"""Decisions that hold for a while: beside a small model, deciding costs time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.pricing import Allocation, Candidate, Pricing
+from forerun.control.punctuality import wish_s
+
+__all__ = ["MOST_PATIENCE", "PLAIN_PATIENCE", "Settled"]
+
+MOST_PATIENCE = 8
+"""Steps that plans are kept for, where they have turned out the same again and again."""
+PLAIN_PATIENCE = 128
+"""The same where nobody drafts: then nothing is learnt but how long plain steps take."""
+UNASKED = Plan(num_steps=8)
+"""Plain decoding once that is so: one in so many of its steps is looked at."""
+HURRY = 0.98
+"""Share of the seconds per token a request wished for, below which a new wish is another one."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Settled:
+    """What was decided, and from what. It holds for a few steps while the requests are the same.
+
+    Attributes:
+        names: of the requests.
+        wishes_s: seconds per token that each should stay below, None without a wish.
+        plans: of all of them.
+        followed: the same, as they are handed out, once that is known.
+        max_rows: there was room for.
+        patience: steps it holds for at most.
+        candidates: what was chosen from.
+        pricing: what steps take.
+        allocation: what is expected of the step.
+        num_steps: it was to hold for, once that is known.
+        steps_left: of them.
+    """
+
+    names: list[str]
+    wishes_s: list[float | None]
+    plans: list[Plan]
+    followed: list[Plan] = field(init=False)
+    max_rows: int
+    patience: int
+    candidates: list[Candidate]
+    pricing: Pricing
+    allocation: Allocation
+    num_steps: int = 0
+    steps_left: int = 0
+
+    def holds(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
+        """Whether it may be followed once more: by the same requests, in no greater hurry."""
+        if self.max_rows != capacity.max_rows or len(states) != len(self.names):
+            return False
+        settled = zip(states, self.names, self.plans, self.wishes_s, strict=True)
+        for state, name, plan, wished_s in settled:
+            if state.request_id != name or state.max_new <= plan.num_speculative_tokens:
+                return False
+            wish = wish_s(state)
+            if wish != wished_s and (wish is None or wished_s is None or wish < HURRY * wished_s):
+                return False
+        return True
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether plain steps that were to be many have been cut short, to try something."""
+        return self.patience == PLAIN_PATIENCE and self.num_steps + 1 < self.patience
+
+    def hold(self, num_steps: int) -> None:
+        """Say for how many steps more; where they are plain and many, not all are asked about."""
+        self.num_steps = self.steps_left = num_steps
+        many = self.patience == PLAIN_PATIENCE and num_steps >= UNASKED.num_steps
+        many = many and not any(self.wishes_s)
+        self.followed = [UNASKED] * len(self.plans) if many else self.plans
