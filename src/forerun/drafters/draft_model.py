@@ -30,10 +30,12 @@ from forerun.theory.tree import TokenTree
 __all__ = ["DraftModel"]
 
 PREFILL_CHUNK = 256
-GLANCE = 16
+GLANCE = 48
 """Last tokens that a probe is drafted from where there is more to catch up with."""
-LEAST_READ = 4
-"""Tokens that a draft has read where it is asked what it would have proposed."""
+LEAST_READ = 32
+"""Tokens that a draft must have read to be asked what it would have proposed."""
+LEAST_SEEN = 4
+"""Tokens that are worth looking back at."""
 
 
 class DraftModel:
@@ -41,8 +43,8 @@ class DraftModel:
 
     A probe that has much to catch up with glances at the last tokens alone, in the place of what
     was read before: whether the draft is any good shows there too, and prompts are read only once
-    drafting is wanted. Whatever greedy probe reads, it looks back at: where would the next token
-    have been proposed? That tells at once what would take a dozen probes.
+    drafting is wanted. What a greedy probe reads, it looks back at: where would the next token have
+    been proposed? That tells at once what would take a dozen probes.
     """
 
     method = "draft_model"
@@ -65,11 +67,13 @@ class DraftModel:
         if growing:
             if self.model.vocab_size < self.vocab_size:
                 refuse_unknown(growing, self.model.vocab_size)
-            probing = [
-                b for b, plan in zip(branches, plans, strict=True) if plan.probe and b.budget
+            looking = [
+                branch
+                for branch, plan in zip(branches, plans, strict=True)
+                if plan.probe and branch.budget and self._may_look_back(branch)
             ]
-            if probing:
-                self._look_back(probing)
+            if looking:
+                self._look_back(looking)
             growing.sort(key=lambda branch: -branch.budget)
             names = [branch.request.request_id for branch in growing]
             proposals = dict(zip(names, self._draft(growing), strict=True))
@@ -89,33 +93,27 @@ class DraftModel:
         branch.follow(plan, self.model.max_context)
         return branch
 
+    def _may_look_back(self, branch: Branch) -> bool:
+        """Whether it is worth it, and right: were anything to shape the laws, it would not be."""
+        is_greedy = branch.choice is Choice.DETERMINISTIC
+        is_worth_it = branch.context.num_pending > LEAST_SEEN
+        return is_greedy and is_worth_it and branch.may_chain(1, self.model.max_context)
+
     def _look_back(self, branches: Sequence[Branch]) -> None:
         """Read what is pending but its last token, and note which of it would have been proposed.
 
-        Where anything but the temperature shapes the laws, proposals would not be these; where
-        little is pending, little would be learnt.
+        Of the output only: the target has not written the prompt.
         """
-        longest = self.model.max_context
-        looking = [
-            branch
-            for branch in branches
-            if branch.choice is Choice.DETERMINISTIC
-            and LEAST_READ < branch.context.num_pending <= PREFILL_CHUNK
-            and branch.may_chain(1, longest)
-        ]
-        if not looking:
-            return
-        spans = [branch.context.span(branch.context.num_pending - 1) for branch in looking]
-        ids = [
-            t for b, s in zip(looking, spans, strict=True) for t in b.context.pending(s.num_chain)
-        ]
-        batch = pack(spans, ids, range(len(ids)), self.model.device)
+        spans = [branch.context.span(branch.context.num_pending - 1) for branch in branches]
+        batch = self._batch(spans, branches)
+        batch = replace(batch, logit_rows=torch.arange(len(batch.tokens), device=self.model.device))
         best = largest(self.model.forward(batch).logits[:, : self.vocab_size])[1].tolist()
-        for branch, span in zip(looking, spans, strict=True):
-            came = branch.context.ids[span.start + 1 :]
+        for branch, span in zip(branches, spans, strict=True):
             guessed, best = best[: span.num_chain], best[span.num_chain :]
-            right = [int(a == b) for a, b in zip(guessed, came, strict=True)]
-            branch.hindsight = tuple(right[max(0, LEAST_READ - 1 - span.start) :])
+            came, unread = branch.context.ids, len(branch.request.ids) - len(branch.context.ids)
+            first = max(LEAST_READ, branch.request.num_prompt - unread)
+            places = range(max(first, span.start + 1), len(came))
+            branch.hindsight = tuple(int(guessed[at - span.start - 1] == came[at]) for at in places)
             branch.context.commit(range(span.num_chain))
             branch.proven = False
 

@@ -15,13 +15,15 @@ from forerun.probe.pass_rig import some_tokens
 from forerun.probe.timed_model import TimedModel
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["EngineRig"]
+__all__ = ["MOST_STEPS", "EngineRig"]
 
 NUM_WARM_STEPS = 4
 """After all prompts were read: the first lets the draft read them, the next find cold caches."""
-WARM_S = 0.02
+WARM_S, MOST_WARM_STEPS = 0.02, 16
 """Or more of them, for so long: where a step takes a millisecond, caches take a dozen to settle."""
 NUM_STEPS = 6
+MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS
+"""Of a visit, once all prompts are read."""
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
 
@@ -89,10 +91,11 @@ class EngineRig:
     def _warm_up(self, engine: Engine) -> None:
         """Steps until caches hold what steps of this kind use."""
         clock = self.target.stopwatch.clock
-        begun_s, num_steps = clock(), 0
-        while num_steps < NUM_WARM_STEPS or clock() - begun_s < WARM_S:
+        begun_s = clock()
+        for num_steps in range(MOST_WARM_STEPS):
+            if num_steps >= NUM_WARM_STEPS and clock() - begun_s >= WARM_S:
+                return
             engine.step()
-            num_steps += 1
 
     def _engine(self, k: int) -> Engine:
         drafter = DraftModel(self.draft, self.target.vocab_size) if k else None

@@ -16,15 +16,13 @@ from forerun.models.checkpoint import read_checkpoint
 from forerun.models.load import choose_dtype, model_folder, read_config
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.config import ProbeConfig
+from forerun.probe.engine_rig import MOST_STEPS
 from forerun.probe.profile import Setup
 from forerun.provenance import content_hash, cpu_model, num_cores
 
 __all__ = ["Facts", "Pair", "facts_of", "load_pair", "num_threads_of", "setup_of"]
 
 logger = logging.getLogger("forerun.probe")
-
-ENGINE_STEPS = 12
-"""Room for so many steps in which everything is accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,8 @@ def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
     """Room for the largest batch, the longest context and the most rows behind it."""
     most_rows = max(engine.max_step_rows, config.batches[-1] * config.rows[-1])
     chunk = min(engine.prefill_chunk, most_rows // config.batches[-1])
-    num_steps = ENGINE_STEPS + -(-config.contexts[0] // chunk)  # whoever is read first goes on
+    # In every step everything may be accepted; whoever is read first goes on meanwhile.
+    num_steps = MOST_STEPS + 2 + -(-config.contexts[0] // chunk)
     steps = config.contexts[0] + num_steps * (config.drafted[-1] + 1)
     text = config.contexts[0] + max(config.read, default=0)
     return replace(

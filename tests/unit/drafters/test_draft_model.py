@@ -215,6 +215,7 @@ def test_a_probe_glances_at_the_last_tokens_and_reads_nothing_else(far_behind, m
     monkeypatch.setattr(far_behind.model, "forward", counted)
     proposal = proposed(far_behind, request, 3, probe=True)
     assert fed == [GLANCE - 1, 1, 1, 1]
+    assert proposal.hindsight == ()  # all of it prompt
     assert proposal.tokens.tolist() == argmax_chain(far_behind.model, request.ids[-GLANCE:], 3)
     told(far_behind, request, proposal.tokens.tolist()[:2], final=5)
     assert proposed(far_behind, request).tokens.tolist() == argmax_chain(
@@ -223,19 +224,27 @@ def test_a_probe_glances_at_the_last_tokens_and_reads_nothing_else(far_behind, m
     assert far_behind.model.store.num_free == 0
 
 
-@pytest.mark.parametrize(("num_ids", "start"), [(300, 300 - GLANCE), (12, 0)])
-def test_a_probe_looks_back_at_what_it_would_have_proposed(far_behind, num_ids, start):
-    ids = [1, 2]
-    while len(ids) < num_ids:
-        best = int(far_behind.model.law(ids).argmax())
-        ids.append((best + (len(ids) % 3 == 0)) % 8)
-    proposal = proposed(far_behind, asked(ids), 1, probe=True)
-    wanted = [
-        int(far_behind.model.law(ids[start:end]).argmax()) == ids[end]
-        for end in range(start + LEAST_READ, num_ids)
-    ]
-    assert proposal.hindsight == tuple(map(int, wanted))
-    assert set(wanted) == {True, False}
+@pytest.mark.parametrize(
+    ("num_prompt", "num_ids", "start"),
+    [(5, 47, LEAST_READ), (40, 47, 40), (5, 300, 300 - GLANCE + LEAST_READ), (290, 300, 290)],
+)
+def test_a_greedy_probe_looks_back_at_output(far_behind, num_prompt, num_ids, start):
+    """Every third token is not what the draft would have proposed."""
+    request = asked([1, 2, 3, 4, 5] * (num_prompt // 5))
+    while len(request.ids) < num_ids:
+        best = int(far_behind.model.law(request.ids).argmax())
+        request.ids.append((best + (len(request.ids) % 3 == 0)) % 8)
+    proposal = proposed(far_behind, request, 1, probe=True)
+    assert proposal.hindsight == tuple(int(at % 3 > 0) for at in range(start, num_ids))
+
+
+def test_what_was_looked_back_at_is_read_once(far_behind):
+    request = asked([1] * 40)
+    proposal = proposed(far_behind, request, 2, probe=True)
+    told(far_behind, request, proposal.tokens.tolist()[:1], final=5)
+    assert proposed(far_behind, request, probe=True).hindsight is None  # too little to look at
+    request.ids.extend([0] * 8)
+    assert proposed(far_behind, request, 1, probe=True).hindsight == (0,) * 8
 
 
 @pytest.mark.parametrize(
@@ -248,7 +257,7 @@ def test_only_greedy_probes_that_nothing_else_shapes_look_back(far_behind, param
 
 
 def test_a_glance_is_given_back_whatever_becomes_of_it(far_behind):
-    request = asked([1] * 100)
+    request = asked([1] * 300)
     proposed(far_behind, request, 3, probe=True)
     proposed(far_behind, request, 3, probe=True)  # the engine could not use the first
     far_behind.forget("r")

@@ -42,7 +42,7 @@ class ProbesOnce:
 
     def decide(self, states, capacity):
         probe = Plan(method="draft_model", num_speculative_tokens=1, probe=True)
-        return [probe if state.num_committed == 20 else Plan() for state in states]
+        return [probe if state.num_committed == 40 else Plan() for state in states]
 
     def observe(self, records):
         pass
@@ -52,7 +52,7 @@ def test_a_greedy_probe_says_what_it_would_have_proposed(target):
     engine = tiny.engine_over(
         target, tiny.drafting(target, 8), controller=ProbesOnce(), sharing="none"
     )
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True)
     records: list[StepRecord] = []
     engine.on_record = records.append
     engine.generate([[1, 2]], params)
