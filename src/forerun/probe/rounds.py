@@ -51,7 +51,10 @@ class Rig(Protocol):
         """Set up; torn down on leaving."""
 
     def visit(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
-        """Measure a cell once, inside `ready`; seconds of it, and of cells that come with it."""
+        """Measure a cell once, inside `ready`; seconds of it, and of cells that come with it.
+
+        Who comes with several has seconds of all these visits.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,8 @@ def one_round(
                 if cell not in left or found[cell]:
                     continue
                 try:
-                    found |= rig.visit(cell)
+                    for visited, seconds in rig.visit(cell).items():
+                        found[visited] = (*found[visited], *seconds)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise

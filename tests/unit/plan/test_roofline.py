@@ -77,4 +77,6 @@ def test_another_drafter_changes_drafting_only():
     assert with_draft_cost(table, factor=0.5).draft_token_s(batch=2) == 0.0005
     other = with_draft_cost(table, draft_s=0.003)
     assert other.draft_token_s(batch=2) == 0.003
+    assert other.overhead_s(1, batch=2) == table.overhead_s(1, batch=2)
+    assert with_draft_cost(table, draft_s=0.003, overhead_s=0.004).overhead_s(5, batch=2) == 0.004
     assert other.verify_step_s(4, batch=2) == table.verify_step_s(4, batch=2)

@@ -46,6 +46,15 @@ def test_drafting_beside_a_prompt_says_nothing_of_its_cost():
     assert drafts_in([HEADER, beside], "t").drafts["draft"].draft_token_s is None
 
 
+def test_the_rest_of_a_cycle_is_that_of_cycles_that_drafted():
+    looked = replace(STEP, num_drafted=0, depth_drafted=0, num_accepted=0, other_s=100.0)
+    beside = replace(STEP, num_prefill_rows=9, other_s=100.0)
+    longer = replace(STEP, other_s=3 * STEP.other_s)
+    found = drafts_in([HEADER, beside, STEP, looked, longer], "t").drafts["draft"]
+    assert found.overhead_s == pytest.approx(2 * STEP.other_s)
+    assert drafts_in([HEADER, beside], "t").drafts["draft"].overhead_s is None
+
+
 def test_greedy_and_sampled_requests_are_told_apart():
     greedy = replace(REQUEST, request_id="g", parameters={"temperature": 0.0})
     records = [HEADER, STEP, replace(STEP, request_id="g"), replace(STEP, request_id="open")]

@@ -12,8 +12,9 @@ from tests.unit.probe.planted import COMMIT_S, SMALL, Clock, Costs, facts, plant
 
 from forerun.errors import NotEnoughMemory
 from forerun.probe.cells import Quantity
-from forerun.probe.measurement import measure_pair
+from forerun.probe.measurement import measure_pair, rigs
 from forerun.probe.profile import Profile
+from forerun.probe.stopwatch import Stopwatch
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
 BRIEF = replace(SMALL, min_rounds=1, budget_s=1e-9)
@@ -73,6 +74,17 @@ def test_what_reading_costs_is_found(exact):
     for size, seconds in zip(SMALL.read, exact.reading.target_s, strict=True):
         assert seconds == pytest.approx(planted_pass_s(1, SMALL.contexts[0], size), rel=1e-6)
     assert exact.reading.target_more_s(16) == pytest.approx(15 * ROW_S, rel=1e-6)
+
+
+@pytest.mark.parametrize(("pass_s", "num_warm"), [(0.010, 4), (0.0025, 8), (1e-4, 16)])
+def test_short_steps_are_warmed_up_for_longer(pass_s, num_warm):
+    clock, target = Clock(), Costs(pass_s=pass_s, row_s=0.0)
+    pair = planted_pair(clock, target, draft_costs())
+    rig = rigs(pair, SMALL, Stopwatch(clock, pair.target.device))[-1]
+    plain = next(cell for cell in rig.cells if cell.size == 0)
+    before = target.count
+    (found, *_) = rig.visit(plain).values()
+    assert target.count - before == 1 + num_warm + len(found)
 
 
 def test_reading_is_not_measured_where_nobody_wants_it():
