@@ -4,7 +4,7 @@
     python benchmarks/control/goodput.py model --seconds 600   # the same, no time is measured
     python benchmarks/control/goodput.py report
 
-Costs are those that `prediction.py profile` has measured. Arms take turns request by request. The
+Costs are those that `prediction.py measure` has measured. Arms take turns request by request. The
 controllers go on learning from request to request, and begin anew with every call. `model` runs the
 same engine on the same texts, but the clock is the cost table: of what controllers are told, and of
 what their plans took. What deciding itself costs is not in it.

@@ -68,7 +68,7 @@ def main() -> None:
         BLOCKS.unlink(missing_ok=True)
         for sitting in range(options.sittings):
             measure_profiles(options.threads, anew=sitting == 0)
-            measure_copying(options.threads)
+            measure_copying(options.threads, anew=sitting == 0)
             measure(load_target(options.threads), options.seconds)
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 from served import DRAFTS, LOOKAHEADS, TARGET, fixed_arms, items_of, load_target, serve, warm_up
 from texts import edit_texts, halves
@@ -88,7 +89,7 @@ def joined(before: Profile, after: Profile) -> Profile:
     )
 
 
-def measure_copying(num_threads: int) -> None:
+def measure_copying(num_threads: int, *, anew: bool) -> None:
     """What copying takes, vain looks included: as a trace tells `forerun plan`."""
     target = load_target(num_threads)
     (arm,) = fixed_arms(target, "suffix", LOOKAHEADS[-1:])
@@ -101,7 +102,8 @@ def measure_copying(num_threads: int) -> None:
         "draft_s": sum(record.draft_s for record in records) / num_drafted,
         "overhead_s": sum(record.other_s for record in drafting) / len(drafting),
     }
-    COPYING.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    before = [] if anew else json.loads(COPYING.read_text(encoding="utf-8"))
+    COPYING.write_text(json.dumps([*before, found]) + "\n", encoding="utf-8")
 
 
 def read_costs(name: str) -> Costs:
@@ -109,7 +111,8 @@ def read_costs(name: str) -> Costs:
     costs = load_profile(profile_path("domain" if name == "suffix" else name)).costs
     if name != "suffix":
         return costs
-    copying = json.loads(COPYING.read_text(encoding="utf-8"))
+    sittings = json.loads(COPYING.read_text(encoding="utf-8"))
+    copying = {name: fmean(found[name] for found in sittings) for name in ("draft_s", "overhead_s")}
     return Costs(
         greedy=with_draft_cost(costs.greedy, **copying),
         sampled=with_draft_cost(costs.sampled, **copying),

@@ -184,8 +184,8 @@ def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts |
     """What a drafter costs.
 
     A drafter without a model is put beside the target of any profile: what it takes per token is
-    in the trace, and so is the rest of a cycle. Without a trace it drafts for nothing and the rest
-    is what it is with a draft model, which is kind to neither.
+    in the trace, and so is the rest of a cycle. Without a trace it drafts for nothing, and the rest
+    is what it is with a draft model.
 
     Raises:
         InvalidRequest: nothing says what it costs.

@@ -61,8 +61,7 @@ class Capacity:
 
     Attributes:
         max_rows: rows the target pass may take in this step, over all requests.
-        num_steps: since the controller was last asked, this one included: more than 1 where plans
-            held for several.
+        num_steps: this one and those before it that followed a plan that held for several.
     """
 
     max_rows: int

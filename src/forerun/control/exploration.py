@@ -19,6 +19,8 @@ PROBE_DEPTH = 1
 """Tokens a probe drafts: the first one tells most of what a draft is worth."""
 MOST_LOSS = 8.0
 """Largest loss that counts: a step may be held up by anything."""
+MOST_CREDIT = 8
+"""Steps by which a probe may come late, for nobody was asked, and the next still be in time."""
 EAGER = 0.2
 """Largest share of the steps that pays for probes: where drafting has only just been given up."""
 REVIVAL = 1.1
@@ -98,13 +100,13 @@ class Exploration:
         """
         self.probed, self.explored = [], None
         config = self.config
-        self._debt = max(0.0, self._debt - num_steps * self._share)
+        self._debt = max(-MOST_CREDIT * self._share, self._debt - num_steps * self._share)
         self._owed = max(-config.explore, self._owed - num_steps * config.explore)
         spare = max_nodes - sum([plan.num_speculative_tokens for plan in plans])
         idle = [at for at, p in enumerate(plans) if not p.num_speculative_tokens and most[at]]
         if not idle:
             self._share = max(self._share, min(EAGER, self._share * REVIVAL**num_steps))
-        elif spare > 0 and (self._debt == 0.0 or self._follows):
+        elif spare > 0 and (self._debt <= 0.0 or self._follows):
             return self._probing(plans, sorted(idle, key=missed), most, methods, spare)
         if self._owed < 0.0:
             return self._exploring(plans, most, methods, spare)
@@ -169,7 +171,7 @@ class Exploration:
                 has paid.
             pays: whether it would have, had there been nothing to catch up with.
         """
-        self._debt = max(0.0, self._debt + min(loss, MOST_LOSS))
+        self._debt += min(loss, MOST_LOSS)
         self._follows = pays
         self._num_probes += not pays
         share = self._share * (2.0 if pays else 0.5)

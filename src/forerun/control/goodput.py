@@ -86,10 +86,9 @@ class GoodputController:
 
         Most steps follow what was settled before: beside a small model, deciding costs time.
         """
-        settled, num_steps = self._settled, capacity.num_steps
-        lasts = settled is not None and settled.steps_left >= num_steps
-        if settled is not None and lasts and settled.holds(states, capacity):
-            settled.steps_left -= num_steps
+        settled, steps = self._settled, capacity.num_steps
+        if settled and settled.steps_left >= steps and settled.holds(states, capacity):
+            settled.steps_left -= steps
             return settled.followed
         return self._decide_anew(states, capacity) if states else []
 
@@ -145,8 +144,8 @@ class GoodputController:
         return [self._measuring(plan) for plan in varied]
 
     def _stands(self, settled: Settled, states: Sequence[RequestState], capacity: Capacity) -> bool:
-        """Whether nothing speaks against what was settled: it was cut short, nobody has drafted."""
-        return settled.is_firm and not self._drafted and settled.holds(states, capacity)
+        """Whether what was settled is cut short, for the same requests, and nobody has drafted."""
+        return settled.is_cut_short and not self._drafted and settled.holds(states, capacity)
 
     def _settle_anew(self, states: Sequence[RequestState], capacity: Capacity) -> Settled:
         """The best plans by what is believed now."""

@@ -174,7 +174,7 @@ class SafeController:
             if bucket.on and bucket.since_plain >= bucket.gap:
                 self.num_probes += 1
                 plans = [PLAIN] * len(plans)
-        if not bucket.on and (self._wants_drafts or kind_of(plans) != "probe"):
+        if not bucket.on and (self._wants_drafts or kind_of(plans) == "speculative"):
             plans = [PLAIN] * len(plans)
         kind = kind_of(plans)
         if is_repeated and kind == kind_of(inner) != "probe":

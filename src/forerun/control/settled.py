@@ -15,7 +15,7 @@ MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
 PLAIN_PATIENCE = 128
 """The same where nobody drafts: then nothing is learnt but how long plain steps take."""
-UNASKED = Plan(num_steps=8)
+LONG_PLAIN = Plan(num_steps=8)
 """Plain decoding once that is so: one in so many of its steps is looked at."""
 HURRY = 0.98
 """Share of the seconds per token a request wished for, below which a new wish is another one."""
@@ -65,13 +65,13 @@ class Settled:
         return True
 
     @property
-    def is_firm(self) -> bool:
-        """Whether plain steps that were to be many have been cut short, to try something."""
+    def is_cut_short(self) -> bool:
+        """Whether plain steps that were to be many end early, to try something."""
         return self.patience == PLAIN_PATIENCE and self.num_steps + 1 < self.patience
 
     def hold(self, num_steps: int) -> None:
         """Say for how many steps more; where they are plain and many, not all are asked about."""
         self.num_steps = self.steps_left = num_steps
-        many = self.patience == PLAIN_PATIENCE and num_steps >= UNASKED.num_steps
-        many = many and not any(self.wishes_s)
-        self.followed = [UNASKED] * len(self.plans) if many else self.plans
+        long = self.patience == PLAIN_PATIENCE and num_steps >= LONG_PLAIN.num_steps
+        holds = long and not any(self.wishes_s)
+        self.followed = [LONG_PLAIN] * len(self.plans) if holds else self.plans

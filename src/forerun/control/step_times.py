@@ -201,7 +201,7 @@ class Correction:
         return self.drafts[method].value(self._either)
 
     def fade(self) -> None:
-        """A step passes in which nobody drafts.
+        """A step is told in which nobody drafts, one in several where such plans hold.
 
         A drafter that was dearer than its table may have been held up, or be dear: that is believed
         for longer, for to find out is dear as well. One that was cheaper is cheap.

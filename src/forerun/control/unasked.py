@@ -28,7 +28,7 @@ class Unasked:
         Args:
             who: all that run, the same kind of sequence as was followed.
         """
-        if self._steps_left and self._who == who:
+        if self._steps_left > 0 and self._who == who:
             self._steps_left -= 1
             self._num_steps += 1
             return True
@@ -50,6 +50,6 @@ class Unasked:
         """
         self._num_steps, self._steps_left = 1, 0
         if len(plans) == len(who):
-            self._steps_left = min([plan.num_steps for plan in plans]) - 1
-            if self._steps_left:
-                self._who = list(who)
+            drafts = any([plan.num_speculative_tokens for plan in plans])
+            self._steps_left = 0 if drafts else min([plan.num_steps for plan in plans]) - 1
+        self._who = list(who) if self._steps_left > 0 else []

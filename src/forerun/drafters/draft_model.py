@@ -35,7 +35,7 @@ GLANCE = 48
 LEAST_READ = 32
 """Tokens that a draft must have read to be asked what it would have proposed."""
 LEAST_SEEN = 4
-"""Tokens that are worth looking back at."""
+"""Tokens not seen before that make it worth looking back."""
 
 
 class DraftModel:
@@ -55,6 +55,7 @@ class DraftModel:
         self._samples_chains = isinstance(model, SampledChains)
         self._branches: dict[str, Branch] = {}
         self._glances: dict[str, Branch] = {}
+        self._looked: dict[str, int] = {}
 
     @torch.inference_mode()
     def propose(
@@ -87,7 +88,7 @@ class DraftModel:
         if branch is None:
             branch = self._branches[name] = Branch.begin(request, self._open(request))
         if plan.probe and branch.context.num_pending > GLANCE:
-            self.forget(name)
+            self._drop_branch(name)
             context = Context(self.model.store, request.ids[-GLANCE:])
             branch = self._glances[name] = Branch.begin(request, context)
         branch.follow(plan, self.model.max_context)
@@ -96,7 +97,7 @@ class DraftModel:
     def _may_look_back(self, branch: Branch) -> bool:
         """Whether it is worth it, and right: were anything to shape the laws, it would not be."""
         is_greedy = branch.choice is Choice.DETERMINISTIC
-        is_worth_it = branch.context.num_pending > LEAST_SEEN
+        is_worth_it = len(self._unseen(branch)) >= LEAST_SEEN
         return is_greedy and is_worth_it and branch.may_chain(1, self.model.max_context)
 
     def _look_back(self, branches: Sequence[Branch]) -> None:
@@ -105,17 +106,29 @@ class DraftModel:
         Of the output only: the target has not written the prompt.
         """
         spans = [branch.context.span(branch.context.num_pending - 1) for branch in branches]
-        batch = self._batch(spans, branches)
-        batch = replace(batch, logit_rows=torch.arange(len(batch.tokens), device=self.model.device))
-        best = largest(self.model.forward(batch).logits[:, : self.vocab_size])[1].tolist()
-        for branch, span in zip(branches, spans, strict=True):
-            guessed, best = best[: span.num_chain], best[span.num_chain :]
-            came, unread = branch.context.ids, len(branch.request.ids) - len(branch.context.ids)
-            first = max(LEAST_READ, branch.request.num_prompt - unread)
-            places = range(max(first, span.start + 1), len(came))
-            branch.hindsight = tuple(int(guessed[at - span.start - 1] == came[at]) for at in places)
+        seen = [self._unseen(branch) for branch in branches]
+        starts = accumulate((span.num_chain for span in spans), initial=0)
+        rows = [
+            first + place - span.start - 1
+            for first, span, places in zip(starts, spans, seen, strict=False)
+            for place in places
+        ]
+        wanted = torch.tensor(rows, device=self.model.device)
+        batch = replace(self._batch(spans, branches), logit_rows=wanted)
+        best = iter(largest(self.model.forward(batch).logits[:, : self.vocab_size])[1].tolist())
+        for branch, span, places in zip(branches, spans, seen, strict=True):
+            came = branch.context.ids
+            branch.hindsight = tuple(int(next(best) == came[at]) for at in places)
+            self._looked[branch.request.request_id] = len(branch.request.ids)
             branch.context.commit(range(span.num_chain))
             branch.proven = False
+
+    def _unseen(self, branch: Branch) -> range:
+        """Output that is pending, but for what was looked back at before, by its place."""
+        request, came = branch.request, branch.context.ids
+        known = max(request.num_prompt, self._looked.get(request.request_id, 0))
+        first = max(LEAST_READ, known - (len(request.ids) - len(came)))
+        return range(max(first, branch.context.num_cached + 1), len(came))
 
     def _drop_glance(self, request_id: str) -> bool:
         """Forget what was read for a probe; whether there was any."""
@@ -199,6 +212,11 @@ class DraftModel:
     def forget(self, request_id: str) -> None:
         """Give the sequence's slot back, its tokens kept for others where proposals proved them."""
         self._drop_glance(request_id)
+        self._looked.pop(request_id, None)
+        self._drop_branch(request_id)
+
+    def _drop_branch(self, request_id: str) -> None:
+        """Forget what was read, but for what was looked back at."""
         branch = self._branches.pop(request_id, None)
         if branch is not None:
             branch.context.close(branch.context.num_cached if branch.proven else 0)

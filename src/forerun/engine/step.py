@@ -55,7 +55,7 @@ class Stepper:
         turns = [turn_of(sequence) for sequence in self.scheduler.running]
         drafter = self.drafter
         if drafter is not None and self.unasked.goes_on(self.scheduler.running):
-            drafter = None
+            drafter = None  # nor is the controller asked or told
         if drafter is not None:
             asked = [turn for turn in turns if turn.decodes and turn.sequence.may_draft]
             if asked:

@@ -60,7 +60,7 @@ class EngineRig:
 
     @property
     def every(self) -> int:
-        """A visit is long and yields six steps."""
+        """A visit is long and yields several steps."""
         return 5
 
     @contextmanager
@@ -90,7 +90,7 @@ class EngineRig:
             unread = set(requests)
             while unread:
                 unread -= {chunk.request_id for chunk in engine.step()}
-            self._warm_up(engine)
+            self._warm_up(engine, cell)
             times = [self._timed_step(engine) for _ in range(NUM_STEPS)]
         finally:
             for request_id in requests:
@@ -98,11 +98,13 @@ class EngineRig:
         outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
         return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
 
-    def _warm_up(self, engine: Engine) -> None:
-        """Steps until caches hold what steps of this kind use."""
+    def _warm_up(self, engine: Engine, cell: Cell) -> None:
+        """Steps until caches hold what steps of this kind use, or while there is room for them."""
+        room = min(self.target.max_context, self.draft.max_context) - cell.context
+        most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - 2)
         clock = self.target.stopwatch.clock
         begun_s = clock()
-        for num_steps in range(MOST_WARM_STEPS):
+        for num_steps in range(min(most, MOST_WARM_STEPS)):
             if num_steps >= NUM_WARM_STEPS and clock() - begun_s >= WARM_S:
                 return
             engine.step()

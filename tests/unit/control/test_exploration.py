@@ -47,7 +47,8 @@ def test_a_probe_is_paid_for_before_the_next_and_the_share_that_pays_halves():
     exploration = Exploration(GoodputConfig(explore=0.0, probe_share=1 / 16))
     first, second, *rest = probes(exploration, 80, loss=1.0)
     assert (first, second) == (0, pytest.approx(2 / EAGER, abs=1))
-    assert [after - before for before, after in pairwise([second, *rest])] == [16] * len(rest)
+    waits = [after - before for before, after in pairwise([second, *rest])]
+    assert waits == pytest.approx([16] * len(rest), abs=1)  # less than a step is carried over
     assert len(rest) > 2
 
 

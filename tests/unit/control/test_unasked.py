@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from forerun.control.base import Capacity, Plan
 from forerun.control.unasked import Unasked
 
@@ -26,6 +28,20 @@ def test_others_are_asked_about():
 def test_where_somebody_was_not_asked_nothing_holds():
     ours = Unasked(64)
     ours.follow(["a", "b"], [PATIENT])
+    assert not ours.goes_on(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(num_steps=0),
+        Plan(num_steps=-3),
+        Plan(method="d", num_speculative_tokens=3, num_steps=4),
+    ],
+)
+def test_only_plain_plans_for_several_steps_hold(plan):
+    ours = Unasked(64)
+    ours.follow(["a", "b"], [PATIENT, plan])
     assert not ours.goes_on(["a", "b"])
 
 

@@ -214,8 +214,8 @@ def test_a_probe_glances_at_the_last_tokens_and_reads_nothing_else(far_behind, m
 
     monkeypatch.setattr(far_behind.model, "forward", counted)
     proposal = proposed(far_behind, request, 3, probe=True)
-    assert fed == [GLANCE - 1, 1, 1, 1]
-    assert proposal.hindsight == ()  # all of it prompt
+    assert fed == [GLANCE, 1, 1]
+    assert proposal.hindsight is None  # all of it prompt
     assert proposal.tokens.tolist() == argmax_chain(far_behind.model, request.ids[-GLANCE:], 3)
     told(far_behind, request, proposal.tokens.tolist()[:2], final=5)
     assert proposed(far_behind, request).tokens.tolist() == argmax_chain(
@@ -236,6 +236,19 @@ def test_a_greedy_probe_looks_back_at_output(far_behind, num_prompt, num_ids, st
         request.ids.append((best + (len(request.ids) % 3 == 0)) % 8)
     proposal = proposed(far_behind, request, 1, probe=True)
     assert proposal.hindsight == tuple(int(at % 3 > 0) for at in range(start, num_ids))
+
+
+def test_nothing_is_looked_back_at_twice(far_behind):
+    """Every glance reads the last tokens anew."""
+    request = asked([1] * 100)
+    request.ids.extend([0] * 100)
+    numbers = []
+    for _ in range(4):
+        numbers.append(len(proposed(far_behind, request, 1, probe=True).hindsight or ()))
+        request.ids.extend([0] * 5)
+    assert numbers == [GLANCE - LEAST_READ, 5, 5, 5]
+    far_behind.forget("r")
+    assert len(proposed(far_behind, request, 1, probe=True).hindsight) == GLANCE - LEAST_READ
 
 
 def test_what_was_looked_back_at_is_read_once(far_behind):
