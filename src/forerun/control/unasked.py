@@ -32,6 +32,7 @@ class Unasked:
             self._steps_left -= 1
             self._num_steps += 1
             return True
+        self._who, self._steps_left = [], 0
         return False
 
     @property

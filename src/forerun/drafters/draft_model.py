@@ -21,7 +21,7 @@ from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
 from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel, RowBatch, SampledChains, Span
 from forerun.models.context import Context, pack
-from forerun.sampling.choice import Choice
+from forerun.sampling.choice import Choice, TokenSource
 from forerun.sampling.largest import largest
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal
@@ -87,6 +87,7 @@ class DraftModel:
         branch = self._branches.get(name)
         if branch is None:
             branch = self._branches[name] = Branch.begin(request, self._open(request))
+            branch.proven = True  # what others have left was
         if plan.probe and branch.context.num_pending > GLANCE:
             self._drop_branch(name)
             context = Context(self.model.store, request.ids[-GLANCE:])
@@ -205,9 +206,13 @@ class DraftModel:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the KV of accepted tokens."""
         for outcome in outcomes:
-            if self._drop_glance(outcome.request_id):
-                continue
-            self._branches[outcome.request_id].commit(outcome.verdict.num_accepted)
+            name, verdict = outcome.request_id, outcome.verdict
+            branch = self._glances.get(name) or self._branches[name]
+            # Of a bonus token nobody has been told whether it would have been proposed.
+            num_told = len(branch.request.ids) - (verdict.sources[-1] is TokenSource.BONUS)
+            self._looked[name] = num_told
+            if not self._drop_glance(name):
+                branch.commit(verdict.num_accepted)
 
     def forget(self, request_id: str) -> None:
         """Give the sequence's slot back, its tokens kept for others where proposals proved them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests import tiny
@@ -260,6 +262,14 @@ def test_what_was_looked_back_at_is_read_once(far_behind):
     assert proposed(far_behind, request, 1, probe=True).hindsight == (0,) * 8
 
 
+def test_what_a_verdict_has_told_is_not_looked_back_at(far_behind):
+    request = asked([1] * 40)
+    proposed(far_behind, request, 1, probe=True)
+    told(far_behind, request, [], final=7)
+    request.ids.extend([0] * 6)
+    assert len(proposed(far_behind, request, 1, probe=True).hindsight) == 6
+
+
 @pytest.mark.parametrize(
     ("params", "probe"),
     [(GREEDY, False), (SAMPLED, True), (SamplingParams(temperature=0, frequency_penalty=1), True)],
@@ -267,6 +277,27 @@ def test_what_was_looked_back_at_is_read_once(far_behind):
 def test_only_greedy_probes_that_nothing_else_shapes_look_back(far_behind, params, probe):
     request = asked([(7 * i) % 8 for i in range(60)], params)
     assert proposed(far_behind, request, 1, probe=probe).hindsight is None
+
+
+def test_a_glance_leaves_others_what_was_read_before(monkeypatch):
+    model = TabularModel.from_seed(0, vocab_size=8, max_context=700, num_slots=2)
+    drafter, ids = DraftModel(model, 8), [(7 * i) % 8 for i in range(100)]
+    first = replace(asked(list(ids), name="a"), scope="")
+    proposed(drafter, first)
+    told(drafter, first, [], final=1)
+    drafter.forget("a")
+    proposed(drafter, replace(asked([*ids, *[1] * 60], name="b"), scope=""), 1, probe=True)
+    drafter.forget("b")
+    fed: list[int] = []
+    forward = model.forward
+
+    def counted(batch: RowBatch) -> Scores:
+        fed.append(len(batch.tokens))
+        return forward(batch)
+
+    monkeypatch.setattr(model, "forward", counted)
+    proposed(drafter, replace(asked([*ids, 2], name="c"), scope=""), 1)
+    assert sum(fed) < 5
 
 
 def test_a_glance_is_given_back_whatever_becomes_of_it(far_behind):
