@@ -153,7 +153,8 @@ class GoodputController:
         names = [state.request_id for state in states]
         scene = self.scenes.at(states)
         pricing = scene.pricing(self.config.catch_up / self.config.horizon)
-        candidates = self._candidates(states, pricing)
+        wishes_s = [wish_s(state) for state in states]
+        candidates = self._candidates(states, wishes_s, pricing)
         room = allocator(candidates, pricing)
         max_nodes = max(0, capacity.max_rows - len(states))
         allocation = self._settle(candidates, room, max_nodes)
@@ -168,7 +169,7 @@ class GoodputController:
             patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
         return Settled(
             names=names,
-            wishes_s=[wish_s(state) for state in states],
+            wishes_s=wishes_s,
             plans=plans,
             max_rows=capacity.max_rows,
             patience=patience,
@@ -205,11 +206,12 @@ class GoodputController:
                 self.scenes.observe(records)
         self._unread.clear()
 
-    def _candidates(self, states: Sequence[RequestState], pricing: Pricing) -> list[Candidate]:
+    def _candidates(
+        self, states: Sequence[RequestState], wishes_s: Sequence[float | None], pricing: Pricing
+    ) -> list[Candidate]:
         late = None
         found = []
-        for at, state in enumerate(states):
-            limit_s = wish_s(state)
+        for at, (state, limit_s) in enumerate(zip(states, wishes_s, strict=True)):
             if limit_s is not None:
                 late = late or self.scenes.punctuality.p95
                 limit_s /= late

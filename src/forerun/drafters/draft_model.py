@@ -131,12 +131,11 @@ class DraftModel:
         first = max(LEAST_READ, known - (len(request.ids) - len(came)))
         return range(max(first, branch.context.num_cached + 1), len(came))
 
-    def _drop_glance(self, request_id: str) -> bool:
-        """Forget what was read for a probe; whether there was any."""
+    def _drop_glance(self, request_id: str) -> None:
+        """Forget what was read for a probe, if there was any."""
         glance = self._glances.pop(request_id, None)
         if glance is not None:
             glance.context.close()
-        return glance is not None
 
     def _open(self, request: DraftRequest) -> Context:
         """The draft's own view of a sequence."""
@@ -207,12 +206,14 @@ class DraftModel:
         """Keep the KV of accepted tokens."""
         for outcome in outcomes:
             name, verdict = outcome.request_id, outcome.verdict
-            branch = self._glances.get(name) or self._branches[name]
+            glance = self._glances.get(name)
+            if glance is None:
+                self._branches[name].commit(verdict.num_accepted)
+                continue
             # Of a bonus token nobody has been told whether it would have been proposed.
-            num_told = len(branch.request.ids) - (verdict.sources[-1] is TokenSource.BONUS)
-            self._looked[name] = num_told
-            if not self._drop_glance(name):
-                branch.commit(verdict.num_accepted)
+            is_bonus = verdict.sources[-1] is TokenSource.BONUS
+            self._looked[name] = len(glance.request.ids) - is_bonus
+            self._drop_glance(name)
 
     def forget(self, request_id: str) -> None:
         """Give the sequence's slot back, its tokens kept for others where proposals proved them."""
