@@ -187,9 +187,14 @@ def adaptive_arms(
         )
 
 
+def kinds_of(workload: str) -> Sequence[str]:
+    """Kinds of requests that take turns in a workload."""
+    return STREAM if workload == MIXED else (workload.removesuffix(", off the shelf"),)
+
+
 def queue_of(workload: str, target: Engine, num_done: int) -> Iterator[Item]:
     """Requests of a workload without end, from where the last run stopped."""
-    kinds = STREAM if workload == MIXED else (workload.removesuffix(", off the shelf"),)
+    kinds = kinds_of(workload)
     sources = [endless(kind, target, texts_of(kind), num_done // len(kinds)) for kind in kinds]
     return chain.from_iterable(zip(*sources, strict=True))
 
@@ -221,7 +226,7 @@ def report_of(blocks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict
             for name in own[0]
         }
         beside = {
-            f"{name} by {kind}": beside_best(own, fixed, name, kind)
+            f"{name} by {kind}": beside_best(own, fixed, name, kind, len(kinds_of(workload)))
             for name in CONTROLLERS
             for kind in kinds
         }
@@ -256,15 +261,23 @@ def tau(own: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def beside_best(
-    own: Sequence[Mapping[str, Any]], fixed: Sequence[str], name: str, seconds: str = "decode_s"
+    own: Sequence[Mapping[str, Any]],
+    fixed: Sequence[str],
+    name: str,
+    seconds: str = "decode_s",
+    num_kinds: int = 1,
 ) -> dict[str, Any]:
     """Rate of a controller over that of the fixed K which was best on the half it is not scored on.
 
     Every request has a fixed number of tokens, so rates of a request compare as its seconds do.
+    Where kinds of requests take turns, either half has all of them.
     """
-    halves = own[0::2], own[1::2]
+    halves: tuple[list[Mapping[str, Any]], ...] = ([], [])
+    half_of = [at // num_kinds % 2 for at in range(len(own))]
+    for block, half in zip(own, half_of, strict=True):
+        halves[half].append(block)
     winners = [max(fixed, key=lambda arm: rate(half, arm, seconds)) for half in halves]
-    scored = [(block, winners[1 - at % 2]) for at, block in enumerate(own)]
+    scored = [(block, winners[1 - half]) for block, half in zip(own, half_of, strict=True)]
     ratio = bootstrap_ratio(
         [block[winner][seconds] for block, winner in scored],
         [block[name][seconds] for block, _ in scored],
