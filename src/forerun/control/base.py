@@ -82,5 +82,5 @@ class Controller(Protocol):
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Outcomes of the step the last plans were for, and of the requests beside them.
 
-        Of plans that are followed for several steps, those of the first.
+        Of plans that are followed for several steps, those of the last.
         """

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from forerun.control.base import RequestState
 from forerun.control.config import BeliefConfig
+from forerun.control.exploration import News
 from forerun.theory.posterior import Prospects
 from forerun.theory.record import StepRecord
 
@@ -50,11 +51,13 @@ class Request:
 
     Attributes:
         kind: which requests it is like.
+        num_begun: its tokens when it was first asked about.
         num_read: its tokens when it drafted last.
         ways: what its own drafts have shown.
     """
 
     kind: Kind
+    num_begun: int = 0
     num_read: int = 0
     ways: dict[Way, Prospects] = field(default_factory=dict)
 
@@ -83,9 +86,10 @@ class Beliefs:
         drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
         return Curve(survival, list(accumulate(drafted, mul)))
 
-    def missed(self, state: RequestState) -> int:
-        """Tokens a draft has to catch up with: those since the request drafted last."""
-        return state.num_committed - self._request(state).num_read
+    def news(self, state: RequestState) -> News:
+        """Tokens since the request was first asked about, and since it drafted last."""
+        request, num_ids = self._request(state), state.num_committed
+        return News(request.kind, num_ids - request.num_begun, num_ids - request.num_read)
 
     def observe(self, record: StepRecord, way: Way) -> None:
         """Learn from a step in which a request was allowed to draft."""
@@ -117,7 +121,8 @@ class Beliefs:
     def _request(self, state: RequestState) -> Request:
         request = self._requests.get(state.request_id)
         if request is None:
-            request = Request(kind=(state.tags, round(state.temperature, 1)))
+            kind = state.tags, round(state.temperature, 1)
+            request = Request(kind=kind, num_begun=state.num_committed)
             self._requests[state.request_id] = request
             if len(self._requests) > self.config.most_requests:
                 del self._requests[next(iter(self._requests))]

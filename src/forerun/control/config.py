@@ -35,7 +35,7 @@ class BeliefConfig:
 
     request: Memory = field(default_factory=Memory)
     pool: Memory = field(default_factory=lambda: Memory(slow=0.99, fast=0.9))
-    prior: float = 0.6
+    prior: float = 0.7
     strength: float = 4.0
     most_requests: int = 4096
 
@@ -71,11 +71,13 @@ class SafetyConfig:
 
     Attributes:
         probe_share: share of the steps made plain to know how fast plain decoding is.
-        num_plain: plain steps without which nothing is judged; until then they are more frequent.
+        num_plain: plain steps without which nothing is judged; the first ones are made in a row.
         num_speculative: speculative steps after which the lower bound of the speedup must be 1 or
             more.
         num_clear: speculative steps after which its upper bound must be.
-        memory: weight that a step keeps after one more.
+        memory: weight that a speculative step keeps after one more; over fewer of them the speedup
+            is known to ten percent at best, and drafts that pay would be turned off.
+        plain_memory: the same of plain steps, of which there are fewer, over more time.
         z: standard errors between the estimate and either bound.
         retry_after: steps without speculation until it is tried again.
         longest_retry: the same after it has failed again and again.
@@ -85,9 +87,10 @@ class SafetyConfig:
 
     probe_share: float = 0.01
     num_plain: int = 4
-    num_speculative: int = 64
+    num_speculative: int = 256
     num_clear: int = 8
-    memory: float = 0.99
+    memory: float = 0.998
+    plain_memory: float = 0.98
     z: float = 1.645
     retry_after: int = 64
     longest_retry: int = 512

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
 
 from forerun.control.base import Plan
 from forerun.control.config import GoodputConfig
 
-__all__ = ["Exploration"]
+__all__ = ["Exploration", "News"]
 
 LEAST_LOSS = 0.02
 """What trying another plan counts for at least, in steps: even what is free need not be all."""
 SCOUTS = 4
 """One in so many of the requests that do not draft probes for all of them."""
+LEAST_TEXT = 16
+"""Tokens of output that a probe waits for, at most so many steps: it can look back at them."""
 PROBE_DEPTH = 1
 """Tokens a probe drafts: the first one tells most of what a draft is worth."""
 MOST_LOSS = 8.0
-"""Largest loss that counts: a step may be held up by anything."""
+"""Largest loss that counts."""
+NUM_LOSSES = 5
+"""Probes whose median is charged, for any step may be held up by something else."""
 MOST_CREDIT = 8
 """Steps by which a probe may come late, for nobody was asked, and the next still be in time."""
+LEAST_NEED = 0.1
+"""Least share of a probe's tokens that drafting is taken to need, and to do without."""
 EAGER = 0.2
 """Largest share of the steps that pays for probes: where drafting has only just been given up."""
 REVIVAL = 1.1
 """By which that share grows in a step in which nobody is idle."""
+
+
+class News(NamedTuple):
+    """How much of a request there is to learn from.
+
+    Attributes:
+        kind: which requests it is like.
+        tokens: of its output.
+        missed: tokens that a draft has to catch up with.
+    """
+
+    kind: Hashable
+    tokens: int
+    missed: int
 
 
 class Exploration:
@@ -34,9 +57,10 @@ class Exploration:
     of which the draft has least to catch up with. What such a probe costs, less what it brings, is
     a debt that a share of the following steps pays off; only then comes the next one. So probes
     never cost more than that share, however dear they are. The share is large where drafting has
-    only just been given up, on few observations; a probe that pays doubles it, any other halves it,
-    down to the one that is configured. One that pays but for what had to be caught up with is
-    followed by the next at once.
+    only just been given up, on few observations, by requests of that kind. A probe that all came of
+    doubles it; others shrink it so that it stays where as much comes of them as must, for drafting
+    to pay but for what had to be caught up with, down to the share that is configured. One of which
+    so much came is followed by the next at once.
 
     Requests that draft try a plan that is not believed best: one node more, or another drafter.
     What that is expected to lose is paid off by another small share of the steps before the next
@@ -56,12 +80,15 @@ class Exploration:
         self.config = config
         self.probed: list[int] = []
         self.explored: int | None = None
-        self._num_probes = 0
+        self._probing_method = ""
         self._num_explored = 0
-        self._debt = 0.0
-        self._share = max(EAGER, config.probe_share)
+        self._debts: defaultdict[str, float] = defaultdict(float)
+        self._shares: dict[tuple[Hashable, str], float] = {}
+        self._kind: Hashable = None
         self._owed = 0.0
         self._follows = False
+        self._num_waited = 0
+        self._losses: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_LOSSES))
 
     def rest(self, plans: Sequence[Plan], most: Sequence[int], patience: int) -> int:
         """Steps until something is due while these plans are followed, at least 1.
@@ -76,14 +103,16 @@ class Exploration:
             if plan.num_speculative_tokens:
                 steps = min(steps, steps_to_pay(self._owed, config.explore))
             elif limit:
-                steps = min(steps, steps_to_pay(self._debt, self._share))
+                for method, debt in self._debts.items():
+                    paid = self._share(method) / len(self._debts)
+                    steps = min(steps, steps_to_pay(debt, paid))
         return max(1, math.ceil(steps))
 
     def varied(
         self,
         plans: list[Plan],
         most: Sequence[int],
-        missed: Callable[[int], int],
+        news: Callable[[int], News],
         methods: Sequence[str],
         max_nodes: int,
         num_steps: int = 1,
@@ -93,35 +122,57 @@ class Exploration:
         Args:
             plans: what is believed best.
             most: largest K of every request.
-            missed: tokens that were decoded since a request drafted last, by its place.
+            news: what is new of a request, by its place.
             methods: drafters there are.
             max_nodes: that may be drafted in all.
             num_steps: since the last call, this one included.
         """
         self.probed, self.explored = [], None
         config = self.config
-        self._debt = max(-MOST_CREDIT * self._share, self._debt - num_steps * self._share)
-        self._owed = max(-config.explore, self._owed - num_steps * config.explore)
         spare = max_nodes - sum([plan.num_speculative_tokens for plan in plans])
         idle = [at for at, p in enumerate(plans) if not p.num_speculative_tokens and most[at]]
+        self._kind = news(idle[0] if idle else 0).kind
+        for method in methods:
+            paid = self._share(method) / len(methods)
+            self._debts[method] = max(-MOST_CREDIT * paid, self._debts[method] - num_steps * paid)
+        self._owed = max(-config.explore, self._owed - num_steps * config.explore)
         if not idle:
-            self._share = max(self._share, min(EAGER, self._share * REVIVAL**num_steps))
-        elif spare > 0 and (self._debt <= 0.0 or self._follows):
-            return self._probing(plans, sorted(idle, key=missed), most, methods, spare)
+            for method in {plan.method for plan in plans}:
+                share = min(EAGER, self._share(method) * REVIVAL**num_steps)
+                self._shares[self._kind, method] = max(self._share(method), share)
+        elif spare > 0 and (self._follows or min(self._debts.values()) <= 0.0):
+            new = {at: news(at) for at in idle}
+            if self._follows or self._is_ripe(max(each.tokens for each in new.values())):
+                idle.sort(key=lambda at: (new[at].tokens < LEAST_TEXT, new[at].missed))
+                self._kind = new[idle[0]].kind
+                return self._probing(plans, idle, most, spare)
         if self._owed < 0.0:
             return self._exploring(plans, most, methods, spare)
         return plans
+
+    def _share(self, method: str) -> float:
+        """Of the steps, to pay for a drafter's probes of requests like the first that is idle."""
+        return self._shares.get((self._kind, method), max(EAGER, self.config.probe_share))
+
+    def _is_ripe(self, num_new: int) -> bool:
+        """Whether a probe that is due has text to look back at, or has waited for it enough."""
+        if num_new < LEAST_TEXT and self._num_waited < LEAST_TEXT:
+            self._num_waited += 1
+            return False
+        self._num_waited = 0
+        return True
 
     def _probing(
         self,
         plans: list[Plan],
         idle: Sequence[int],
         most: Sequence[int],
-        methods: Sequence[str],
         spare: int,
     ) -> list[Plan]:
         """Let some idle requests draft a little, in the order given."""
-        method = methods[self._num_probes % len(methods)]
+        if not self._follows:
+            self._probing_method = min(self._debts, key=lambda method: self._debts[method])
+        method = self._probing_method
         varied = list(plans)
         for at in idle[: -(-len(idle) // SCOUTS)]:
             if spare > 0:
@@ -146,7 +197,11 @@ class Exploration:
         others = [method for method in methods if method != plan.method]
         self._num_explored += 1
         if others and turn % 2:
-            other = replace(plan, method=others[turn // 2 % len(others)], probe=True)
+            other = Plan(
+                method=others[turn // 2 % len(others)],
+                num_speculative_tokens=PROBE_DEPTH,
+                probe=True,
+            )
         elif k < most[at] and spare > 0:
             other = replace(plan, num_speculative_tokens=k + 1, probe=True)
         else:
@@ -159,23 +214,28 @@ class Exploration:
         """See what trying another plan is expected to lose.
 
         Args:
-            loss: share of a step.
+            loss: in steps without it.
         """
-        self._owed += max(LEAST_LOSS, loss)
+        self._owed += max(LEAST_LOSS, min(loss, MOST_LOSS))
 
-    def observe(self, loss: float, *, pays: bool) -> None:
+    def observe(self, method: str, loss: float, *, came: float, needed: float) -> None:
         """See how a probe has fared.
 
         Args:
+            method: of its drafter.
             loss: what it has cost less what it has brought, in steps without it; negative if it
                 has paid.
-            pays: whether it would have, had there been nothing to catch up with.
+            came: share of what was drafted, or would have been, that the target wrote.
+            needed: the same where drafting pays, what had to be caught up with apart.
         """
-        self._debt += min(loss, MOST_LOSS)
-        self._follows = pays
-        self._num_probes += not pays
-        share = self._share * (2.0 if pays else 0.5)
-        self._share = max(self.config.probe_share, min(EAGER, share))
+        losses = self._losses[method]
+        losses.append(min(loss, MOST_LOSS))
+        self._debts[method] += max(LEAST_LOSS, median(losses))
+        self._follows = came >= needed
+        needed = max(LEAST_NEED, min(1.0 - LEAST_NEED, needed))
+        share = self._share(method) * 2.0 ** ((came - needed) / (1.0 - needed))
+        share = max(self.config.probe_share, min(EAGER, share))
+        self._shares[self._kind, method] = share
 
 
 def steps_to_pay(debt: float, share: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 from forerun.control.allocation import Allocator, allocator
@@ -17,7 +18,7 @@ from forerun.control.beliefs import Beliefs, Way
 from forerun.control.calibration import Calibration
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import Exploration
-from forerun.control.ladder import Ladder
+from forerun.control.ladder import Ladder, break_even
 from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.control.punctuality import wish_s
 from forerun.control.scenes import Scenes
@@ -31,8 +32,10 @@ __all__ = ["GoodputController"]
 PLAIN = Plan()
 ROUTE_EVERY = 2
 """Decisions after which the drafter of a request is chosen anew: it rests on what is slow."""
-IDLE_MEMORY = 0.99
+IDLE_MEMORY = 0.998
 """Weight that what is known of acceptance keeps after a step in which nobody drafts."""
+NUM_COLD = 4
+"""Plain steps after drafting that take longer than others."""
 MOST_UNREAD = 8
 """Steps that are learnt from together: one by one, each would find what it needs out of cache."""
 
@@ -42,13 +45,17 @@ class Probe(NamedTuple):
 
     Attributes:
         names: of the requests.
+        is_idle: they would not draft without it; else they would, with another drafter.
         num_idle: steps since anybody drafted.
+        needed: share of drafted tokens that must be accepted for drafting to pay.
         without: what is expected of the step without it.
         longer_s: by how much it is expected to be longer.
     """
 
     names: frozenset[str]
+    is_idle: bool
     num_idle: int
+    needed: float
     without: Allocation
     longer_s: float
 
@@ -80,6 +87,8 @@ class GoodputController:
         self._num_settled = 0
         self._num_idle = 0
         self._drafted = False
+        self._num_planned = 1
+        self._num_plain = 0
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The best plans, or now and then ones that are worth learning from.
@@ -90,7 +99,11 @@ class GoodputController:
         if settled and settled.steps_left >= steps and settled.holds(states, capacity):
             settled.steps_left -= steps
             return settled.followed
-        return self._decide_anew(states, capacity) if states else []
+        if not states:
+            return []
+        plans = self._decide_anew(states, capacity)
+        self._num_planned = plans[0].num_steps
+        return plans
 
     def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Learn from what has happened, settle what is best, and maybe try something else."""
@@ -111,7 +124,7 @@ class GoodputController:
         varied = exploration.varied(
             plans,
             most,
-            lambda at: self.beliefs.missed(states[at]),
+            lambda at: self.beliefs.news(states[at]),
             self.methods,
             max(0, capacity.max_rows - len(states)),
             num_steps,
@@ -130,15 +143,21 @@ class GoodputController:
         """Note what other plans are expected to lose, or what a probe is to be compared with."""
         allocation = settled.allocation
         tried = self._varied_price(states, settled.candidates, settled.pricing, varied)
-        if probed := self.exploration.probed:
+        probed, explored = self.exploration.probed, self.exploration.explored
+        if explored is not None and varied[explored].method == settled.plans[explored].method:
+            longer = tried.step_s / allocation.step_s
+            self.exploration.pay(longer - tried.tokens / allocation.tokens)
+        else:
+            who = probed if explored is None else [explored]
+            method, batch = varied[who[0]].method, len(states)
             self._probe = Probe(
-                names=frozenset(settled.names[at] for at in probed),
+                names=frozenset(settled.names[at] for at in who),
+                is_idle=explored is None,
                 num_idle=self._num_idle,
+                needed=break_even(method, settled.pricing, batch, self.max_k),
                 without=allocation,
                 longer_s=tried.step_s - allocation.step_s,
             )
-        else:
-            self.exploration.pay(1.0 - tried.tokens_per_s / allocation.tokens_per_s)
         if self.calibration is None:
             return list(varied)
         return [self._measuring(plan) for plan in varied]
@@ -185,9 +204,11 @@ class GoodputController:
         probe, self._probe = self._probe, None
         if probe is not None:
             self._observe_probe(probe, records)
-        # Caches are cold for whatever was not done in the step before.
         drafts = any([record.k_budget for record in records])
-        is_steady = drafts == self._drafted and probe is None and not records[0].num_prefill_rows
+        self._num_plain = 0 if drafts else self._num_plain + self._num_planned
+        # Caches are cold for whatever was not done in the steps before.
+        is_warm = self._drafted if drafts else self._num_plain > NUM_COLD
+        is_steady = is_warm and probe is None and not records[0].num_prefill_rows
         self._drafted = drafts
         self._unread.append((list(records), is_steady))
         if len(self._unread) >= MOST_UNREAD:
@@ -306,11 +327,21 @@ class GoodputController:
         way = Way(probed[0].method, self.calibration is not None)
         self.beliefs.fade(probed, way, IDLE_MEMORY**probe.num_idle)
         first, longer_s, without = records[0], probe.longer_s, probe.without
-        brought = sum([record.num_accepted for record in probed]) / without.tokens
-        pays = brought >= longer_s / without.step_s  # catching up apart
         if first.num_prefill_rows == 0:
             longer_s = first.draft_s + first.verify_s + first.other_s - without.step_s
-        self.exploration.observe(longer_s / without.step_s - brought, pays=pays)
+        emitted = len(records) + sum([record.num_accepted for record in records])
+        loss = 1.0 + longer_s / without.step_s - emitted / without.tokens
+        if probe.is_idle:
+            came = fmean(map(share_right, probed))
+            self.exploration.observe(probed[0].method, loss, came=came, needed=probe.needed)
+        else:
+            self.exploration.pay(loss)
+
+
+def share_right(record: StepRecord) -> float:
+    """Of what a probe has proposed, and of what it would have."""
+    seen = (*(record.hindsight or ()), record.num_accepted)
+    return sum(seen) / len(seen)
 
 
 def plan_of(method: str, k: int, rule: StopRule | None, was: Plan) -> Plan:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.control.beliefs import Curve
 from forerun.control.pricing import Allocation, Candidate, Pricing
 
-__all__ = ["Ladder"]
+__all__ = ["Ladder", "break_even"]
+
+HALVINGS = 6
+"""Of the range that a rate is looked for in."""
 
 
 class Ladder:
@@ -69,3 +73,28 @@ class Ladder:
         tokens, step_s, limit_s = self.tokens[k], self.steps_s[k], self.limit_s
         lateness = 0.0 if limit_s is None else step_s / (tokens * limit_s)
         return Allocation((k,), tokens, step_s, lateness)
+
+
+def break_even(method: str, pricing: Pricing, batch: int, max_k: int) -> float:
+    """Rate of acceptance, the same at every position, above which some K pays.
+
+    Args:
+        method: of the drafter.
+        pricing: what steps take.
+        batch: requests in the step, taken to be all alike.
+        max_k: largest K.
+
+    Returns:
+        To within 0.02, what is to be caught up with apart; 1 where no K ever pays.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        rate = (low + high) / 2.0
+        survival = [rate**depth for depth in range(1, max_k + 1)]
+        curve = Curve(survival, [1.0] * max_k)
+        ladder = Ladder(Candidate(method, curve, was=max_k), pricing, batch)
+        if ladder.best_rate > 1.0 / ladder.steps_s[0]:
+            high = rate
+        else:
+            low = rate
+    return high

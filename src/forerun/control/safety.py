@@ -30,10 +30,12 @@ logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
 FIRST_PLAIN = 4
-"""Every so many steps is plain until enough of them are known."""
-NUM_IN_A_ROW = 2
-"""Steps made plain together, the last of which counts."""
+"""Speculative steps until plain ones are made until enough of them are known."""
+NUM_IN_A_ROW = 5
+"""Steps made plain together, the last of which counts: drafting leaves caches cold for longer."""
 MOST_SWITCHES = 1000
+LOSS_MEMORY = 0.99
+"""Weight that what probes have cost keeps after one more step."""
 
 Kind = Literal["plain", "speculative", "probe"]
 
@@ -67,7 +69,7 @@ class Bucket:
     )  # fmt: skip
 
     def __init__(self, config: SafetyConfig) -> None:
-        self.plain = DiscountedRatio(config.memory)
+        self.plain = DiscountedRatio(config.plain_memory)
         self.speculative = DiscountedRatio(config.memory)
         self.on = True
         self.off_since = 0
@@ -136,7 +138,7 @@ class SafeController:
         self._steps_left = 0
         self._asked: Held | None = None
         self._wants_drafts = False
-        self._last_kind: Kind = "plain"
+        self._num_plain = 0
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The inner controller's plans, or plain ones; its probes pass while they cost little."""
@@ -161,7 +163,7 @@ class SafeController:
         bucket = self._buckets.get(name)
         if bucket is None:
             bucket = self._buckets[name] = Bucket(self.config)
-        bucket.lost *= self.config.memory**num_steps
+        bucket.lost *= LOSS_MEMORY**num_steps
         plans, kind = inner, kind_of(inner)
         if kind != "probe":
             self._wants_drafts = kind == "speculative"
@@ -190,12 +192,12 @@ class SafeController:
         held, self._asked = self._asked, None
         if held is None or len(records) != len(held.plans):
             return
-        bucket, first, last_kind = held.bucket, records[0], self._last_kind
-        self._last_kind = held.kind
+        bucket, first = held.bucket, records[0]
+        self._num_plain = self._num_plain + held.plans[0].num_steps if held.kind == "plain" else 0
         bucket.since_plain += held.kind == "speculative"
         if first.num_prefill_rows:
             return
-        if held.kind == "plain" != last_kind and bucket.plain.num_pairs:
+        if 0 < self._num_plain < NUM_IN_A_ROW and bucket.plain.num_pairs:
             return  # drafting has left cold caches; plain decoding alone is faster
         seconds = first.draft_s + first.verify_s + first.other_s
         tokens = float(sum([record.num_accepted + 1 for record in records]))
@@ -207,7 +209,8 @@ class SafeController:
                 self._judge(held.name, bucket)
         else:
             bucket.plain.observe(seconds, tokens)
-            bucket.since_plain, bucket.gap = 0, self._gap(bucket)
+            if bucket.plain.num_pairs >= self.config.num_plain:
+                bucket.since_plain, bucket.gap = 0, self._gap()
 
     def _judge(self, name: tuple[int, int], bucket: Bucket) -> None:
         config, num_steps = self.config, bucket.speculative.num_pairs
@@ -232,20 +235,17 @@ class SafeController:
 
     def _probes_too_much(self, bucket: Bucket) -> bool:
         config = self.config
-        return bucket.lost * (1.0 - config.memory) > config.probe_loss
+        return bucket.lost * (1.0 - LOSS_MEMORY) > config.probe_loss
 
     def _may_retry(self, bucket: Bucket) -> bool:
         config = self.config
         patience: int = config.retry_after << min(16, max(0, bucket.num_failures - 1))
         return self.num_steps - bucket.off_since >= min(patience, config.longest_retry)
 
-    def _gap(self, bucket: Bucket) -> int:
+    def _gap(self) -> int:
         """Until about `probe_share` of the steps are plain, at moments nobody else decides."""
-        config = self.config
-        if bucket.plain.num_pairs < config.num_plain:
-            return FIRST_PLAIN
         share = share_of(finalise(~self.num_probes * INCREMENT))
-        return 1 + int(2.0 * NUM_IN_A_ROW * share / config.probe_share)
+        return 1 + int(2.0 * NUM_IN_A_ROW * share / self.config.probe_share)
 
     def _switch(self, name: tuple[int, int], bucket: Bucket, *, on: bool, reason: str) -> None:
         bucket.on = on

@@ -15,8 +15,8 @@ MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
 PLAIN_PATIENCE = 128
 """The same where nobody drafts: then nothing is learnt but how long plain steps take."""
-LONG_PLAIN = Plan(num_steps=8)
-"""Plain decoding once that is so: one in so many of its steps is looked at."""
+MOST_LONG = 32
+"""Steps between two that are asked about and told, at most, where plain decoding is settled."""
 HURRY = 0.98
 """Share of the seconds per token a request wished for, below which a new wish is another one."""
 
@@ -72,6 +72,8 @@ class Settled:
     def hold(self, num_steps: int) -> None:
         """Say for how many steps more; where they are plain and many, not all are asked about."""
         self.num_steps = self.steps_left = num_steps
-        long = self.patience == PLAIN_PATIENCE and num_steps >= LONG_PLAIN.num_steps
-        holds = long and not any(self.wishes_s)
-        self.followed = [LONG_PLAIN] * len(self.plans) if holds else self.plans
+        self.followed = self.plans
+        drafts = any([plan.num_speculative_tokens for plan in self.plans])
+        if num_steps and not drafts and not any(self.wishes_s):
+            num_parts = -(-(num_steps + 1) // MOST_LONG)
+            self.followed = [Plan(num_steps=-(-(num_steps + 1) // num_parts))] * len(self.plans)

@@ -1,4 +1,8 @@
-"""Steps in which nobody asks the controller: beside a small model, asking costs time."""
+"""Steps in which nobody asks the controller: beside a small model, asking costs time.
+
+Of steps that were planned together the last is told: it was not asked about, which costs time as
+well, and caches have settled by then.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,11 @@ class Unasked:
             return True
         self._who, self._steps_left = [], 0
         return False
+
+    @property
+    def tells(self) -> bool:
+        """Whether the controller is told what came of this step: the last that it planned."""
+        return self._steps_left == 0
 
     @property
     def capacity(self) -> Capacity:

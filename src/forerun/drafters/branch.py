@@ -95,6 +95,22 @@ class Branch:
         return fits and self.request.history is None and not self.params.has_processors
 
     @property
+    def name(self) -> str:
+        """Of the request."""
+        return self.request.request_id
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether its proposals are the most likely tokens, whatever came before."""
+        is_greedy = self.choice is Choice.DETERMINISTIC
+        return is_greedy and self.request.history is None and not self.params.has_processors
+
+    @property
+    def ends_there(self) -> bool:
+        """Whether the most likely token behind what is pending is all that it is to propose."""
+        return self.looks_back and self.budget == 1 and self.stop is None
+
+    @property
     def num_committed(self) -> int:
         """Tokens of prompt and output at the start of the step."""
         return len(self.request.ids)
@@ -104,6 +120,10 @@ class Branch:
         self.num_chain = self.context.num_pending
         self.num_fed = 0
         return self.context.span(self.num_chain)
+
+    def all_but_last(self) -> Span:
+        """Pending tokens but the last, to be committed before it is fed."""
+        return self.context.span(self.context.num_pending - 1)
 
     def next_span(self) -> Span:
         """One drafted token more."""

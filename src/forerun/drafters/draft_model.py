@@ -7,6 +7,7 @@ temperature shapes the laws, the model drafts all chains in one call if it can.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -17,6 +18,7 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, Outcome
 from forerun.drafters.branch import Branch
+from forerun.drafters.glance import CLOSE_LOOK, Past
 from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
 from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel, RowBatch, SampledChains, Span
@@ -30,21 +32,13 @@ from forerun.theory.tree import TokenTree
 __all__ = ["DraftModel"]
 
 PREFILL_CHUNK = 256
-GLANCE = 48
-"""Last tokens that a probe is drafted from where there is more to catch up with."""
-LEAST_READ = 32
-"""Tokens that a draft must have read to be asked what it would have proposed."""
-LEAST_SEEN = 4
-"""Tokens not seen before that make it worth looking back."""
 
 
 class DraftModel:
     """Drafts chains with a causal language model that shares the target's token ids.
 
-    A probe that has much to catch up with glances at the last tokens alone, in the place of what
-    was read before: whether the draft is any good shows there too, and prompts are read only once
-    drafting is wanted. What a greedy probe reads, it looks back at: where would the next token have
-    been proposed? That tells at once what would take a dozen probes.
+    A probe that has much to catch up with glances at the last tokens alone (`Past`), in the place
+    of what was read before: prompts are read only once drafting is wanted.
     """
 
     method = "draft_model"
@@ -55,7 +49,7 @@ class DraftModel:
         self._samples_chains = isinstance(model, SampledChains)
         self._branches: dict[str, Branch] = {}
         self._glances: dict[str, Branch] = {}
-        self._looked: dict[str, int] = {}
+        self._pasts: defaultdict[str, Past] = defaultdict(Past)
 
     @torch.inference_mode()
     def propose(
@@ -66,19 +60,21 @@ class DraftModel:
         growing = [branch for branch in branches if branch.budget > 0]
         proposals: dict[str, Proposal] = {}
         if growing:
-            if self.model.vocab_size < self.vocab_size:
-                refuse_unknown(growing, self.model.vocab_size)
-            looking = [
-                branch
-                for branch, plan in zip(branches, plans, strict=True)
-                if plan.probe and branch.budget and self._may_look_back(branch)
-            ]
-            if looking:
-                self._look_back(looking)
+            self._refuse_unknown(growing)
+            probing = [b for b, p in zip(branches, plans, strict=True) if p.probe and b.budget]
+            if probing:
+                proposals = self._look_back(probing)
+                growing = [branch for branch in growing if branch.name not in proposals]
+        if growing:
             growing.sort(key=lambda branch: -branch.budget)
-            names = [branch.request.request_id for branch in growing]
-            proposals = dict(zip(names, self._draft(growing), strict=True))
+            names = [branch.name for branch in growing]
+            proposals |= zip(names, self._draft(growing), strict=True)
         return [proposals.get(request.request_id) for request in requests]
+
+    def _refuse_unknown(self, branches: Sequence[Branch]) -> None:
+        """Refuse texts with ids that only the target has, where it has more."""
+        if self.model.vocab_size < self.vocab_size:
+            refuse_unknown(branches, self.model.vocab_size)
 
     def _branch(self, request: DraftRequest, plan: Plan) -> Branch:
         name = request.request_id
@@ -88,48 +84,86 @@ class DraftModel:
         if branch is None:
             branch = self._branches[name] = Branch.begin(request, self._open(request))
             branch.proven = True  # what others have left was
-        if plan.probe and branch.context.num_pending > GLANCE:
+        reach = self._pasts[name].reach(branch) if plan.probe else branch.context.num_pending
+        if branch.context.num_pending > reach:
+            self._pasts[name].see(branch.context.num_cached + 1)
             self._drop_branch(name)
-            context = Context(self.model.store, request.ids[-GLANCE:])
+            context = Context(self.model.store, request.ids[-reach:])
             branch = self._glances[name] = Branch.begin(request, context)
         branch.follow(plan, self.model.max_context)
         return branch
 
-    def _may_look_back(self, branch: Branch) -> bool:
-        """Whether it is worth it, and right: were anything to shape the laws, it would not be."""
-        is_greedy = branch.choice is Choice.DETERMINISTIC
-        is_worth_it = len(self._unseen(branch)) >= LEAST_SEEN
-        return is_greedy and is_worth_it and branch.may_chain(1, self.model.max_context)
+    def _look_back(self, probing: Sequence[Branch]) -> dict[str, Proposal]:
+        """Read what is pending, and note which of it would have been proposed.
 
-    def _look_back(self, branches: Sequence[Branch]) -> None:
-        """Read what is pending but its last token, and note which of it would have been proposed.
-
-        Of the output only: the target has not written the prompt.
+        Returns:
+            Proposals of those whose draft ends with the token that the same passes give.
         """
-        spans = [branch.context.span(branch.context.num_pending - 1) for branch in branches]
-        seen = [self._unseen(branch) for branch in branches]
-        starts = accumulate((span.num_chain for span in spans), initial=0)
-        rows = [
-            first + place - span.start - 1
-            for first, span, places in zip(starts, spans, seen, strict=False)
-            for place in places
-        ]
-        wanted = torch.tensor(rows, device=self.model.device)
-        batch = replace(self._batch(spans, branches), logit_rows=wanted)
-        best = iter(largest(self.model.forward(batch).logits[:, : self.vocab_size])[1].tolist())
-        for branch, span, places in zip(branches, spans, seen, strict=True):
-            came = branch.context.ids
-            branch.hindsight = tuple(int(next(best) == came[at]) for at in places)
-            self._looked[branch.request.request_id] = len(branch.request.ids)
-            branch.context.commit(range(span.num_chain))
-            branch.proven = False
+        proposals, closer = self._look(probing)
+        if closer:
+            for branch in closer:
+                self._widen(branch)
+            self._refuse_unknown(closer)
+            proposals |= self._look(closer)[0]
+        return proposals
 
-    def _unseen(self, branch: Branch) -> range:
-        """Output that is pending, but for what was looked back at before, by its place."""
-        request, came = branch.request, branch.context.ids
-        known = max(request.num_prompt, self._looked.get(request.request_id, 0))
-        first = max(LEAST_READ, known - (len(request.ids) - len(came)))
-        return range(max(first, branch.context.num_cached + 1), len(came))
+    def _look(self, probing: Sequence[Branch]) -> tuple[dict[str, Proposal], list[Branch]]:
+        """One pass over what is pending, logits of at most `MOST_SEEN` + 1 rows per request.
+
+        Returns:
+            As `_look_back`, and who should read more.
+        """
+        asked = [(branch, self._pasts[branch.name].places(branch)) for branch in probing]
+        looking = [(branch, places) for branch, places in asked if places]
+        if not looking:
+            return {}, []
+        spans: list[Span] = []
+        rows: list[int] = []
+        first = 0
+        for branch, places in looking:
+            span = branch.first_span() if branch.ends_there else branch.all_but_last()
+            start = first - span.start - 1
+            rows += range(start + places.start, start + places.stop + branch.ends_there)
+            first += span.num_chain
+            spans.append(span)
+        batch = replace(
+            self._batch(spans, [branch for branch, _ in looking]),
+            logit_rows=torch.tensor(rows, device=self.model.device),
+        )
+        best = largest(self.model.forward(batch).logits[:, : self.vocab_size])[1]
+        return self._looked(looking, best)
+
+    def _looked(
+        self, looking: Sequence[tuple[Branch, range]], best: Tensor
+    ) -> tuple[dict[str, Proposal], list[Branch]]:
+        """Compare the most likely tokens with those that came."""
+        proposals, closer = {}, []
+        tokens, row = best.tolist(), 0
+        for branch, places in looking:
+            came = branch.context.ids
+            would = tokens[row : row + len(places)]
+            right = [token == came[at] for token, at in zip(would, places, strict=True)]
+            row += len(places)
+            if not self._pasts[branch.name].look(branch, places, right):
+                closer.append(branch)
+            elif branch.ends_there:
+                proposals[branch.name] = greedy_proposal(branch, best[row : row + 1])
+            else:
+                branch.context.commit(range(branch.context.num_pending - 1))
+                branch.proven = False
+            row += branch.ends_there
+        return proposals, closer
+
+    def _widen(self, glance: Branch) -> None:
+        """Read more in the place of a glance, all there is if that is not too much."""
+        request = glance.request
+        glance.context.close()
+        if len(request.ids) <= CLOSE_LOOK:
+            glance.context = self._open(request)
+            glance.proven = True  # what others have left was
+            self._branches[glance.name] = self._glances.pop(glance.name)
+        else:
+            glance.context = Context(self.model.store, request.ids[-CLOSE_LOOK:])
 
     def _drop_glance(self, request_id: str) -> None:
         """Forget what was read for a probe, if there was any."""
@@ -212,17 +246,17 @@ class DraftModel:
                 continue
             # Of a bonus token nobody has been told whether it would have been proposed.
             is_bonus = verdict.sources[-1] is TokenSource.BONUS
-            self._looked[name] = len(glance.request.ids) - is_bonus
+            self._pasts[name].see(len(glance.request.ids) - is_bonus)
             self._drop_glance(name)
 
     def forget(self, request_id: str) -> None:
         """Give the sequence's slot back, its tokens kept for others where proposals proved them."""
         self._drop_glance(request_id)
-        self._looked.pop(request_id, None)
+        self._pasts.pop(request_id, None)
         self._drop_branch(request_id)
 
     def _drop_branch(self, request_id: str) -> None:
-        """Forget what was read, but for what was looked back at."""
+        """Forget what was read."""
         branch = self._branches.pop(request_id, None)
         if branch is not None:
             branch.context.close(branch.context.num_cached if branch.proven else 0)

@@ -55,7 +55,7 @@ class Stepper:
         turns = [turn_of(sequence) for sequence in self.scheduler.running]
         drafter = self.drafter
         if drafter is not None and self.unasked.goes_on(self.scheduler.running):
-            drafter = None  # nor is the controller asked or told
+            drafter = None  # nor is the controller asked
         if drafter is not None:
             asked = [turn for turn in turns if turn.decodes and turn.sequence.may_draft]
             if asked:
@@ -76,7 +76,7 @@ class Stepper:
         if drafter is not None:
             tell(drafter, emitting)
         records = self._records(emitting, fed, clock) if emitting else []
-        if drafter is not None:
+        if self.drafter is not None and self.unasked.tells:
             self.controller.observe(records)
         self.cycle_id += 1
         return records

@@ -6,12 +6,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from tests.records import STEP
 from tests.simulated import CAPACITY, Tables, World, best_rate, seconds_of, table
 
 from forerun.control.base import Capacity, Controller, RequestState
 from forerun.control.config import GoodputConfig
+from forerun.control.exploration import MOST_LOSS
 from forerun.control.fixed import FixedController
-from forerun.control.goodput import GoodputController
+from forerun.control.goodput import GoodputController, share_right
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -90,6 +92,37 @@ def test_the_better_drafter_is_found_and_lost():
     late = [record.method for record in ours.records[700:]]
     assert early.count("d") > 0.9 * len(early)
     assert late.count("e") > 0.9 * len(late)
+
+
+@pytest.mark.parametrize("told", [0.1, 4.0])
+def test_what_trying_another_drafter_costs_is_measured(told):
+    """It has to catch up first, of which the table says nothing."""
+    num_steps = 4000
+    ours = World(
+        lambda method, *_: 0.85 if method == "d" else 0.3, {"d": table(), "e": table(draft=4.0)}
+    )
+    fitted = GoodputController({"d": Tables(table()), "e": Tables(table(draft=told))}, 8)
+    ours.run(fitted, 300)
+    ours.records.clear()
+    ours.run(fitted, num_steps)
+    others = [record for record in ours.records if record.method == "e"]
+    mine = [record for record in ours.records if record.method == "d"]
+    assert {record.k_budget for record in others} == {1}
+    assert len(mine) + len(others) == num_steps
+    step_s = seconds_of(mine) / len(mine)
+    tokens = sum(record.num_emitted for record in mine) / len(mine)
+    lost = seconds_of(others) / step_s - sum(record.num_emitted for record in others) / tokens
+    assert lost <= GoodputConfig().explore * num_steps + MOST_LOSS
+    assert len(others) >= 2
+
+
+@pytest.mark.parametrize(
+    ("hindsight", "accepted", "expected"),
+    [(None, 0, 0.0), (None, 1, 1.0), ((1, 0, 0), 1, 0.5), ((1, 1, 1), 0, 0.75), ((0,), 0, 0.0)],
+)
+def test_of_a_probe_that_looked_back_every_token_counts(hindsight, accepted, expected):
+    probe = replace(STEP, k_budget=1, num_accepted=accepted, hindsight=hindsight)
+    assert share_right(probe) == expected
 
 
 def test_steps_that_take_longer_than_the_table_says_change_the_choice():

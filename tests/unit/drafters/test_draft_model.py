@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests import tiny
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Outcome
-from forerun.drafters.draft_model import GLANCE, LEAST_READ, DraftModel
+from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
-from forerun.models.base import RowBatch, Scores
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
@@ -62,13 +59,19 @@ def proposed(
     return proposal
 
 
-def told(drafter: DraftModel, request: DraftRequest, accepted: list[int], final: int) -> None:
+def told(
+    drafter: DraftModel,
+    request: DraftRequest,
+    accepted: list[int],
+    final: int,
+    last: TokenSource = TokenSource.RECOVERED,
+) -> None:
     """Commit what the target accepted, then tell the drafter, as the engine does."""
     request.ids.extend([*accepted, final])
     verdict = Verdict(
         path=tuple(range(len(accepted))),
         tokens=(*accepted, final),
-        sources=(TokenSource.ACCEPTED,) * len(accepted) + (TokenSource.RECOVERED,),
+        sources=(TokenSource.ACCEPTED,) * len(accepted) + (last,),
         expected_accepted=0.0,
     )
     drafter.observe([Outcome(request_id=request.request_id, verdict=verdict)])
@@ -197,126 +200,6 @@ def test_long_prompts_are_read_in_chunks():
         prompt = [(7 * i) % 8 for i in range(length)]
         proposal = proposed(DraftModel(long_model(), 8), asked(prompt))
         assert proposal.tokens.tolist() == argmax_chain(model, prompt, 3)
-
-
-@pytest.fixture
-def far_behind() -> DraftModel:
-    """A draft with room for one sequence."""
-    return DraftModel(TabularModel.from_seed(0, vocab_size=8, max_context=700, num_slots=1), 8)
-
-
-def test_a_probe_glances_at_the_last_tokens_and_reads_nothing_else(far_behind, monkeypatch):
-    request = asked([(7 * i) % 8 for i in range(300)])
-    fed: list[int] = []
-    forward = far_behind.model.forward
-
-    def counted(batch: RowBatch) -> Scores:
-        fed.append(len(batch.tokens))
-        return forward(batch)
-
-    monkeypatch.setattr(far_behind.model, "forward", counted)
-    proposal = proposed(far_behind, request, 3, probe=True)
-    assert fed == [GLANCE, 1, 1]
-    assert proposal.hindsight is None  # all of it prompt
-    assert proposal.tokens.tolist() == argmax_chain(far_behind.model, request.ids[-GLANCE:], 3)
-    told(far_behind, request, proposal.tokens.tolist()[:2], final=5)
-    assert proposed(far_behind, request).tokens.tolist() == argmax_chain(
-        far_behind.model, request.ids, 3
-    )
-    assert far_behind.model.store.num_free == 0
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "num_ids", "start"),
-    [(5, 47, LEAST_READ), (40, 47, 40), (5, 300, 300 - GLANCE + LEAST_READ), (290, 300, 290)],
-)
-def test_a_greedy_probe_looks_back_at_output(far_behind, num_prompt, num_ids, start):
-    """Every third token is not what the draft would have proposed."""
-    request = asked([1, 2, 3, 4, 5] * (num_prompt // 5))
-    while len(request.ids) < num_ids:
-        best = int(far_behind.model.law(request.ids).argmax())
-        request.ids.append((best + (len(request.ids) % 3 == 0)) % 8)
-    proposal = proposed(far_behind, request, 1, probe=True)
-    assert proposal.hindsight == tuple(int(at % 3 > 0) for at in range(start, num_ids))
-
-
-def test_nothing_is_looked_back_at_twice(far_behind):
-    """Every glance reads the last tokens anew."""
-    request = asked([1] * 100)
-    request.ids.extend([0] * 100)
-    numbers = []
-    for _ in range(4):
-        numbers.append(len(proposed(far_behind, request, 1, probe=True).hindsight or ()))
-        request.ids.extend([0] * 5)
-    assert numbers == [GLANCE - LEAST_READ, 5, 5, 5]
-    far_behind.forget("r")
-    assert len(proposed(far_behind, request, 1, probe=True).hindsight) == GLANCE - LEAST_READ
-
-
-def test_what_was_looked_back_at_is_read_once(far_behind):
-    request = asked([1] * 40)
-    proposal = proposed(far_behind, request, 2, probe=True)
-    told(far_behind, request, proposal.tokens.tolist()[:1], final=5)
-    assert proposed(far_behind, request, probe=True).hindsight is None  # too little to look at
-    request.ids.extend([0] * 8)
-    assert proposed(far_behind, request, 1, probe=True).hindsight == (0,) * 8
-
-
-def test_what_a_verdict_has_told_is_not_looked_back_at(far_behind):
-    request = asked([1] * 40)
-    proposed(far_behind, request, 1, probe=True)
-    told(far_behind, request, [], final=7)
-    request.ids.extend([0] * 6)
-    assert len(proposed(far_behind, request, 1, probe=True).hindsight) == 6
-
-
-@pytest.mark.parametrize(
-    ("params", "probe"),
-    [(GREEDY, False), (SAMPLED, True), (SamplingParams(temperature=0, frequency_penalty=1), True)],
-)
-def test_only_greedy_probes_that_nothing_else_shapes_look_back(far_behind, params, probe):
-    request = asked([(7 * i) % 8 for i in range(60)], params)
-    assert proposed(far_behind, request, 1, probe=probe).hindsight is None
-
-
-def test_a_glance_leaves_others_what_was_read_before(monkeypatch):
-    model = TabularModel.from_seed(0, vocab_size=8, max_context=700, num_slots=2)
-    drafter, ids = DraftModel(model, 8), [(7 * i) % 8 for i in range(100)]
-    first = replace(asked(list(ids), name="a"), scope="")
-    proposed(drafter, first)
-    told(drafter, first, [], final=1)
-    drafter.forget("a")
-    proposed(drafter, replace(asked([*ids, *[1] * 60], name="b"), scope=""), 1, probe=True)
-    drafter.forget("b")
-    fed: list[int] = []
-    forward = model.forward
-
-    def counted(batch: RowBatch) -> Scores:
-        fed.append(len(batch.tokens))
-        return forward(batch)
-
-    monkeypatch.setattr(model, "forward", counted)
-    proposed(drafter, replace(asked([*ids, 2], name="c"), scope=""), 1)
-    assert sum(fed) < 5
-
-
-def test_a_glance_is_given_back_whatever_becomes_of_it(far_behind):
-    request = asked([1] * 300)
-    proposed(far_behind, request, 3, probe=True)
-    proposed(far_behind, request, 3, probe=True)  # the engine could not use the first
-    far_behind.forget("r")
-    assert far_behind.model.store.num_free == 1
-    told(far_behind, request, proposed(far_behind, request, 3, probe=True).tokens.tolist(), final=1)
-    assert far_behind.model.store.num_free == 1
-
-
-def test_a_probe_that_has_little_to_catch_up_with_reads_it(far_behind):
-    request = asked([1] * GLANCE)
-    proposal = proposed(far_behind, request, 3, probe=True)
-    told(far_behind, request, proposal.tokens.tolist(), final=5)
-    assert proposed(far_behind, request).tokens.tolist() == argmax_chain(
-        far_behind.model, request.ids, 3
-    )
 
 
 def test_the_drafts_own_context_ends_the_chain(drafter):

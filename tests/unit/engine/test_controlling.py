@@ -102,7 +102,7 @@ def test_plain_plans_hold_for_as_long_as_they_say(target):
     ] == [output.token_ids]
     # The first token is the prompt's, in a step without decisions; then 4 + 4 + 3.
     assert controller.asked == [(1, 1), (1, 4), (1, 4)]
-    assert controller.told == [[0], [1], [5], [9]]
+    assert controller.told == [[0], [4], [8]]  # of each the last; the third ended before
 
 
 def test_whoever_comes_or_goes_ends_what_was_planned(target):

@@ -40,27 +40,57 @@ def recorded(engine: Engine, params: SamplingParams = PARAMS) -> list[StepRecord
 class ProbesOnce:
     """Decodes plainly but for one probe."""
 
+    def __init__(self, num_committed: int) -> None:
+        self.num_committed = num_committed
+
     def decide(self, states, capacity):
         probe = Plan(method="draft_model", num_speculative_tokens=1, probe=True)
-        return [probe if state.num_committed == 40 else Plan() for state in states]
+        return [probe if state.num_committed == self.num_committed else Plan() for state in states]
 
     def observe(self, records):
         pass
 
 
-def test_a_greedy_probe_says_what_it_would_have_proposed(target):
+def probed(
+    target: TabularModel, draft: TabularModel, at: int, temperature: float
+) -> tuple[list[int], StepRecord]:
+    """The text, and the record of the one probe."""
     engine = tiny.engine_over(
-        target, tiny.drafting(target, 8), controller=ProbesOnce(), sharing="none"
+        target, tiny.drafting(draft, 8), controller=ProbesOnce(at), sharing="none"
     )
-    params = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=84, ignore_eos=True)
     records: list[StepRecord] = []
     engine.on_record = records.append
-    engine.generate([[1, 2]], params)
+    (output,) = engine.generate([[1, 2]], params)
     (probe,) = [record for record in records if record.k_budget]
+    assert all(record.hindsight is None for record in records if not record.k_budget)
+    return [1, 2, *output.token_ids], probe
+
+
+@pytest.mark.parametrize("at", [16, 24, 40, 80])
+def test_a_greedy_probe_says_what_it_would_have_proposed(target, at):
+    _, probe = probed(target, target, at, 0.0)
     assert probe.num_accepted == 1
     assert probe.hindsight is not None
     assert set(probe.hindsight) == {1}  # the target's own text: all but what it was given
-    assert all(record.hindsight is None for record in records if not record.k_budget)
+    assert len(probe.hindsight) >= 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hindsight_is_about_the_last_tokens(target, seed):
+    """This draft needs to have read but two."""
+    draft = tiny.cousin(target, seed, scale=1.5)
+    ids, probe = probed(target, draft, 80, 0.0)
+    assert probe.hindsight is not None
+    places = range(80 - len(probe.hindsight), 80)
+    right = [int(draft.law(ids[:at]).argmax()) == ids[at] for at in range(81)]
+    assert probe.hindsight == tuple(int(right[at]) for at in places)
+    assert probe.num_accepted == right[80]
+
+
+def test_a_sampled_probe_says_nothing_of_the_kind(target):
+    _, probe = probed(target, target, 80, 1.0)
+    assert probe.hindsight is None
 
 
 @pytest.mark.parametrize("verification", ["auto", "block"])

@@ -103,7 +103,7 @@ class Server:
             read_s = reading.target_more_s if decoding else reading.target_pass_s
             cycle.verify_s += read_s(cycle.num_prefill_rows)
         self._commit(decoding, gained, emitting, cycle)
-        if not goes_on:
+        if self.unasked.tells:
             self.controller.observe(Records(cycle, emitting))
         self.num_cycles += 1
 
