@@ -21,8 +21,8 @@ class Plan:
         num_speculative_tokens: K, most nodes to propose (0: plain decoding).
         stop: ends a draft before K where the drafter is unsure; None drafts all of K.
         probe: made to learn something, not because it is believed to be fastest.
-        num_steps: steps a plain plan may be followed for without asking again or telling what came
-            of it, while all plans allow it and the requests stay the same.
+        num_steps: steps a plain plan may be followed for without asking again, while all plans
+            allow it and the requests stay the same; what came of the last of them is told.
     """
 
     method: str = "plain"

@@ -53,10 +53,11 @@ class News(NamedTuple):
 class Exploration:
     """Two kinds of curiosity, both by counting: no clock, no generator.
 
-    Requests that do not draft probe now and then, a quarter of them in the same step, those first
-    of which the draft has least to catch up with. What such a probe costs, less what it brings, is
-    a debt that a share of the following steps pays off; only then comes the next one. So probes
-    never cost more than that share, however dear they are. The share is large where drafting has
+    Requests that do not draft probe now and then, a quarter of them in the same step: those first
+    that have output to look back at, and of which the draft has least to catch up with. What such a
+    probe costs, less what it brings, by the median of the last ones, is a debt that a share of the
+    following steps pays off; only then comes the drafter's next one. So probes never cost more than
+    that share, however dear they are. The share is large where drafting has
     only just been given up, on few observations, by requests of that kind. A probe that all came of
     doubles it; others shrink it so that it stays where as much comes of them as must, for drafting
     to pay but for what had to be caught up with, down to the share that is configured. One of which
@@ -137,7 +138,7 @@ class Exploration:
             self._debts[method] = max(-MOST_CREDIT * paid, self._debts[method] - num_steps * paid)
         self._owed = max(-config.explore, self._owed - num_steps * config.explore)
         if not idle:
-            for method in {plan.method for plan in plans}:
+            for method in {plan.method for plan in plans if plan.num_speculative_tokens}:
                 share = min(EAGER, self._share(method) * REVIVAL**num_steps)
                 self._shares[self._kind, method] = max(self._share(method), share)
         elif spare > 0 and (self._follows or min(self._debts.values()) <= 0.0):
@@ -153,6 +154,11 @@ class Exploration:
     def _share(self, method: str) -> float:
         """Of the steps, to pay for a drafter's probes of requests like the first that is idle."""
         return self._shares.get((self._kind, method), max(EAGER, self.config.probe_share))
+
+    def _wait(self, method: str) -> float:
+        """Steps until a drafter's probes are paid for; below 0 where it has waited longer."""
+        share = self._share(method)
+        return self._debts[method] / share if share else math.inf
 
     def _is_ripe(self, num_new: int) -> bool:
         """Whether a probe that is due has text to look back at, or has waited for it enough."""
@@ -171,8 +177,9 @@ class Exploration:
     ) -> list[Plan]:
         """Let some idle requests draft a little, in the order given."""
         if not self._follows:
-            self._probing_method = min(self._debts, key=lambda method: self._debts[method])
+            self._probing_method = min(self._debts, key=self._wait)
         method = self._probing_method
+        self._debts[method] = self._debts.pop(method)  # of equals the others come first next time
         varied = list(plans)
         for at in idle[: -(-len(idle) // SCOUTS)]:
             if spare > 0:
@@ -231,9 +238,13 @@ class Exploration:
         losses = self._losses[method]
         losses.append(min(loss, MOST_LOSS))
         self._debts[method] += max(LEAST_LOSS, median(losses))
-        self._follows = came >= needed
-        needed = max(LEAST_NEED, min(1.0 - LEAST_NEED, needed))
-        share = self._share(method) * 2.0 ** ((came - needed) / (1.0 - needed))
+        self._follows = came >= needed < 1.0
+        if needed < 1.0:
+            needed = max(LEAST_NEED, min(1.0 - LEAST_NEED, needed))
+            factor = 2.0 ** ((came - needed) / (1.0 - needed))
+        else:
+            factor = 0.5  # whatever comes of it
+        share = self._share(method) * factor
         share = max(self.config.probe_share, min(EAGER, share))
         self._shares[self._kind, method] = share
 

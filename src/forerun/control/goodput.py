@@ -134,7 +134,9 @@ class GoodputController:
         if varied is not plans or any(settled.allocation.depths):
             self._num_idle = 0
         if self._probe is None:
-            settled.hold(exploration.rest(plans, most, settled.patience) - 1)
+            least_left = min([state.max_new for state in states])
+            rest = exploration.rest(plans, most, settled.patience)
+            settled.hold(max(1, min(rest, least_left)) - 1)
         return settled.followed if varied is plans else varied
 
     def _try(
@@ -329,7 +331,9 @@ class GoodputController:
         first, longer_s, without = records[0], probe.longer_s, probe.without
         if first.num_prefill_rows == 0:
             longer_s = first.draft_s + first.verify_s + first.other_s - without.step_s
-        emitted = len(records) + sum([record.num_accepted for record in records])
+        assert self._settled is not None
+        names = self._settled.names
+        emitted = sum([1 + r.num_accepted for r in records if r.request_id in names])
         loss = 1.0 + longer_s / without.step_s - emitted / without.tokens
         if probe.is_idle:
             came = fmean(map(share_right, probed))

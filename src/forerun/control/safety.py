@@ -170,12 +170,11 @@ class SafeController:
         elif self._probes_too_much(bucket):
             self.num_refused += 1
             plans = [PLAIN if plan.probe else plan for plan in inner]
-        if kind_of(plans) == "speculative":
-            if not bucket.on and self._may_retry(bucket):
-                self._switch(name, bucket, on=True, reason="tried again")
-            if bucket.on and bucket.since_plain >= bucket.gap:
-                self.num_probes += 1
-                plans = [PLAIN] * len(plans)
+        if kind_of(plans) == "speculative" and not bucket.on and self._may_retry(bucket):
+            self._switch(name, bucket, on=True, reason="tried again")
+        if bucket.on and self._wants_drafts and bucket.since_plain >= bucket.gap:
+            self.num_probes += 1
+            plans = [PLAIN] * len(plans)  # probes too: they would end the run of plain steps
         if not bucket.on and (self._wants_drafts or kind_of(plans) == "speculative"):
             plans = [PLAIN] * len(plans)
         kind = kind_of(plans)

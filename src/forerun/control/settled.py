@@ -16,7 +16,7 @@ MOST_PATIENCE = 8
 PLAIN_PATIENCE = 128
 """The same where nobody drafts: then nothing is learnt but how long plain steps take."""
 MOST_LONG = 32
-"""Steps between two that are asked about and told, at most, where plain decoding is settled."""
+"""Plain steps that are settled together, at most: the first is asked about, the last told."""
 HURRY = 0.98
 """Share of the seconds per token a request wished for, below which a new wish is another one."""
 

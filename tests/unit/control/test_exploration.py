@@ -397,11 +397,18 @@ def test_the_share_goes_where_less_or_more_comes_than_must(num_right, ends):
 
 
 @settings(deadline=None)
-@given(st.floats(0.0, 10.0))
+@given(st.floats(0.0, 1.0, exclude_max=True))
 def test_a_share_doubles_where_all_came(needed):
     exploration = shrunk()
     exploration.observe("d", 1.0, came=1.0, needed=needed)
     assert share(exploration) == near(2 * SMALL)
+
+
+@pytest.mark.parametrize("came", [0.0, 0.5, 1.0])
+def test_where_no_k_ever_pays_a_share_halves_whatever_comes(came):
+    exploration = shrunk()
+    exploration.observe("d", 1.0, came=came, needed=1.0)
+    assert share(exploration) == near(SMALL / 2)
 
 
 @settings(deadline=None)
@@ -418,7 +425,7 @@ def test_a_probe_is_followed_at_once_exactly_where_enough_came(came, needed):
     exploration = Exploration(QUIET)
     assert asked(exploration, LEAST_TEXT) == [0]
     exploration.observe("d", MOST_LOSS, came=came, needed=needed)
-    assert asked(exploration, LEAST_TEXT) == ([0] if came >= needed else [])
+    assert asked(exploration, LEAST_TEXT) == ([0] if came >= needed < 1.0 else [])
     assert asked(exploration, LEAST_TEXT) == []  # of that one nothing is known yet
 
 
@@ -553,7 +560,8 @@ def test_debts_are_paid_before_the_next_probe_whatever_comes(steps):
             losses[plan.method].append(min(loss, MOST_LOSS))
             charged[plan.method] += max(LEAST_LOSS, median(losses[plan.method][-NUM_LOSSES:]))
             exploration.observe(plan.method, loss, came=came, needed=needed)
-            follows = came >= needed
+            follows = came >= needed < 1.0
             must = max(LEAST_NEED, min(1.0 - LEAST_NEED, needed))
-            grown = shares.get((kind, plan.method), EAGER) * 2 ** ((came - must) / (1.0 - must))
+            factor = 2 ** ((came - must) / (1.0 - must)) if needed < 1.0 else 0.5
+            grown = shares.get((kind, plan.method), EAGER) * factor
             shares[kind, plan.method] = max(0.01, min(EAGER, grown))

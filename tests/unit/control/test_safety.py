@@ -104,6 +104,19 @@ def test_where_speculation_is_off_probes_pass_if_nobody_wants_to_draft(wanted, n
     assert not any(record.k_budget == 5 for record in late)
 
 
+def test_plain_steps_are_measured_although_others_probe_in_between():
+    """Each probe would end the run of plain steps; none would then ever be measured again."""
+
+    class Curious(FixedController):
+        def decide(self, states, capacity):
+            self.asked = getattr(self, "asked", 0) + 1
+            return [Plan(method="d", num_speculative_tokens=5, probe=self.asked % 3 == 0)]
+
+    ours = world(0.8)
+    ours.run(SafeController(Curious(5, "d")), 1000)
+    assert sum(record.k_budget == 0 for record in ours.records) < 0.1 * 1000
+
+
 def test_probes_of_the_inner_controller_are_refused_where_they_cost_too_much():
     class Obsessed(FixedController):
         def decide(self, states, capacity):
