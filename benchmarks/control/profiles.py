@@ -15,12 +15,11 @@ from texts import edit_texts, halves
 from forerun.engine.config import EngineConfig
 from forerun.plan.costs import Costs, with_draft_cost
 from forerun.probe.config import ProbeConfig
-from forerun.probe.fit import cost_table, reading_cost
-from forerun.probe.measurement import measure_pair
+from forerun.probe.measurement import measure_pair, told_by
 from forerun.probe.pair import facts_of, load_pair
-from forerun.probe.profile import Measured, Profile
+from forerun.probe.profile import Profile
 from forerun.probe.profile_file import load_profile, write_profile
-from forerun.probe.rounds import estimates, widest
+from forerun.probe.rounds import widest
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
 
@@ -75,18 +74,8 @@ def joined(before: Profile, after: Profile) -> Profile:
     samples = {each.cell: list(each.samples_s) for each in before.measured}
     for each in after.measured:
         samples[each.cell] += each.samples_s
-    found = estimates(samples)
-    return replace(
-        after,
-        measured=tuple(
-            Measured(cell=cell, seconds=found[cell], samples_s=tuple(visits))
-            for cell, visits in samples.items()
-        ),
-        stable=widest(samples) <= CONFIG.target_error,
-        greedy=cost_table(found, sampled=False),
-        sampled=cost_table(found, sampled=True),
-        reading=reading_cost(found),
-    )
+    stable = widest(samples) <= CONFIG.target_error
+    return replace(after, stable=stable, **told_by(samples))
 
 
 def measure_copying(num_threads: int, *, anew: bool) -> None:

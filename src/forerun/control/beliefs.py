@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from forerun.control.base import RequestState
 from forerun.control.config import BeliefConfig
-from forerun.control.exploration import News
 from forerun.theory.posterior import Prospects
 from forerun.theory.record import StepRecord
 
-__all__ = ["Beliefs", "Curve", "Way"]
+__all__ = ["Beliefs", "Curve", "Kind", "News", "Way"]
 
 
 class Way(NamedTuple):
@@ -43,6 +42,20 @@ class Curve(NamedTuple):
 
 Kind = tuple[tuple[str, ...], float]
 """Requests that are taken to be alike: by their tags and temperature."""
+
+
+class News(NamedTuple):
+    """How much of a request there is to learn from.
+
+    Attributes:
+        kind: which requests it is like.
+        tokens: of its output.
+        missed: tokens that a draft has to catch up with.
+    """
+
+    kind: Kind
+    tokens: int
+    missed: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

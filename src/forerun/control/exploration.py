@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
 
 from forerun.control.base import Plan
+from forerun.control.beliefs import Kind, News
 from forerun.control.config import GoodputConfig
 
-__all__ = ["Exploration", "News"]
+__all__ = ["Exploration"]
 
 LEAST_LOSS = 0.02
 """What trying another plan counts for at least, in steps: even what is free need not be all."""
@@ -36,20 +36,6 @@ REVIVAL = 1.1
 """By which that share grows in a step in which nobody is idle."""
 
 
-class News(NamedTuple):
-    """How much of a request there is to learn from.
-
-    Attributes:
-        kind: which requests it is like.
-        tokens: of its output.
-        missed: tokens that a draft has to catch up with.
-    """
-
-    kind: Hashable
-    tokens: int
-    missed: int
-
-
 class Exploration:
     """Two kinds of curiosity, both by counting: no clock, no generator.
 
@@ -57,11 +43,11 @@ class Exploration:
     that have output to look back at, and of which the draft has least to catch up with. What such a
     probe costs, less what it brings, by the median of the last ones, is a debt that a share of the
     following steps pays off; only then comes the drafter's next one. So probes never cost more than
-    that share, however dear they are. The share is large where drafting has
-    only just been given up, on few observations, by requests of that kind. A probe that all came of
-    doubles it; others shrink it so that it stays where as much comes of them as must, for drafting
-    to pay but for what had to be caught up with, down to the share that is configured. One of which
-    so much came is followed by the next at once.
+    that share, however dear they are. The share is large where drafting has only just been given
+    up, on few observations, by requests of that kind. A probe that all came of doubles it; others
+    shrink it so that it stays where as much comes of them as must, for drafting to pay but for what
+    had to be caught up with, down to the share that is configured. One of which so much came is
+    followed by the next at once.
 
     Requests that draft try a plan that is not believed best: one node more, or another drafter.
     What that is expected to lose is paid off by another small share of the steps before the next
@@ -84,8 +70,8 @@ class Exploration:
         self._probing_method = ""
         self._num_explored = 0
         self._debts: defaultdict[str, float] = defaultdict(float)
-        self._shares: dict[tuple[Hashable, str], float] = {}
-        self._kind: Hashable = None
+        self._shares: dict[tuple[Kind | None, str], float] = {}
+        self._kind: Kind | None = None
         self._owed = 0.0
         self._follows = False
         self._num_waited = 0
@@ -99,14 +85,14 @@ class Exploration:
             most: largest K of every request.
             patience: steps after which it is asked again in any case.
         """
-        config, steps = self.config, float(patience)
+        steps, idle = float(patience), False
         for plan, limit in zip(plans, most, strict=True):
             if plan.num_speculative_tokens:
-                steps = min(steps, steps_to_pay(self._owed, config.explore))
+                steps = min(steps, steps_to_pay(self._owed, self.config.explore))
             elif limit:
-                for method, debt in self._debts.items():
-                    paid = self._share(method) / len(self._debts)
-                    steps = min(steps, steps_to_pay(debt, paid))
+                idle = True
+        if idle:
+            steps = min([steps, *map(self._wait, self._debts)])
         return max(1, math.ceil(steps))
 
     def varied(
@@ -156,9 +142,8 @@ class Exploration:
         return self._shares.get((self._kind, method), max(EAGER, self.config.probe_share))
 
     def _wait(self, method: str) -> float:
-        """Steps until a drafter's probes are paid for; below 0 where it has waited longer."""
-        share = self._share(method)
-        return self._debts[method] / share if share else math.inf
+        """Steps until a drafter's next probe is paid for; below 0 where it has waited longer."""
+        return steps_to_pay(self._debts[method], self._share(method) / len(self._debts))
 
     def _is_ripe(self, num_new: int) -> bool:
         """Whether a probe that is due has text to look back at, or has waited for it enough."""
@@ -251,4 +236,4 @@ class Exploration:
 
 def steps_to_pay(debt: float, share: float) -> float:
     """Steps until a debt is paid off by a share of each."""
-    return max(0.0, debt) / share if share else math.inf
+    return debt / share if share else math.inf

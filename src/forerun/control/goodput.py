@@ -22,7 +22,7 @@ from forerun.control.ladder import Ladder, break_even
 from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.control.punctuality import wish_s
 from forerun.control.scenes import Scenes
-from forerun.control.settled import MOST_PATIENCE, PLAIN_PATIENCE, Settled
+from forerun.control.settled import MOST_PATIENCE, NUM_COLD, PLAIN_PATIENCE, Settled
 from forerun.control.step_times import Costs
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
@@ -34,8 +34,6 @@ ROUTE_EVERY = 2
 """Decisions after which the drafter of a request is chosen anew: it rests on what is slow."""
 IDLE_MEMORY = 0.998
 """Weight that what is known of acceptance keeps after a step in which nobody drafts."""
-NUM_COLD = 4
-"""Plain steps after drafting that take longer than others."""
 MOST_UNREAD = 8
 """Steps that are learnt from together: one by one, each would find what it needs out of cache."""
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import SafetyConfig
-from forerun.control.settled import MOST_PATIENCE, PLAIN_PATIENCE
+from forerun.control.settled import MOST_PATIENCE, NUM_COLD, PLAIN_PATIENCE
 from forerun.theory.ratio import DiscountedRatio
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise, share_of
@@ -31,8 +31,8 @@ logger = logging.getLogger("forerun.control")
 PLAIN = Plan()
 FIRST_PLAIN = 4
 """Speculative steps until plain ones are made until enough of them are known."""
-NUM_IN_A_ROW = 5
-"""Steps made plain together, the last of which counts: drafting leaves caches cold for longer."""
+NUM_IN_A_ROW = NUM_COLD + 1
+"""Steps made plain together, the last of which counts."""
 MOST_SWITCHES = 1000
 LOSS_MEMORY = 0.99
 """Weight that what probes have cost keeps after one more step."""
@@ -197,7 +197,7 @@ class SafeController:
         if first.num_prefill_rows:
             return
         if 0 < self._num_plain < NUM_IN_A_ROW and bucket.plain.num_pairs:
-            return  # drafting has left cold caches; plain decoding alone is faster
+            return  # plain decoding alone is faster
         seconds = first.draft_s + first.verify_s + first.other_s
         tokens = float(sum([record.num_accepted + 1 for record in records]))
         if held.kind == "probe":  # made to learn something, and known to be slower

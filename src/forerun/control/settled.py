@@ -9,7 +9,7 @@ from forerun.control.base import Capacity, Plan, RequestState
 from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.control.punctuality import wish_s
 
-__all__ = ["MOST_PATIENCE", "PLAIN_PATIENCE", "Settled"]
+__all__ = ["MOST_PATIENCE", "NUM_COLD", "PLAIN_PATIENCE", "Settled"]
 
 MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
@@ -17,6 +17,8 @@ PLAIN_PATIENCE = 128
 """The same where nobody drafts: then nothing is learnt but how long plain steps take."""
 MOST_LONG = 32
 """Plain steps that are settled together, at most: the first is asked about, the last told."""
+NUM_COLD = 4
+"""Plain steps after drafting that take longer than others, for it has left caches cold."""
 HURRY = 0.98
 """Share of the seconds per token a request wished for, below which a new wish is another one."""
 

@@ -92,7 +92,12 @@ class Branch:
         It must fit, and nothing but the temperature may shape its laws.
         """
         fits = self.num_committed + num_tokens - 1 <= max_context
-        return fits and self.request.history is None and not self.params.has_processors
+        return fits and self.is_shaped_by_temperature_alone
+
+    @property
+    def is_shaped_by_temperature_alone(self) -> bool:
+        """Whether its laws are the model's own at a temperature, whatever came before."""
+        return self.request.history is None and not self.params.has_processors
 
     @property
     def name(self) -> str:
@@ -102,8 +107,7 @@ class Branch:
     @property
     def looks_back(self) -> bool:
         """Whether its proposals are the most likely tokens, whatever came before."""
-        is_greedy = self.choice is Choice.DETERMINISTIC
-        return is_greedy and self.request.history is None and not self.params.has_processors
+        return self.choice is Choice.DETERMINISTIC and self.is_shaped_by_temperature_alone
 
     @property
     def ends_there(self) -> bool:

@@ -21,8 +21,9 @@ NUM_WARM_STEPS = 4
 """After all prompts were read: the first lets the draft read them, the next find cold caches."""
 WARM_S, MOST_WARM_STEPS = 0.02, 16
 """Or more of them, for so long: where a step takes a millisecond, caches take a dozen to settle."""
-NUM_STEPS = 6
-MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS
+NUM_STEPS, SPARE_STEPS = 6, 2
+"""That are timed, and that there is room for beyond them."""
+MOST_STEPS = MOST_WARM_STEPS + NUM_STEPS + SPARE_STEPS
 """Of a visit, once all prompts are read."""
 SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
@@ -101,7 +102,7 @@ class EngineRig:
     def _warm_up(self, engine: Engine, cell: Cell) -> None:
         """Steps until caches hold what steps of this kind use, or while there is room for them."""
         room = min(self.target.max_context, self.draft.max_context) - cell.context
-        most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - 2)
+        most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - SPARE_STEPS)
         clock = self.target.stopwatch.clock
         begun_s = clock()
         for num_steps in range(min(most, MOST_WARM_STEPS)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 from forerun.probe.bandwidth import Bandwidth, read_bandwidth
 from forerun.probe.cells import Quantity, chain_cells, pass_cells, read_cells, step_cells
@@ -12,12 +13,14 @@ from forerun.probe.fit import cost_table, reading_cost
 from forerun.probe.pair import Facts, Pair, num_threads_of, setup_of
 from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.profile import Measured, Profile, ReadLimit
-from forerun.probe.rounds import Rig, estimates, measure
+from forerun.probe.rounds import Rig, Samples, estimates, measure
 from forerun.probe.stopwatch import Stopwatch
 from forerun.probe.timed_model import timed
 from forerun.provenance import collect
+from forerun.theory.cost import CostTable
+from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["measure_pair"]
+__all__ = ["measure_pair", "told_by"]
 
 
 def measure_pair(
@@ -47,19 +50,35 @@ def measure_pair(
     rounds = measure(rigs(pair, config, stopwatch), config, clock, tell)
     # The machine's best: it may have been busy the first time.
     after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
-    found = estimates(rounds.samples)
     return Profile(
         target=target.name,
         draft=draft.name,
         setup=setup_of(pair, target, draft),
         provenance=collect({fact.name: fact.content_hash for fact in facts}, num_threads).to_dict(),
         limit=read_limit(before, after, target, draft),
-        measured=tuple(
-            Measured(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))
-            for cell, visits in rounds.samples.items()
-        ),
         left_out=rounds.left_out,
         stable=rounds.stable,
+        **told_by(rounds.samples),
+    )
+
+
+class Told(TypedDict):
+    """What a profile says because of its samples alone."""
+
+    measured: tuple[Measured, ...]
+    greedy: CostTable
+    sampled: CostTable
+    reading: ReadingCost | None
+
+
+def told_by(samples: Samples) -> Told:
+    """What samples say, of one sitting or of several: what an hour did is divided out by rounds."""
+    found = estimates(samples)
+    return Told(
+        measured=tuple(
+            Measured(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))
+            for cell, visits in samples.items()
+        ),
         greedy=cost_table(found, sampled=False),
         sampled=cost_table(found, sampled=True),
         reading=reading_cost(found),

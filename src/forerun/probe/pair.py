@@ -121,7 +121,7 @@ def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
     most_rows = max(engine.max_step_rows, config.batches[-1] * config.rows[-1])
     chunk = min(engine.prefill_chunk, most_rows // config.batches[-1])
     # In every step everything may be accepted; whoever is read first goes on meanwhile.
-    num_steps = MOST_STEPS + 2 + -(-config.contexts[0] // chunk)
+    num_steps = MOST_STEPS + -(-config.contexts[0] // chunk)
     steps = config.contexts[0] + num_steps * (config.drafted[-1] + 1)
     text = config.contexts[0] + max(config.read, default=0)
     return replace(

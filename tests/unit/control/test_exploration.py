@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.control.base import Plan
+from forerun.control.beliefs import News
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import (
     EAGER,
@@ -27,7 +28,6 @@ from forerun.control.exploration import (
     PROBE_DEPTH,
     REVIVAL,
     Exploration,
-    News,
 )
 
 PLAIN = Plan()
