@@ -1,4 +1,4 @@
-"""Synthetic pairs for timing: random Llama targets of two sizes, each with a draft cut from it.
+"""Targets for timing: two random ones with drafts cut from them, and the shipped one made dearer.
 
 A random target needs no training, has the shapes and so the cost of a real one, and its greedy text
 hardly repeats. Damping what the layers after the second add to the residual stream lets the first
@@ -17,14 +17,25 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-__all__ = ["SHAPES", "Shape", "make_pair"]
+from forerun.models.zoo.catalog import zoo_path
+
+__all__ = ["SHAPES", "Shape", "make_deep", "make_pair"]
 
 VOCAB_SIZE = 8192
 END = "<|endoftext|>"
 WEIGHT_SCALE = 0.05
 DRAFT_LAYERS = 2
+DEEP = "deep"
+DEEP_LAYERS = 60
 SEED = 0
 
 
@@ -115,7 +126,7 @@ def first_layers(target: LlamaForCausalLM, shape: Shape) -> LlamaForCausalLM:
     return draft
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0)
     model.save_pretrained(folder)
@@ -132,13 +143,33 @@ def make_pair(shape: Shape, folder: Path) -> None:
     save(target, tokenizer, folder / "target")
 
 
+def make_deep(folder: Path) -> None:
+    """Write the shipped target, made dearer, as `target` below `folder`."""
+    source = zoo_path("target")
+    shipped = LlamaForCausalLM.from_pretrained(source)
+    config = LlamaConfig.from_pretrained(source, num_hidden_layers=DEEP_LAYERS)
+    deep = LlamaForCausalLM(config).to(shipped.dtype).requires_grad_(False)
+    generator = torch.Generator().manual_seed(SEED)
+    for layer in deep.model.layers:
+        for parameter in layer.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, WEIGHT_SCALE, generator=generator)
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    deep.load_state_dict(shipped.state_dict(), strict=False)
+    save(deep, AutoTokenizer.from_pretrained(source), folder / "target")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/pairs"))
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, DEEP], default=[*SHAPES, DEEP])
     options = parser.parse_args()
     for size in options.sizes:
-        make_pair(SHAPES[size], options.out / size)
+        if size == DEEP:
+            make_deep(options.out / size)
+        else:
+            make_pair(SHAPES[size], options.out / size)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, cycle
-from pathlib import Path
 from typing import Any
 
 from profiles import read_costs
@@ -27,11 +26,11 @@ from served import (
     LOOKAHEADS,
     Arm,
     Item,
+    Place,
+    add_place,
     block_of,
     endless,
     fixed_arms,
-    load_target,
-    provenance,
     read_blocks,
     rounded,
     texts_of,
@@ -61,9 +60,8 @@ CONTROLLERS: Mapping[str, Callable[[GoodputController], Controller]] = {
     "auto": SafeController,
 }
 METHODS = {"domain": "draft_model", "shelf": "draft_model", "suffix": "suffix"}
-RESULTS = Path(__file__).parent / "results"
-PATHS = {False: RESULTS / "goodput-blocks.jsonl", True: RESULTS / "goodput-modelled.jsonl"}
-"""Of blocks, by whether time is modelled."""
+NAMES = {False: "goodput-blocks.jsonl", True: "goodput-modelled.jsonl"}
+"""Of files of blocks, by whether time is modelled."""
 AIM = 0.97
 LEAST_BLOCKS = 4
 
@@ -118,24 +116,26 @@ def main() -> None:
     flags.add_argument("--threads", type=int, default=2, help="plain decoding's best")
     flags.add_argument("--seconds", type=float, default=60.0, help="of measuring, loading apart")
     flags.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    add_place(flags)
     options = flags.parse_args()
     if options.phase == "report":
-        report()
+        report(Place.of(options))
     else:
         measure(options.phase == "model", options)
 
 
 def measure(is_modelled: bool, options: argparse.Namespace) -> None:
     """Blocks of the workloads in turns, after those that are there."""
-    path, workloads, seconds = PATHS[is_modelled], options.workloads, options.seconds
-    target = load_target(options.threads)
+    place, workloads, seconds = Place.of(options), options.workloads, options.seconds
+    path, target = place.results / NAMES[is_modelled], place.load(options.threads)
+    costs = {work: costs_of(place, WORKLOADS[work]) for work in workloads}
     done = [block["workload"] for block in read_blocks(path)]
     queues = {work: queue_of(work, target, done.count(work)) for work in workloads}
     arms = {
-        work: arms_of(target, work, next(queues[work]), is_modelled=is_modelled)
+        work: arms_of(target, work, costs[work], next(queues[work]), is_modelled=is_modelled)
         for work in workloads
     }
-    clocks = {work: ModelClock(costs_of(WORKLOADS[work])) for work in workloads}
+    clocks = {work: ModelClock(costs[work]) for work in workloads}
     start_s, longest_s = time.perf_counter(), 0.0
     with path.open("a", encoding="utf-8", buffering=1) as file:
         for workload in cycle(workloads):
@@ -157,27 +157,28 @@ def add_modelled(block: dict[str, Any], clock: ModelClock) -> None:
         served["modelled_s"] = sum(map(sum, times))
 
 
-def arms_of(target: Engine, workload: str, first: Item, *, is_modelled: bool) -> list[Arm]:
+def arms_of(
+    target: Engine, workload: str, costs: Mapping[str, Costs], first: Item, *, is_modelled: bool
+) -> list[Arm]:
     """Plain decoding, every drafter at every K, and the controllers; the models are warm."""
     names = WORKLOADS[workload]
     fixed = [Arm(name="plain", engine=target)]
     fixed += chain.from_iterable(fixed_arms(target, name) for name in names)
     loaded = target.with_draft([DRAFTS[name] for name in names], LOOKAHEADS[-1])
     warm_up([*fixed, Arm(name="the controllers' drafters", engine=loaded)], first)
-    return [*fixed, *adaptive_arms(target, loaded, names, is_modelled=is_modelled)]
+    return [*fixed, *adaptive_arms(target, loaded, costs, is_modelled=is_modelled)]
 
 
-def costs_of(names: Sequence[str]) -> dict[str, Costs]:
+def costs_of(place: Place, names: Sequence[str]) -> dict[str, Costs]:
     """Of drafters by their methods."""
-    return {METHODS[name]: read_costs(name) for name in names}
+    return {METHODS[name]: read_costs(place, name) for name in names}
 
 
 def adaptive_arms(
-    target: Engine, loaded: Engine, names: Sequence[str], *, is_modelled: bool
+    target: Engine, loaded: Engine, costs: Mapping[str, Costs], *, is_modelled: bool
 ) -> Iterator[Arm]:
     """Controllers over all the drafters, which they share as far as one request at a time does."""
     assert loaded.drafter is not None
-    costs = costs_of(names)
     for name, wrapped in CONTROLLERS.items():
         controller = wrapped(GoodputController(costs, LOOKAHEADS[-1]))
         if is_modelled:
@@ -199,15 +200,16 @@ def queue_of(workload: str, target: Engine, num_done: int) -> Iterator[Item]:
     return chain.from_iterable(zip(*sources, strict=True))
 
 
-def report() -> None:
+def report(place: Place) -> None:
     """Every workload: its arms, and the controllers beside the best fixed K."""
-    found: dict[str, Any] = {"asked": AIM, "provenance": provenance()}
-    for is_modelled, path in PATHS.items():
+    found: dict[str, Any] = {"asked": AIM, "provenance": place.provenance()}
+    for is_modelled, blocks in NAMES.items():
         kinds = ("modelled_s",) if is_modelled else ("decode_s", "total_s", "modelled_s")
         name = "modelled" if is_modelled else "measured"
         print(name)
-        found[name] = report_of(read_blocks(path), kinds)
-    (RESULTS / "goodput.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found[name] = report_of(read_blocks(place.results / blocks), kinds)
+    path = place.results / "goodput.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def report_of(blocks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle, islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,12 +25,12 @@ from profiles import measure_copying, measure_profiles, read_costs
 from served import (
     LOOKAHEADS,
     Arm,
+    Place,
+    add_place,
     block_of,
     endless,
     fixed_arms,
     items_of,
-    load_target,
-    provenance,
     read_blocks,
     rounded,
     texts_of,
@@ -39,7 +38,6 @@ from served import (
 )
 from texts import halves
 
-from forerun.engine.engine import Engine
 from forerun.plan.acceptance import counted
 from forerun.plan.costs import Costs
 from forerun.plan.drafts import Drafts
@@ -51,25 +49,24 @@ CELLS: Mapping[str, tuple[str, ...]] = {
     "code, T=1": ("domain", "shelf"),
     "edits, T=0": ("suffix",),
 }
-RESULTS = Path(__file__).parent / "results"
-ACCEPTANCE = RESULTS / "prediction-acceptance.json"
-BLOCKS = RESULTS / "prediction-blocks.jsonl"
+ACCEPTANCE, BLOCKS = "prediction-acceptance.json", "prediction-blocks.jsonl"
 MEDIAN_AIM, WORST_AIM = 0.05, 0.12
 NUM_CALIBRATION = 150
 
 
 def main() -> None:
     options = parser().parse_args()
+    place = Place.of(options)
     if options.phase == "report":
-        report()
+        report(place)
     elif options.phase == "calibrate":
-        calibrate(load_target(options.threads))
+        calibrate(place, options.threads)
     else:
-        BLOCKS.unlink(missing_ok=True)
+        (place.results / BLOCKS).unlink(missing_ok=True)
         for sitting in range(options.sittings):
-            measure_profiles(options.threads, anew=sitting == 0)
-            measure_copying(options.threads, anew=sitting == 0)
-            measure(load_target(options.threads), options.seconds)
+            measure_profiles(place, options.threads, anew=sitting == 0)
+            measure_copying(place, options.threads, anew=sitting == 0)
+            measure(place, options.threads, options.seconds)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,11 +77,13 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--sittings", type=int, default=4)
     flags.add_argument("--seconds", type=float, default=90.0, help="of blocks in every sitting")
+    add_place(flags)
     return flags
 
 
-def calibrate(target: Engine) -> None:
+def calibrate(place: Place, num_threads: int) -> None:
     """Trace every drafter at its largest K on the first half of the prompts."""
+    target = place.load(num_threads)
     found: dict[str, dict[str, list[Any]]] = {}
     for cell, names in CELLS.items():
         items = list(islice(items_of(cell, target, halves(texts_of(cell))[0]), NUM_CALIBRATION))
@@ -93,24 +92,25 @@ def calibrate(target: Engine) -> None:
             served = [block_of([arm], item, 0)["arms"][arm.name] for item in items]
             found.setdefault(cell, {})[name] = [each["drafted"] for each in served]
             print(cell, name, len(items), flush=True)
-    ACCEPTANCE.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    (place.results / ACCEPTANCE).write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
-def measure(target: Engine, seconds: float) -> None:
+def measure(place: Place, num_threads: int, seconds: float) -> None:
     """Blocks of the cells in turns, after those that are there."""
+    target, path = place.load(num_threads), place.results / BLOCKS
     plain = Arm(name="plain", engine=target)
     arms = {
         cell: [plain, *chain.from_iterable(fixed_arms(target, name) for name in names)]
         for cell, names in CELLS.items()
     }
-    done = [block["kind"] for block in read_blocks(BLOCKS)]
+    done = [block["kind"] for block in read_blocks(path)]
     queues = {
         cell: endless(cell, target, halves(texts_of(cell))[1], done.count(cell)) for cell in CELLS
     }
     for cell in CELLS:
         warm_up(arms[cell], next(items_of(cell, target, halves(texts_of(cell))[0])))
     start_s, longest_s = time.perf_counter(), 0.0
-    with BLOCKS.open("a", encoding="utf-8", buffering=1) as file:
+    with path.open("a", encoding="utf-8", buffering=1) as file:
         for cell in cycle(CELLS):
             block_s = time.perf_counter()
             if block_s - start_s + longest_s > seconds:
@@ -124,21 +124,22 @@ def measure(target: Engine, seconds: float) -> None:
             longest_s = max(longest_s, time.perf_counter() - block_s)
 
 
-def report() -> None:
+def report(place: Place) -> None:
     """Every arm beside its prediction."""
-    rows = rows_of(read_blocks(BLOCKS))
+    rows = rows_of(place, read_blocks(place.results / BLOCKS))
     show(rows)
     found: dict[str, Any] = {
         "asked": {"median_error": MEDIAN_AIM, "worst_error": WORST_AIM},
-        "provenance": provenance(),
+        "provenance": place.provenance(),
         "rows": rows,
     }
-    (RESULTS / "prediction.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path = place.results / "prediction.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def rows_of(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(place: Place, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every arm of these blocks."""
-    calibration = json.loads(ACCEPTANCE.read_text(encoding="utf-8"))
+    calibration = json.loads((place.results / ACCEPTANCE).read_text(encoding="utf-8"))
     rows = []
     for cell, names in CELLS.items():
         own = [block["arms"] for block in blocks if block["kind"] == cell]
@@ -147,7 +148,7 @@ def rows_of(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             acceptance = counted(
                 drafts_of(request, pauses=name == "suffix") for request in calibration[cell][name]
             )
-            costs = read_costs(name)
+            costs = read_costs(place, name)
             table = costs.at(float(cell[-1]))
             candidate = Candidate(name=name, table=table, acceptance=acceptance)
             reading = reading_of(own, costs) / table.plain_step_s(context)

@@ -1,4 +1,4 @@
-"""Costs of the shipped pair on this machine, with each of its drafts, and of copying beside it."""
+"""Costs of a target on this machine with each of the shipped drafts, and of copying beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from served import DRAFTS, LOOKAHEADS, TARGET, fixed_arms, items_of, load_target, serve, warm_up
+from served import DRAFTS, LOOKAHEADS, Place, fixed_arms, items_of, serve, warm_up
 from texts import edit_texts, halves
 
 from forerun.engine.config import EngineConfig
@@ -23,8 +23,6 @@ from forerun.probe.rounds import widest
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
 
-RESULTS = Path(__file__).parent / "results"
-COPYING = RESULTS / "profile-suffix.json"
 NUM_COPIED = 24
 """Edits, of the half that nothing is tested on."""
 CONFIG = ProbeConfig(
@@ -38,34 +36,38 @@ CONFIG = ProbeConfig(
 )
 
 
-def profile_path(name: str) -> Path:
-    """Where the profile with a draft lies."""
-    return RESULTS / f"profile-{name}.json"
+def profile_path(place: Place, name: str) -> Path:
+    """Where the profile with a draft lies, or what is known of copying."""
+    return place.results / f"profile-{name}.json"
 
 
-def measure_profiles(num_threads: int, *, anew: bool) -> None:
+def measure_profiles(place: Place, num_threads: int, *, anew: bool) -> None:
     """Profile the target with each draft model.
 
     Args:
+        place: whose target it is.
         num_threads: of the passes.
         anew: whether it is the first sitting; others add to what is there.
     """
     for name in ("domain", "shelf"):
         pair, config = load_pair(
-            TARGET,
+            place.target,
             DRAFTS[name],
             dtype="auto",
             device="cpu",
             engine=EngineConfig(num_threads=num_threads),
             config=CONFIG,
         )
-        facts = facts_of(TARGET, pair.target, "auto"), facts_of(DRAFTS[name], pair.draft, "auto")
+        facts = (
+            facts_of(place.target, pair.target, "auto"),
+            facts_of(DRAFTS[name], pair.draft, "auto"),
+        )
         profile = measure_pair(
             pair, facts, config, clock=time.perf_counter, tell=lambda rounds, error: None
         )
         if not anew:
-            profile = joined(load_profile(profile_path(name)), profile)
-        write_profile(profile, profile_path(name))
+            profile = joined(load_profile(profile_path(place, name)), profile)
+        write_profile(profile, profile_path(place, name))
         print(name, "stable" if profile.stable else "not stable", flush=True)
 
 
@@ -78,9 +80,9 @@ def joined(before: Profile, after: Profile) -> Profile:
     return replace(after, stable=stable, **told_by(samples))
 
 
-def measure_copying(num_threads: int, *, anew: bool) -> None:
+def measure_copying(place: Place, num_threads: int, *, anew: bool) -> None:
     """What copying takes, vain looks included: as a trace tells `forerun plan`."""
-    target = load_target(num_threads)
+    target = place.load(num_threads)
     (arm,) = fixed_arms(target, "suffix", LOOKAHEADS[-1:])
     items = list(islice(items_of("edits, T=0", target, halves(edit_texts())[0]), NUM_COPIED))
     warm_up([arm], items[0])
@@ -91,16 +93,17 @@ def measure_copying(num_threads: int, *, anew: bool) -> None:
         "draft_s": sum(record.draft_s for record in records) / num_drafted,
         "overhead_s": sum(record.other_s for record in drafting) / len(drafting),
     }
-    before = [] if anew else json.loads(COPYING.read_text(encoding="utf-8"))
-    COPYING.write_text(json.dumps([*before, found]) + "\n", encoding="utf-8")
+    path = profile_path(place, "suffix")
+    before = [] if anew else json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps([*before, found]) + "\n", encoding="utf-8")
 
 
-def read_costs(name: str) -> Costs:
+def read_costs(place: Place, name: str) -> Costs:
     """Costs of a drafter; of copying, those of a pair whose cycles take what copying took."""
-    costs = load_profile(profile_path("domain" if name == "suffix" else name)).costs
+    costs = load_profile(profile_path(place, "domain" if name == "suffix" else name)).costs
     if name != "suffix":
         return costs
-    sittings = json.loads(COPYING.read_text(encoding="utf-8"))
+    sittings = json.loads(profile_path(place, name).read_text(encoding="utf-8"))
     copying = {name: fmean(found[name] for found in sittings) for name in ("draft_s", "overhead_s")}
     return Costs(
         greedy=with_draft_cost(costs.greedy, **copying),

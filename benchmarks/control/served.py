@@ -6,6 +6,7 @@ that does the edit. Everything else is the target's own text.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -32,14 +33,62 @@ from forerun.theory.record import StepRecord
 from forerun.theory.text import first_repeat
 
 KINDS = ("code, T=0", "code, T=1", "prose, T=1", "edits, T=0")
-TARGET = "zoo:target"
 DRAFTS = {"domain": "zoo:draft-domain", "shelf": "zoo:draft-off-the-shelf", "suffix": "suffix"}
 MAX_TOKENS = 128
 MAX_PROMPT = 700
 LOOKAHEADS = (1, 2, 3, 5, 8, 12)
 NUM_BEYOND = max(LOOKAHEADS) + 2
 """Tokens that every request goes on behind those that count, so that no draft is cut to its end."""
+RESULTS = Path(__file__).parent / "results"
 NO_SCRIPT = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What is measured, and where figures of it lie.
+
+    Attributes:
+        target: shipped, or a folder.
+        results: a folder of their own for every target.
+    """
+
+    target: str
+    results: Path
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Place:
+        """As the command line says."""
+        options.results.mkdir(exist_ok=True)
+        return cls(target=options.target, results=options.results)
+
+    def load(self, num_threads: int) -> Engine:
+        """Plain decoding of the target, scripted where a request wants it."""
+        config = EngineConfig(
+            num_threads=num_threads,
+            num_speculative_tokens=max(LOOKAHEADS),
+            max_batch=8,
+            max_context=1024,
+            sharing="none",  # every arm reads its prompts
+        )
+        torch.set_num_threads(num_threads)
+        loaded = Engine.load(self.target, config=config)
+        return Engine(
+            target=MaybeScripted(loaded.target),
+            tokenizer=loaded.tokenizer,
+            config=loaded.config,
+            eos_token_ids=loaded.eos_token_ids,
+        )
+
+    def provenance(self) -> dict[str, object]:
+        """Of what is reported now; the number of threads is said beside the figures."""
+        models = [self.target, *(draft for draft in DRAFTS.values() if draft != "suffix")]
+        return collect({model: content_hash(model) for model in models}).to_dict()
+
+
+def add_place(flags: argparse.ArgumentParser) -> None:
+    """Flags of a place."""
+    flags.add_argument("--target", default="zoo:target", help="it has the tokens of the drafts")
+    flags.add_argument("--results", type=Path, default=RESULTS, help="folder for its figures")
 
 
 class MaybeScripted(ScriptedModel):
@@ -80,25 +129,6 @@ class Item:
             max_tokens=self.num_tokens + NUM_BEYOND,
             ignore_eos=True,
         )
-
-
-def load_target(num_threads: int) -> Engine:
-    """Plain decoding of the target, scripted where a request wants it."""
-    config = EngineConfig(
-        num_threads=num_threads,
-        num_speculative_tokens=max(LOOKAHEADS),
-        max_batch=8,
-        max_context=1024,
-        sharing="none",  # every arm reads its prompts
-    )
-    torch.set_num_threads(num_threads)
-    loaded = Engine.load(TARGET, config=config)
-    return Engine(
-        target=MaybeScripted(loaded.target),
-        tokenizer=loaded.tokenizer,
-        config=loaded.config,
-        eos_token_ids=loaded.eos_token_ids,
-    )
 
 
 def texts_of(kind: str) -> list[Text]:
@@ -235,9 +265,3 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     return value
-
-
-def provenance() -> dict[str, object]:
-    """Of what is reported now; the number of threads is said beside the figures."""
-    models = [TARGET, *(draft for draft in DRAFTS.values() if draft != "suffix")]
-    return collect({model: content_hash(model) for model in models}).to_dict()
