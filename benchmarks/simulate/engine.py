@@ -42,7 +42,7 @@ from forerun.theory.record import StepRecord
 from forerun.trace.files import open_trace, read_trace
 from forerun.trace.writer import TraceWriter
 
-TARGET, DRAFT = "zoo:target", "zoo:draft-domain"
+DRAFT = "zoo:draft-domain"
 WORKLOADS = Path(__file__).parent / "workloads"
 MAX_BATCH = 8
 MAX_CONTEXT = 1024
@@ -97,10 +97,12 @@ class Service:
 
     Args:
         case: what.
+        target: that is served.
         num_threads: that carry passes.
+        slower: times as much time between requests as the workload says.
     """
 
-    def __init__(self, case: Case, num_threads: int) -> None:
+    def __init__(self, case: Case, target: str, num_threads: int, slower: float) -> None:
         config = EngineConfig(
             num_speculative_tokens=case.k,
             max_batch=MAX_BATCH,
@@ -108,8 +110,9 @@ class Service:
             sharing="none",  # the simulator reads every prompt
             num_threads=num_threads,
         )
-        self.engine = Engine.load(TARGET, DRAFT, config=config)
-        self.requests = requests_of(case, self.engine)
+        self.target = target
+        self.engine = Engine.load(target, DRAFT, config=config)
+        self.requests = requests_of(case, self.engine, slower)
         longest = max(self.requests, key=lambda request: len(request.ids))
         self.engine.generate([longest.ids] * MAX_BATCH, longest.params)  # warm
 
@@ -127,7 +130,7 @@ class Service:
                 tickets.append(running.submit(request.ids, request.params))
             outputs = [ticket.result() for ticket in tickets]
         disturbed_s = others_s() - before_s
-        trace.add(trace_header(TARGET, DRAFT, str(self.engine.target.device)))
+        trace.add(trace_header(self.target, DRAFT, str(self.engine.target.device)))
         for record in records:
             trace.add(record)
         for request, output in zip(self.requests, outputs, strict=True):
@@ -144,13 +147,13 @@ def others_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def requests_of(case: Case, engine: Engine) -> list[Request]:
+def requests_of(case: Case, engine: Engine, slower: float) -> list[Request]:
     """The lines of a workload."""
     texts = {prompt.name: prompt.text for prompt in held_out_prompts()}
     lines = (WORKLOADS / f"{case.workload}.jsonl").read_text().splitlines()
     return [
         Request(
-            at_s=line["at_s"],
+            at_s=line["at_s"] * slower,
             ids=engine.tokenizer.encode(texts[line["prompt"]]),
             params=SamplingParams(
                 temperature=case.temperature, max_tokens=line["max_tokens"], ignore_eos=True
@@ -207,9 +210,10 @@ def simulated(case: Case, costs: Costs, path: Path) -> Figures:
     }
 
 
-def one_round(costs: Costs, num_threads: int, repeats: int, keep: Path) -> list[dict[str, Any]]:
+def one_round(
+    services: Sequence[Service], costs: Costs, repeats: int, keep: Path
+) -> list[dict[str, Any]]:
     """Every case simulated once and served often, in turns."""
-    services = [Service(case, num_threads) for case in CASES]
     paths = [keep / f"{case.workload}-{case.k}.jsonl" for case in CASES]
     for service, path in zip(services, paths, strict=True):
         with open_trace(path) as trace:
@@ -245,16 +249,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", default="zoo:target")
+    parser.add_argument("--slower", type=float, default=1.0, help="stretches the time of requests")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="folder for the traces; default: nowhere")
     arguments = parser.parse_args()
     costs = load_profile(arguments.profile).costs
+    target, num_threads = arguments.target, arguments.threads
+    services = [Service(case, target, num_threads, arguments.slower) for case in CASES]
     with tempfile.TemporaryDirectory() as folder:
         keep = arguments.keep or Path(folder)
-        found = one_round(costs, arguments.threads, arguments.repeats, keep)
+        found = one_round(services, costs, arguments.repeats, keep)
     rounds = json.loads(arguments.out.read_text())["rounds"] if arguments.out.exists() else []
-    rounds.append({"cases": found, "provenance": collect({}).to_dict()})
+    rounds.append({"cases": found, "slower": arguments.slower, "provenance": collect({}).to_dict()})
     rows = summary([entry["cases"] for entry in rounds])
     show(rows)
     arguments.out.write_text(json.dumps({"rows": rows, "rounds": rounds}, indent=1) + "\n")
