@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import SafetyConfig
-from forerun.control.settled import MOST_PATIENCE, NUM_COLD, PLAIN_PATIENCE
+from forerun.control.settled import MOST_LONG, MOST_PATIENCE, NUM_COLD, PLAIN_PATIENCE
 from forerun.theory.ratio import DiscountedRatio
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise, share_of
@@ -170,13 +170,13 @@ class SafeController:
         elif self._probes_too_much(bucket):
             self.num_refused += 1
             plans = [PLAIN if plan.probe else plan for plan in inner]
-        if kind_of(plans) == "speculative" and not bucket.on and self._may_retry(bucket):
+        if kind_of(plans) == "speculative" and not bucket.on and self._steps_off(bucket) <= 0:
             self._switch(name, bucket, on=True, reason="tried again")
         if bucket.on and self._wants_drafts and bucket.since_plain >= bucket.gap:
-            self.num_probes += 1
-            plans = [PLAIN] * len(plans)  # probes too: they would end the run of plain steps
+            plans = all_plain(plans, NUM_IN_A_ROW - self._num_plain)  # probes would end the run
+            self.num_probes += plans[0].num_steps
         if not bucket.on and (self._wants_drafts or kind_of(plans) == "speculative"):
-            plans = [PLAIN] * len(plans)
+            plans = all_plain(plans, min(MOST_LONG, self._steps_off(bucket)))
         kind = kind_of(plans)
         if is_repeated and kind == kind_of(inner) != "probe":
             most = PLAIN_PATIENCE
@@ -236,10 +236,11 @@ class SafeController:
         config = self.config
         return bucket.lost * (1.0 - LOSS_MEMORY) > config.probe_loss
 
-    def _may_retry(self, bucket: Bucket) -> bool:
+    def _steps_off(self, bucket: Bucket) -> int:
+        """How long speculation stays off; 0 or less where it may be tried again."""
         config = self.config
         patience: int = config.retry_after << min(16, max(0, bucket.num_failures - 1))
-        return self.num_steps - bucket.off_since >= min(patience, config.longest_retry)
+        return bucket.off_since + min(patience, config.longest_retry) - self.num_steps
 
     def _gap(self) -> int:
         """Until about `probe_share` of the steps are plain, at moments nobody else decides."""
@@ -268,6 +269,11 @@ def kind_of(plans: Sequence[Plan]) -> Kind:
         if plan.num_speculative_tokens:
             kind = "speculative"
     return kind
+
+
+def all_plain(plans: Sequence[Plan], num_steps: int) -> list[Plan]:
+    """Plain plans for all of them, to be followed for so many steps."""
+    return [Plan(num_steps=max(1, num_steps))] * len(plans)
 
 
 def bucket_of(states: Sequence[RequestState]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from forerun.control.config import SafetyConfig
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
 from forerun.control.safety import SafeController
+from forerun.control.settled import MOST_LONG
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -94,7 +95,7 @@ def test_where_speculation_is_off_probes_pass_if_nobody_wants_to_draft(wanted, n
             self.asked = getattr(self, "asked", 0) + 1
             if self.asked % 10 == 0:
                 return [Plan(method="d", num_speculative_tokens=3, probe=True)]
-            k = 5 if self.asked < 150 else wanted
+            k = 5 if self.asked < 30 else wanted
             return [Plan(method="d", num_speculative_tokens=k) if k else Plan()]
 
     ours = world(0.0)
@@ -102,6 +103,21 @@ def test_where_speculation_is_off_probes_pass_if_nobody_wants_to_draft(wanted, n
     late = ours.records[200:]
     assert sum(record.k_budget == 3 for record in late) == num_passed
     assert not any(record.k_budget == 5 for record in late)
+
+
+def test_where_speculation_is_off_few_steps_are_asked_about_and_none_beyond_the_next_trial():
+    ours, held = world(0.0), [1]
+    safe = SafeController(FixedController(5, "d"), SafetyConfig(retry_after=100, longest_retry=100))
+    for _ in range(200):
+        capacity = replace(CAPACITY, num_steps=held[-1])
+        (plan,) = safe.decide(ours.states(), capacity)
+        drafting_s = 1.0 if plan.num_speculative_tokens else 0.0
+        safe.observe([ours.record("r", plan, drafting_s, 1.0, 0.0)])
+        held.append(plan.num_steps)
+    first, again = safe.switches[:2]
+    assert (first.on, again.on) == (False, True)
+    assert again.step - first.step == 100
+    assert max(held) == MOST_LONG
 
 
 def test_plain_steps_are_measured_although_others_probe_in_between():
