@@ -51,7 +51,7 @@ profile: $(STAMP)  ## measure the shipped pair and redraw docs/performance.md (n
 	$(BIN)/forerun profile --budget-s 45 --out benchmarks/profiles/shipped-pair.json $(ARGS)
 	$(BIN)/python recipes/docs/performance.py
 
-pairs: $(PAIRS)  ## make the synthetic pairs for timing, about 0.8 GB below build/pairs
+pairs: $(PAIRS)  ## make targets and pairs for timing, about 0.8 GB below build/pairs
 
 $(PAIRS): benchmarks/pairs.py | $(STAMP)
 	$(BIN)/python benchmarks/pairs.py --out build/pairs

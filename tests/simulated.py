@@ -114,7 +114,7 @@ class World:
         self.clock_s += draft_s + verify_s + other_s
         self.cycle += 1
         self.records += records
-        if not goes_on:
+        if self.unasked.tells:
             controller.observe(records)
         return records
 

@@ -39,6 +39,7 @@ MAX_PROMPT = 700
 LOOKAHEADS = (1, 2, 3, 5, 8, 12)
 NUM_BEYOND = max(LOOKAHEADS) + 2
 """Tokens that every request goes on behind those that count, so that no draft is cut to its end."""
+TARGET = "zoo:target"
 RESULTS = Path(__file__).parent / "results"
 NO_SCRIPT = torch.zeros(0, dtype=torch.int64)
 
@@ -58,7 +59,11 @@ class Place:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Place:
         """As the command line says."""
-        options.results.mkdir(exist_ok=True)
+        if (options.target == TARGET) != (options.results == RESULTS):
+            raise SystemExit(
+                "--target and --results belong together: figures of targets must not mix"
+            )
+        options.results.mkdir(parents=True, exist_ok=True)
         return cls(target=options.target, results=options.results)
 
     def load(self, num_threads: int) -> Engine:
@@ -87,7 +92,7 @@ class Place:
 
 def add_place(flags: argparse.ArgumentParser) -> None:
     """Flags of a place."""
-    flags.add_argument("--target", default="zoo:target", help="it has the tokens of the drafts")
+    flags.add_argument("--target", default=TARGET, help="it has the tokens of the drafts")
     flags.add_argument("--results", type=Path, default=RESULTS, help="folder for its figures")
 
 

@@ -1,4 +1,4 @@
-"""The simulator beside the engine: recorded workloads served by both, on the shipped pair.
+"""The simulator beside the engine: recorded workloads served by both, with the shipped draft.
 
 `OMP_NUM_THREADS=1 python benchmarks/simulate/engine.py --profile FILE --out FILE`, nothing else
 running; `forerun profile` made the profile just before, since the machine's speed differs by the
@@ -44,6 +44,7 @@ from forerun.trace.writer import TraceWriter
 
 DRAFT = "zoo:draft-domain"
 WORKLOADS = Path(__file__).parent / "workloads"
+SHIPPED = {"target": "zoo:target", "slower": 1.0}
 MAX_BATCH = 8
 MAX_CONTEXT = 1024
 NUM_SEEDS = 5
@@ -249,23 +250,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", default="zoo:target")
-    parser.add_argument("--slower", type=float, default=1.0, help="stretches the time of requests")
+    parser.add_argument("--target", default=SHIPPED["target"])
+    parser.add_argument(
+        "--slower", type=float, default=SHIPPED["slower"], help="stretches the time of requests"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="folder for the traces; default: nowhere")
     arguments = parser.parse_args()
     costs = load_profile(arguments.profile).costs
     target, num_threads = arguments.target, arguments.threads
+    served = {"target": target, "slower": arguments.slower}
+    rounds = earlier_rounds(arguments.out, served)
     services = [Service(case, target, num_threads, arguments.slower) for case in CASES]
     with tempfile.TemporaryDirectory() as folder:
         keep = arguments.keep or Path(folder)
         found = one_round(services, costs, arguments.repeats, keep)
-    rounds = json.loads(arguments.out.read_text())["rounds"] if arguments.out.exists() else []
-    rounds.append({"cases": found, "slower": arguments.slower, "provenance": collect({}).to_dict()})
+    rounds.append({"cases": found, **served, "provenance": collect({}).to_dict()})
     rows = summary([entry["cases"] for entry in rounds])
     show(rows)
     arguments.out.write_text(json.dumps({"rows": rows, "rounds": rounds}, indent=1) + "\n")
+
+
+def earlier_rounds(path: Path, served: Mapping[str, object]) -> list[dict[str, Any]]:
+    """What the file holds, if the same was served; the first ones do not say so."""
+    rounds = json.loads(path.read_text())["rounds"] if path.exists() else []
+    for entry in rounds:
+        if {name: entry.get(name, SHIPPED[name]) for name in served} != served:
+            raise SystemExit(
+                f"{path} has rounds of something else than {served}: name another file"
+            )
+    return list(rounds)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -85,8 +85,8 @@ class GoodputController:
         self._num_settled = 0
         self._num_idle = 0
         self._drafted = False
-        self._num_planned = 1
         self._num_plain = 0
+        self._last_cycle = 0
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """The best plans, or now and then ones that are worth learning from.
@@ -99,9 +99,7 @@ class GoodputController:
             return settled.followed
         if not states:
             return []
-        plans = self._decide_anew(states, capacity)
-        self._num_planned = plans[0].num_steps
-        return plans
+        return self._decide_anew(states, capacity)
 
     def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """Learn from what has happened, settle what is best, and maybe try something else."""
@@ -205,7 +203,10 @@ class GoodputController:
         if probe is not None:
             self._observe_probe(probe, records)
         drafts = any([record.k_budget for record in records])
-        self._num_plain = 0 if drafts else self._num_plain + self._num_planned
+        cycle = records[0].cycle_id
+        # Nobody drafts in a step that is not told, though it may have been somebody else's plan.
+        self._num_plain = 0 if drafts else self._num_plain + max(1, cycle - self._last_cycle)
+        self._last_cycle = cycle
         # Caches are cold for whatever was not done in the steps before.
         is_warm = self._drafted if drafts else self._num_plain > NUM_COLD
         is_steady = is_warm and probe is None and not records[0].num_prefill_rows

@@ -75,7 +75,7 @@ class Bucket:
         self.off_since = 0
         self.since_plain = 0
         self.gap = FIRST_PLAIN
-        """Speculative steps in a row after which one is made plain."""
+        """Speculative steps after which plain ones are made."""
         self.num_failures = 0
         self.lost = 0.0
         """By the inner controller's probes of late, in plain steps."""
@@ -147,6 +147,8 @@ class SafeController:
             return plans
         self.num_steps += capacity.num_steps
         held = self._held
+        was_plain = held is not None and held.kind == "plain"
+        self._num_plain = self._num_plain + capacity.num_steps if was_plain else 0
         is_same = held is not None and plans is held.inner and len(plans) == len(held.plans)
         if is_same and self._steps_left >= capacity.num_steps:
             self._steps_left -= capacity.num_steps
@@ -192,12 +194,9 @@ class SafeController:
         if held is None or len(records) != len(held.plans):
             return
         bucket, first = held.bucket, records[0]
-        self._num_plain = self._num_plain + held.plans[0].num_steps if held.kind == "plain" else 0
         bucket.since_plain += held.kind == "speculative"
         if first.num_prefill_rows:
             return
-        if 0 < self._num_plain < NUM_IN_A_ROW and bucket.plain.num_pairs:
-            return  # plain decoding alone is faster
         seconds = first.draft_s + first.verify_s + first.other_s
         tokens = float(sum([record.num_accepted + 1 for record in records]))
         if held.kind == "probe":  # made to learn something, and known to be slower
@@ -206,10 +205,14 @@ class SafeController:
             bucket.speculative.observe(seconds, tokens)
             if not self._steps_left:
                 self._judge(held.name, bucket)
-        else:
+        elif not bucket.plain.num_pairs or self._in_a_row(held) >= NUM_IN_A_ROW:
             bucket.plain.observe(seconds, tokens)
             if bucket.plain.num_pairs >= self.config.num_plain:
                 bucket.since_plain, bucket.gap = 0, self._gap()
+
+    def _in_a_row(self, held: Held) -> int:
+        """Plain steps so far; the first ones take longer than plain decoding alone."""
+        return self._num_plain + held.plans[0].num_steps
 
     def _judge(self, name: tuple[int, int], bucket: Bucket) -> None:
         config, num_steps = self.config, bucket.speculative.num_pairs

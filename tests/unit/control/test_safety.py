@@ -12,7 +12,7 @@ from forerun.control.base import Controller, Plan
 from forerun.control.config import SafetyConfig
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
-from forerun.control.safety import SafeController
+from forerun.control.safety import FIRST_PLAIN, NUM_IN_A_ROW, SafeController
 from forerun.control.settled import MOST_LONG
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -42,7 +42,7 @@ def test_what_pays_stays_on_but_for_its_probes():
     safe = SafeController(FixedController(5, "d"))
     ours.run(safe, 2000)
     assert safe.num_switches["off"] == 0
-    first = 7 * 7  # of every bucket, of which contexts to 8,000 tokens pass seven
+    first = 7 * 8  # of every bucket, of which contexts to 8,000 tokens pass seven
     assert 0.004 < (safe.num_probes - first) / 2000 < 0.016
     assert sum(record.k_budget == 0 for record in ours.records) == safe.num_probes
 
@@ -118,6 +118,29 @@ def test_where_speculation_is_off_few_steps_are_asked_about_and_none_beyond_the_
     assert (first.on, again.on) == (False, True)
     assert again.step - first.step == 100
     assert max(held) == MOST_LONG
+
+
+def test_plain_steps_count_although_their_run_is_cut_short():
+    """Where requests come and go every few steps, no run would ever be complete."""
+    ours, safe = world(0.8), SafeController(FixedController(5, "d"))
+    for _ in range(FIRST_PLAIN):
+        ours.step(safe)
+    (plan,) = safe.decide(ours.states(), CAPACITY)
+    assert plan == Plan(num_steps=NUM_IN_A_ROW)
+    (plan,) = safe.decide(ours.states(), replace(CAPACITY, num_steps=2))
+    assert plan == Plan(num_steps=NUM_IN_A_ROW - 2)
+
+
+def test_who_is_made_to_decode_plainly_learns_what_plain_steps_take():
+    """A plain step is half as long as its table says, so drafts that do not pay seem to."""
+    honest = table()
+    dear = replace(
+        honest, lines=tuple(replace(line, plain_s=2 * line.plain_s) for line in honest.lines)
+    )
+    goodput = GoodputController({"d": Tables(dear)}, 8)
+    ours = world(0.1)
+    ours.run(SafeController(goodput), 1000)
+    assert goodput.scenes.at(ours.states()).pricing(0.0).plain_factor < 0.75
 
 
 def test_plain_steps_are_measured_although_others_probe_in_between():
