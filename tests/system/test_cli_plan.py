@@ -222,3 +222,25 @@ def test_what_could_not_be_read_of_a_trace_is_said(profile, trace, capsys):
     code, _, err = plan(capsys, "--profile", profile, "--trace", trace)
     assert code == 0
     assert "1 place(s) of the trace" in err
+
+
+def test_what_is_given_is_not_said_to_be_traced(profile, trace, capsys):
+    code, out, _ = plan(
+        capsys, "--profile", profile, "--trace", trace, "--acceptance", "0.7", "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["origin"][1:] == ["acceptance of draft: given"]
+
+
+def test_where_only_small_batches_profit_the_plan_says_so(tmp_path, capsys):
+    lines = [line for line in LINES if line.batch == 1]
+    crowd = [
+        replace(line, batch=4, verify_s=tuple(0.012 * (1 + n) for n in range(4)), plain_s=0.012)
+        for line in lines
+    ]
+    path = tmp_path / "crowd.json"
+    write_profile(profile_of(greedy=CostTable(lines=(*lines, *crowd)), sampled=TABLE), path)
+    code, out, _ = plan(capsys, "--profile", str(path), "--acceptance", "0.6")
+    assert code == 0
+    assert "decode plainly at batch 4" in out
+    assert "no draft pays there, but" in out

@@ -90,9 +90,12 @@ def origin(options: PlanOptions, candidates: Sequence[Candidate]) -> list[str]:
         else f"roofline of {machine.name} ({machine.source}; {1e6 * machine.launch_s:.0f} us per "
         f"pass, {1e6 * machine.step_s:.0f} us per step)"
     )
-    names = ", ".join(candidate.name for candidate in candidates)
-    acceptance = "given" if options.trace is None else str(options.trace)
-    return [costs, f"acceptance of {names}: {acceptance}"]
+    return [costs, *(f"acceptance of {c.name}: {source(c, options)}" for c in candidates)]
+
+
+def source(candidate: Candidate, options: PlanOptions) -> str:
+    """Where its acceptance is from."""
+    return str(options.trace) if candidate.acceptance.num_requests else "given"
 
 
 def content(

@@ -29,7 +29,7 @@ def print_plan(
 ) -> None:
     """What to do, the best at every batch, break-even, what would change it, what it rests on."""
     console = Console(highlight=False)
-    console.print(f"[bold]{escape(sentence(advice.best, config))}[/]", "", soft_wrap=True, sep="\n")
+    console.print(f"[bold]{escape(sentence(advice, config))}[/]", "", soft_wrap=True, sep="\n")
     console.print(batches(advice, config), "")
     console.print(break_even(advice), "")
     console.print(scenarios(what_if, advice), "")
@@ -40,15 +40,28 @@ def print_plan(
         console.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
 
 
-def sentence(best: Option, config: PlanConfig) -> str:
+def sentence(advice: Advice, config: PlanConfig) -> str:
     """The plan in a line."""
+    best = advice.best
     where = f"at batch {best.batch}, context {config.context}, T={config.temperature:g}"
     speed = f"{best.tokens_per_s:.4g} tokens/s, {milliseconds(best.tpot_s)} ms per token"
     if best.is_plain:
-        return f"decode plainly {where}: {speed}; no draft pays"
+        return f"decode plainly {where}: {speed}; {elsewhere(advice)}"
     return (
         f"draft with {best.draft}, K={best.num_speculative_tokens}, {where}: {speed}, "
         f"{with_ends(best)} times plain decoding"
+    )
+
+
+def elsewhere(advice: Advice) -> str:
+    """Where drafts pay although the most tokens per second come without."""
+    paying = [option for option in advice.per_batch if not option.is_plain]
+    if not paying:
+        return "no draft pays"
+    best = max(paying, key=lambda option: option.speedup.estimate)
+    return (
+        f"no draft pays there, but {best.draft} at K={best.num_speculative_tokens} does at batch "
+        f"{best.batch}: {with_ends(best)} times plain decoding"
     )
 
 

@@ -11,7 +11,7 @@ from forerun.plan.costs import with_batches
 from forerun.plan.option import Candidate, Option, option_at
 from forerun.theory.speedup import break_even_alpha, break_even_rate
 
-__all__ = ["Advice", "BreakEven", "advise", "best_of", "options_of"]
+__all__ = ["Advice", "BreakEven", "advise", "best_of", "covering", "options_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def advise(candidates: Sequence[Candidate], config: PlanConfig) -> Advice:
     if not candidates:
         raise InvalidRequest("a plan compares drafters, and none is given")
     measured = candidates[0].table.batches[-1]
-    candidates = [replace(c, table=with_batches(c.table, config.batches)) for c in candidates]
+    candidates = covering(candidates, config.batches)
     found = {batch: options_of(candidates, config, batch) for batch in config.batches}
     per_batch = tuple(best_of(options) for options in found.values())
     allowed = [option for options in found.values() for option in options if keeps(option, config)]
@@ -91,6 +91,11 @@ def advise(candidates: Sequence[Candidate], config: PlanConfig) -> Advice:
         ),
         remarks=tuple(remarks(candidates, config, best, measured)),
     )
+
+
+def covering(candidates: Iterable[Candidate], batches: Sequence[int]) -> list[Candidate]:
+    """The same with batch sizes beyond the measured ones."""
+    return [replace(c, table=with_batches(c.table, batches)) for c in candidates]
 
 
 def options_of(candidates: Iterable[Candidate], config: PlanConfig, batch: int) -> list[Option]:

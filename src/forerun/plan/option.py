@@ -74,7 +74,8 @@ def option_at(
     if kappa.low <= 0:
         raise InvalidProfile(
             f"the profile with {candidate.name} is too rough at batch {batch}: a cycle at K={k} "
-            f"takes {kappa.low:.2f} to {kappa.high:.2f} plain steps; profile for longer"
+            f"takes {kappa.low:.2f} to {kappa.high:.2f} plain steps; "
+            + advice_on(table.contexts[-1], context)
         )
     tpot_s = table.plain_step_s(context, batch) * kappa.estimate / tau.estimate
     return Option(
@@ -87,6 +88,13 @@ def option_at(
         tpot_s=tpot_s,
         tokens_per_s=batch / tpot_s,
     )
+
+
+def advice_on(measured: int, context: int) -> str:
+    """What to do about a cost that is not known well enough."""
+    if context > measured:
+        return f"context {context} is beyond the {measured} it measured: profile with --contexts"
+    return "profile for longer"
 
 
 def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from forerun.plan.acceptance import improved
-from forerun.plan.advice import best_of, options_of
+from forerun.plan.advice import best_of, covering, options_of
 from forerun.plan.config import PlanConfig
-from forerun.plan.costs import with_batches, with_draft_cost
+from forerun.plan.costs import with_draft_cost
 from forerun.plan.option import Candidate, Option
 
 __all__ = ["BATCH_FACTORS", "CONTEXT_FACTORS", "Scenario", "scenarios"]
@@ -47,6 +47,8 @@ def scenarios(
         there = config if context is None else replace(config, context=context)
         return best_of(options_of(changed, there, batch))
 
+    larger = [batch * times for times in BATCH_FACTORS]
+    candidates = covering(candidates, [*config.batches, *larger])
     yield Scenario(name="as planned", option=best(candidates))
     for share in FEWER_REJECTIONS:
         aligned = [replace(c, acceptance=improved(c.acceptance, share)) for c in candidates]
@@ -55,10 +57,8 @@ def scenarios(
         faster = [replace(c, table=with_draft_cost(c.table, factor=factor)) for c in candidates]
         name = f"drafting {1 / factor:g}x as fast" if factor else "drafting free"
         yield Scenario(name=name, option=best(faster))
-    larger = [batch * times for times in BATCH_FACTORS]
-    grown = [replace(c, table=with_batches(c.table, larger)) for c in candidates]
     for size in larger:
-        yield Scenario(name=f"batch {size}", option=best(grown, size))
+        yield Scenario(name=f"batch {size}", option=best(candidates, size))
     longest = min(candidate.table.contexts[-1] for candidate in candidates)
     for times in CONTEXT_FACTORS if longest > config.context else ():
         context = max(1, config.context) * times

@@ -160,3 +160,20 @@ def test_what_if_changes_one_thing_at_a_time():
 def test_settings_that_cannot_work_are_refused(changes, message):
     with pytest.raises(InvalidRequest, match=message):
         replace(CONFIG, **changes)
+
+
+def test_beyond_the_measured_batch_what_is_planned_is_what_is_advised():
+    config = PlanConfig(batches=(8, 64), context=0)
+    ours = [candidate(alpha=0.6)]
+    best = advise(ours, config).best
+    assert best.batch == 64
+    assert next(scenarios(ours, config, best.batch)).option == best
+
+
+def test_too_rough_far_out_says_how_far_was_measured():
+    lines = tuple(
+        replace(ONE, context=context, plain_error_s=error)
+        for context, error in ((64, 0.0001), (512, 0.02))
+    )
+    with pytest.raises(InvalidProfile, match="context 8192 is beyond the 512 it measured"):
+        option_at(candidate(table=CostTable(lines=lines)), 16, batch=1, context=8192)
