@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -181,17 +181,25 @@ def improved(acceptance: Acceptance, share: float) -> Acceptance:
     """A better aligned draft: at every position `share` of the rejections are gone."""
     return Acceptance(
         by_k=tuple(
-            Drafting(survival=fewer_rejections(each.survival, share), drafted=each.drafted)
-            for each in acceptance.by_k
+            replace(each, survival=fewer_rejections(each, share)) for each in acceptance.by_k
         ),
         is_constant=acceptance.is_constant,
     )
 
 
-def fewer_rejections(survivals: Sequence[float], share: float) -> tuple[float, ...]:
-    """Survival once `share` of the rejections at every position are gone."""
-    alphas = conditional_acceptance(survivals)
-    return survival([1.0 - (1.0 - share) * (1.0 - alpha) for alpha in alphas])
+def fewer_rejections(drafting: Drafting, share: float) -> tuple[float, ...]:
+    """Survival once `share` of the rejections at every position are gone.
+
+    What was not drafted was not rejected: a drafter that ends drafts itself goes on ending them.
+    """
+    passed = conditional_acceptance(drafting.survival)
+    reached = conditional_acceptance(drafting.drafted)
+    return survival(
+        [
+            alpha + share * max(0.0, drafted - alpha)
+            for alpha, drafted in zip(passed, reached, strict=True)
+        ]
+    )
 
 
 def padded(counts: Sequence[int], length: int) -> list[int]:
