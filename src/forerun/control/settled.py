@@ -9,7 +9,7 @@ from forerun.control.base import Capacity, Plan, RequestState
 from forerun.control.pricing import Allocation, Candidate, Pricing
 from forerun.control.punctuality import wish_s
 
-__all__ = ["MOST_PATIENCE", "NUM_COLD", "PLAIN_PATIENCE", "Settled"]
+__all__ = ["MOST_LONG", "MOST_PATIENCE", "NUM_COLD", "PLAIN_PATIENCE", "Settled"]
 
 MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
