@@ -11,7 +11,7 @@ import importlib.util
 import json
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +55,15 @@ PYTHON_SOURCES = (
     Source(name="jinja2", licence="BSD-3-Clause", repeat=2.0, package="jinja2"),
     Source(name="rich", licence="MIT", repeat=2.0, package="rich"),
     Source(name="pygments", licence="BSD-2-Clause", repeat=0.5, package="pygments"),
+)
+# What code-40m goes on with: more of the same packages, the standard library as often as before.
+MORE_PYTHON_SOURCES = tuple(
+    replace(source, repeat=max(source.repeat, 1.0))
+    if source.package in {"sympy", "scipy"}
+    else replace(source, repeat=2 * source.repeat)
+    if source.package in {"torch", "transformers", "networkx", "numpy", "pygments"}
+    else source
+    for source in PYTHON_SOURCES
 )
 BOOK_SOURCES = (Source(name="classics", licence="public domain", repeat=1.0),)
 
@@ -187,3 +196,14 @@ def build(corpora: Path, out: Path, seed: int = 0) -> None:
     encode(tokenizer, python, out / "python.npy")
     encode(tokenizer, list(mix(BOOK_SOURCES, corpora, seed)), out / "books.npy")
     encode(tokenizer, list(stdlib_files(tests=False, held_out=True)), out / "held_out.npy")
+
+
+def build_more(corpora: Path, tokenizer_folder: Path, out: Path, seed: int = 1) -> None:
+    """Token files `more_python.npy` and `held_out.npy` under `out` with a tokenizer that exists."""
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / "more_python.npy").exists():
+        return
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    tokenizer.save_pretrained(out / "tokenizer")
+    encode(tokenizer, list(stdlib_files(tests=False, held_out=True)), out / "held_out.npy")
+    encode(tokenizer, list(mix(MORE_PYTHON_SOURCES, corpora, seed)), out / "more_python.npy")

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from widen import widen
 
 HEAD_CHUNK_ROWS = 256  # 256 x 8,192 fp32 logits stay in the last-level cache
 
@@ -46,7 +47,9 @@ class TrainConfig:
     muon_lr: float = 4e-3
     adam_lr: float = 4e-3
     weight_decay: float = 0.05
+    attention: str = "eager"  # measured faster than sdpa for training on CPU at width 256
     seed: int = 0
+    start: str = ""  # folder of a model of half the width to start from; "": random weights
 
 
 def build_model(config: TrainConfig) -> LlamaForCausalLM:
@@ -64,9 +67,13 @@ def build_model(config: TrainConfig) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
-        attn_implementation="eager",  # measured faster than sdpa for training on CPU at this width
+        attn_implementation=config.attention,
     )
-    return LlamaForCausalLM(shape)
+    model = LlamaForCausalLM(shape)
+    if config.start:
+        narrow = LlamaForCausalLM.from_pretrained(config.start, dtype=torch.float32)
+        widen(narrow, model, config.seed)
+    return model
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
