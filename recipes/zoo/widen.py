@@ -1,8 +1,8 @@
 """Widen a trained Llama-shaped model to twice its width without changing its output.
 
-The wide model carries two copies of every hidden value. A weight that reads a pair of copies is split
-between them, plus noise of opposite signs that cancels while the copies are equal: training can tell
-the copies apart from the first step, and the loss starts where the narrow model's training ended.
+The wide model carries two copies of every hidden value. A weight that reads a pair of copies is
+split between them, plus noise of opposite signs that cancels while the copies are equal: training
+can tell the copies apart from the first step, and the loss starts where the narrow model's ended.
 
 Source: Samragh et al. 2024 (2409.12903), HyperCloning with cancelling noise.
 """
