@@ -56,13 +56,9 @@ PYTHON_SOURCES = (
     Source(name="rich", licence="MIT", repeat=2.0, package="rich"),
     Source(name="pygments", licence="BSD-2-Clause", repeat=0.5, package="pygments"),
 )
-# What code-40m goes on with: more of the same packages, the standard library as often as before.
-MORE_PYTHON_SOURCES = tuple(
-    replace(source, repeat=max(source.repeat, 1.0))
-    if source.package in {"sympy", "scipy"}
-    else replace(source, repeat=2 * source.repeat)
-    if source.package in {"torch", "transformers", "networkx", "numpy", "pygments"}
-    else source
+# What code-40m is trained on: it sees a part of one epoch, so more text of the kind it is judged by.
+LIBRARY_SOURCES = tuple(
+    replace(source, repeat=6.0) if source.name == "python-stdlib" else source
     for source in PYTHON_SOURCES
 )
 BOOK_SOURCES = (Source(name="classics", licence="public domain", repeat=1.0),)
@@ -198,12 +194,12 @@ def build(corpora: Path, out: Path, seed: int = 0) -> None:
     encode(tokenizer, list(stdlib_files(tests=False, held_out=True)), out / "held_out.npy")
 
 
-def build_more(corpora: Path, tokenizer_folder: Path, out: Path, seed: int = 1) -> None:
-    """Token files `more_python.npy` and `held_out.npy` under `out` with a tokenizer that exists."""
+def build_library(corpora: Path, tokenizer_folder: Path, out: Path, seed: int = 1) -> None:
+    """Token files `library.npy` and `held_out.npy` under `out` with a tokenizer that exists."""
     out.mkdir(parents=True, exist_ok=True)
-    if (out / "more_python.npy").exists():
+    if (out / "library.npy").exists():
         return
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     tokenizer.save_pretrained(out / "tokenizer")
     encode(tokenizer, list(stdlib_files(tests=False, held_out=True)), out / "held_out.npy")
-    encode(tokenizer, list(mix(MORE_PYTHON_SOURCES, corpora, seed)), out / "more_python.npy")
+    encode(tokenizer, list(mix(LIBRARY_SOURCES, corpora, seed)), out / "library.npy")
