@@ -124,7 +124,7 @@ def in_fresh_process() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="zoo:target")
+    parser.add_argument("--target", default="zoo:code-11m")
     parser.add_argument("--draft", default=None)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--max-batch", type=int, default=8)

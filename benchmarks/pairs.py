@@ -145,7 +145,7 @@ def make_pair(shape: Shape, folder: Path) -> None:
 
 def make_deep(folder: Path) -> None:
     """Write the shipped target, made dearer, as `target` below `folder`."""
-    source = zoo_path("target")
+    source = zoo_path("code-11m")
     shipped = LlamaForCausalLM.from_pretrained(source)
     config = LlamaConfig.from_pretrained(source, num_hidden_layers=DEEP_LAYERS)
     deep = LlamaForCausalLM(config).to(shipped.dtype).requires_grad_(False)

@@ -5,7 +5,7 @@ prompt again, after it has ended; its place is taken over. "copy": the same prom
 first is still running, so that its KV is copied to another place. "first drafted" is the time to
 the end of the first step that drafts, which a cold draft can only do after reading the prompt too.
 
-    python benchmarks/prefix_cache.py --target zoo:target --draft zoo:draft-domain
+    python benchmarks/prefix_cache.py --target zoo:code-11m --draft zoo:code-2m
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def figures(blocks: Sequence[dict[str, Run]]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="zoo:target")
-    parser.add_argument("--draft", default="zoo:draft-domain")
+    parser.add_argument("--target", default="zoo:code-11m")
+    parser.add_argument("--draft", default="zoo:code-2m")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=12)

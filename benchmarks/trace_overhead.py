@@ -33,7 +33,7 @@ from forerun.theory.record import StepRecord
 from forerun.trace.files import SUFFIXES, open_trace
 from forerun.trace.writer import TraceWriter
 
-TARGET, DRAFT = "zoo:target", "zoo:draft-domain"
+TARGET, DRAFT = "zoo:code-11m", "zoo:code-2m"
 KS = (0, 3)
 NUM_TOKENS = 192
 

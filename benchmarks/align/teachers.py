@@ -95,7 +95,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="zoo:target")
+    parser.add_argument("--target", default="zoo:code-11m")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--temperature", type=float, default=1.0)

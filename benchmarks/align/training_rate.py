@@ -43,7 +43,7 @@ from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
 from forerun.theory.intervals import bootstrap_ratio
 
-TARGET, DRAFT = "zoo:target", "zoo:draft-off-the-shelf"
+TARGET, DRAFT = "zoo:code-11m", "zoo:books-1m"
 OBJECTIVE = ObjectiveConfig(objective="fkl")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """On a machine that does other work too, the processor's own time says more."""

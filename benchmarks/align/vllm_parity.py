@@ -276,8 +276,8 @@ def write(result: dict[str, Any], out: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default="zoo:target")
-    parser.add_argument("--draft", type=str, default="zoo:draft-domain")
+    parser.add_argument("--target", default="zoo:code-11m")
+    parser.add_argument("--draft", type=str, default="zoo:code-2m")
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -31,7 +31,7 @@ from forerun.theory.budget import depths_within
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
 
-TARGET, DRAFT = "zoo:target", "zoo:draft-domain"
+TARGET, DRAFT = "zoo:code-11m", "zoo:code-2m"
 PROSE = Path(__file__).parents[2] / "recipes" / "paradox" / "prose"
 KINDS = ("code, T=0", "code, T=1", "prose, T=0", "repeated, T=0")
 PER_KIND = 4

@@ -33,13 +33,13 @@ from forerun.theory.record import StepRecord
 from forerun.theory.text import first_repeat
 
 KINDS = ("code, T=0", "code, T=1", "prose, T=1", "edits, T=0")
-DRAFTS = {"domain": "zoo:draft-domain", "shelf": "zoo:draft-off-the-shelf", "suffix": "suffix"}
+DRAFTS = {"domain": "zoo:code-2m", "shelf": "zoo:books-1m", "suffix": "suffix"}
 MAX_TOKENS = 128
 MAX_PROMPT = 700
 LOOKAHEADS = (1, 2, 3, 5, 8, 12)
 NUM_BEYOND = max(LOOKAHEADS) + 2
 """Tokens that every request goes on behind those that count, so that no draft is cut to its end."""
-TARGET = "zoo:target"
+TARGET = "zoo:code-11m"
 RESULTS = Path(__file__).parent / "results"
 NO_SCRIPT = torch.zeros(0, dtype=torch.int64)
 

@@ -245,8 +245,8 @@ def table(result: Mapping[str, Any]) -> str:
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the server is ended too
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default="zoo:target")
-    parser.add_argument("--draft", default="zoo:draft-domain")
+    parser.add_argument("--target", default="zoo:code-11m")
+    parser.add_argument("--draft", default="zoo:code-2m")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -42,9 +42,9 @@ from forerun.theory.record import StepRecord
 from forerun.trace.files import open_trace, read_trace
 from forerun.trace.writer import TraceWriter
 
-DRAFT = "zoo:draft-domain"
+DRAFT = "zoo:code-2m"
 WORKLOADS = Path(__file__).parent / "workloads"
-SHIPPED = {"target": "zoo:target", "slower": 1.0}
+SHIPPED = {"target": "zoo:code-11m", "slower": 1.0}
 MAX_BATCH = 8
 MAX_CONTEXT = 1024
 NUM_SEEDS = 5

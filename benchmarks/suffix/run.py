@@ -97,7 +97,7 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--target", default="zoo:target")
+    flags.add_argument("--target", default="zoo:code-11m")
     flags.add_argument("--k", type=int, default=24)
     flags.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS)
     flags.add_argument("--prompts", type=int, default=12, help="at most so many of each kind")

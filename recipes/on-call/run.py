@@ -30,13 +30,13 @@ class Recipe:
 
     out: Path = Path("build/on-call")
     """Everything is written here."""
-    target: str = "zoo:target"
+    target: str = "zoo:code-11m"
     """In service before and after."""
-    draft: str = "zoo:draft-domain"
+    draft: str = "zoo:code-2m"
     """In service before."""
     k: int = 5
     """K before."""
-    deployed: str = "zoo:draft-off-the-shelf"
+    deployed: str = "zoo:books-1m"
     """The draft that the deploy brings."""
     deployed_k: int = 10
     """The K that it brings."""

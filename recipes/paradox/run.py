@@ -26,8 +26,8 @@ from forerun.align.config import TrainingConfig
 from forerun.models.zoo.catalog import held_out_prompts
 
 HERE = Path(__file__).parent
-OFF_THE_SHELF = "zoo:draft-off-the-shelf"
-TARGET = "zoo:target"
+OFF_THE_SHELF = "zoo:books-1m"
+TARGET = "zoo:code-11m"
 KS = "1,2,3,4,5"
 REFRESH_SHARE = 3
 """A refresh starts from a draft that knows most: a third of the prompts and steps do."""

@@ -16,7 +16,7 @@ from train import TrainConfig, train
 from unloop import unloop
 
 TARGET = TrainConfig(
-    name="target",
+    name="code-11m",
     tokens="python.npy",
     hidden_size=256,
     num_layers=12,
@@ -27,7 +27,7 @@ TARGET = TrainConfig(
 )
 DRAFT = replace(
     TARGET,
-    name="draft-domain",
+    name="code-2m",
     hidden_size=128,
     num_layers=2,
     intermediate_size=384,
@@ -37,9 +37,9 @@ DRAFT = replace(
     seed=1,
 )
 RUNS = {
-    "target": TARGET,
-    "draft-domain": DRAFT,
-    "draft-off-the-shelf": replace(DRAFT, name="draft-off-the-shelf", tokens="books.npy", seed=2),
+    "code-11m": TARGET,
+    "code-2m": DRAFT,
+    "books-1m": replace(DRAFT, name="books-1m", tokens="books.npy", seed=2),
 }
 
 
@@ -52,7 +52,7 @@ class Args:
     out: Path
     """Work folder: data, checkpoints, logs, models. `touch OUT/PAUSE` makes training wait."""
     only: str = ""
-    """Train just this run (target, draft-domain or draft-off-the-shelf)."""
+    """Train just this run (code-11m, code-2m or books-1m)."""
     zoo: Path | None = None
     """Copy the judged models here, if they pass the gates (src/forerun/models/zoo)."""
     threads: int = 2
@@ -66,9 +66,9 @@ def main(args: Args) -> None:
     folders = {name: train(run, args.out, args.out / name) for name, run in chosen.items()}
     if args.only:
         return
-    folders["target"] = unloop(folders["target"], args.out, args.out / "target" / "unlooped")
-    folders["draft-domain"] = distil(
-        folders["target"], folders["draft-domain"], args.out / "draft-domain" / "distilled"
+    folders["code-11m"] = unloop(folders["code-11m"], args.out, args.out / "code-11m" / "unlooped")
+    folders["code-2m"] = distil(
+        folders["code-11m"], folders["code-2m"], args.out / "code-2m" / "distilled"
     )
     failed = write_cards(folders, RUNS, args.out)
     for reason in failed:

@@ -56,7 +56,7 @@ PYTHON_SOURCES = (
     Source(name="rich", licence="MIT", repeat=2.0, package="rich"),
     Source(name="pygments", licence="BSD-2-Clause", repeat=0.5, package="pygments"),
 )
-# What code-40m is trained on: it sees a part of one epoch, so more text of the kind it is judged by.
+# code-40m sees a part of one epoch, so its text has more of the kind it is judged by.
 LIBRARY_SOURCES = tuple(
     replace(source, repeat=6.0) if source.name == "python-stdlib" else source
     for source in PYTHON_SOURCES

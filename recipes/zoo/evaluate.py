@@ -136,15 +136,16 @@ def write_cards(folders: dict[str, Path], runs: dict[str, TrainConfig], data: Pa
     for name, folder in folders.items():
         (folder / "README.md").write_text(card(figures[name], runs[name], PURPOSES[name]), "utf-8")
         (folder / "figures.json").write_text(json.dumps(asdict(figures[name]), indent=1) + "\n")
-    return check_gates(figures["target"], figures["draft-domain"])
+    return check_gates(figures["code-11m"], figures["code-2m"])
 
 
 PURPOSES = {
-    "target": "The target of the shipped pair: completes Python source. After training it was "
-    "tuned for 120 steps against repeating itself (`unloop.py`: unlikelihood on its own loops, "
+    "code-11m": "A target that fits in a processor's cache and completes Python source. After "
+    "training it was tuned for 120 steps against repeating itself (`unloop.py`: unlikelihood on "
+    "its own loops, "
     "averaged with the weights before).",
-    "draft-domain": "A draft for the target: trained on the target's own domain, then deepened and "
+    "code-2m": "A draft for the target: trained on the target's own domain, then deepened and "
     "distilled to the target's own answers (`distil.py`; `forerun.json` has the figures).",
-    "draft-off-the-shelf": "A draft with the right tokenizer and the wrong training: English "
+    "books-1m": "A draft with the right tokenizer and the wrong training: English "
     "books only. It shows what an unaligned draft costs.",
 }

@@ -237,7 +237,7 @@ def test_contradictions_are_refused_before_anything_is_made(align, tmp_path, arg
     ("arguments", "message"),
     [
         (("--prompts", "p.jsonl"), "give either --draft, to start from one, or --init"),
-        (("--draft", "zoo:draft-domain"), "no prompts: give --prompts FILE or DIR"),
+        (("--draft", "zoo:code-2m"), "no prompts: give --prompts FILE or DIR"),
         (("--refresh", "nowhere"), "nowhere is no alignment"),
         (
             ("--draft", "d", "--prompts", "p", "--profile", "x", "--no-prediction"),

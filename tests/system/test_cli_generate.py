@@ -209,7 +209,7 @@ def test_ctrl_c_says_what_was_done_so_far(tiny_pair, monkeypatch, capsys):
 
 
 def test_the_shipped_draft_is_used_for_the_shipped_target_only():
-    assert generate.PairFlags().draft_names == ("zoo:draft-domain",)
+    assert generate.PairFlags().draft_names == ("zoo:code-2m",)
     assert generate.PairFlags(target="models/other").draft_names == ()
     assert generate.PairFlags(draft=("none",)).draft_names == ()
     assert generate.PairFlags(draft=("models/draft",)).draft_names == ("models/draft",)
@@ -217,7 +217,7 @@ def test_the_shipped_draft_is_used_for_the_shipped_target_only():
 
 def test_several_drafts_keep_their_order_where_somebody_chooses():
     pair = parse("x", "--draft", "auto", "--draft", "suffix", "--controller", "bandit").pair
-    assert pair.draft_names == ("zoo:draft-domain", "suffix")
+    assert pair.draft_names == ("zoo:code-2m", "suffix")
     pair = parse("x", "--draft", "a", "--draft", "b", "--profile", "p", "--profile", "q").pair
     assert pair.draft_names == ("a", "b")
     assert [str(path) for path in pair.profile] == ["p", "q"]
@@ -227,7 +227,7 @@ def test_several_drafts_keep_their_order_where_somebody_chooses():
     ("drafts", "controller", "message"),
     [
         (("a", "a"), "bandit", "--draft a is given twice"),
-        (("auto", "zoo:draft-domain"), "bandit", "zoo:draft-domain is given twice"),
+        (("auto", "zoo:code-2m"), "bandit", "zoo:code-2m is given twice"),
         (("a", "none"), "bandit", "decodes plainly"),
         (("a", "suffix"), "fixed", "fixed takes the first"),
         (("a", "suffix"), "auto", "--profile"),

@@ -118,9 +118,9 @@ def test_in_bf16_no_draft_changes_a_text(bf16, k):
 def test_in_bf16_the_shipped_pair_says_the_same_with_and_without_its_draft():
     """Trained weights, long texts, two threads, several requests at a time."""
     config = EngineConfig(max_batch=3, num_threads=2, runner="native", **SMALL)
-    plain = Engine.load("zoo:target", config=config)
+    plain = Engine.load("zoo:code-11m", config=config)
     assert plain.target.dtype == torch.bfloat16
-    speculative = plain.with_draft("zoo:draft-domain")
+    speculative = plain.with_draft("zoo:code-2m")
     prompts = [prompt.text for prompt in held_out_prompts()[::16]]
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=60, ignore_eos=True)
@@ -138,7 +138,7 @@ def test_in_bf16_the_shipped_pair_says_the_same_with_and_without_its_draft():
 @pytest.fixture(scope="module")
 def eager() -> Engine:
     """The shipped target in bf16 by transformers' modules, plainly."""
-    return Engine.load("zoo:target", config=EngineConfig(max_batch=1, runner="eager", **SMALL))
+    return Engine.load("zoo:code-11m", config=EngineConfig(max_batch=1, runner="eager", **SMALL))
 
 
 def greedy(engine: Engine) -> list[RequestOutput]:
@@ -180,15 +180,13 @@ def logits_after(engine: Engine, ids: list[int]) -> torch.Tensor:
 
 def test_in_bf16_the_eager_runner_parts_only_at_near_ties(eager, plain_outputs):
     """There the noise of the pass decided, not the verifier."""
-    found = margins(eager, plain_outputs, greedy(eager.with_draft("zoo:draft-domain")))
+    found = margins(eager, plain_outputs, greedy(eager.with_draft("zoo:code-2m")))
     assert all(margin <= 4 for margin in found), found
 
 
 def test_a_text_of_another_model_parts_elsewhere(eager, plain_outputs):
     """What the margin test would say of an engine that accepts whatever is drafted."""
     config = EngineConfig(max_batch=1, runner="eager", **SMALL)
-    found = margins(
-        eager, plain_outputs, greedy(Engine.load("zoo:draft-off-the-shelf", config=config))
-    )
+    found = margins(eager, plain_outputs, greedy(Engine.load("zoo:books-1m", config=config)))
     assert found
     assert min(found) > 4, found

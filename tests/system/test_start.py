@@ -20,7 +20,7 @@ from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
 
 config = EngineConfig(max_batch=1, max_context=64, num_threads=1)
-engine = Engine.load("zoo:target", "zoo:draft-domain", config=config)
+engine = Engine.load("zoo:code-11m", "zoo:code-2m", config=config)
 (output,) = engine.generate(["def f"], SamplingParams(temperature=0.5, max_tokens=4))
 print(json.dumps([len(output.token_ids), sorted(sys.modules)]))
 """
@@ -44,7 +44,7 @@ def warm() -> None:
         compiled_kernels()
     except RunnerUnavailable as error:
         pytest.skip(str(error))
-    Engine.load("zoo:target", "zoo:draft-domain", config=EngineConfig(max_batch=1, max_context=64))
+    Engine.load("zoo:code-11m", "zoo:code-2m", config=EngineConfig(max_batch=1, max_context=64))
 
 
 @pytest.mark.usefixtures("warm")

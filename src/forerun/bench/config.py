@@ -37,7 +37,7 @@ class DraftArms:
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
-    """Arms as a shell says them: `[NAME=]DRAFT@K[,K...]`, for example `zoo:draft-domain@1,2,4`.
+    """Arms as a shell says them: `[NAME=]DRAFT@K[,K...]`, for example `zoo:code-2m@1,2,4`.
 
     "plain" is allowed and changes nothing: plain decoding is always the baseline.
 
@@ -62,7 +62,7 @@ def parse_arm(text: str) -> DraftArms:
         ks = ()
     if not draft or not ks or ks[0] < 1:
         raise InvalidRequest(
-            f"arm {text!r} is not [NAME=]DRAFT@K[,K...]; say for example zoo:draft-domain@2,4"
+            f"arm {text!r} is not [NAME=]DRAFT@K[,K...]; say for example zoo:code-2m@2,4"
         )
     return DraftArms(name=name or PurePath(draft.removeprefix(PREFIX)).name, draft=draft, ks=ks)
 
@@ -89,7 +89,7 @@ class BenchConfig:
         InvalidRequest: a value cannot work.
     """
 
-    target: str = PREFIX + "target"
+    target: str = PREFIX + "code-11m"
     arms: tuple[DraftArms, ...]
     controllers: tuple[ControllerName, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -172,10 +172,10 @@ class DemoConfig:
     seconds: float = 60.0
     max_tokens: int = 64
     min_tokens: int = 24
-    target: str = "zoo:target"
-    general_draft: str = "zoo:draft-off-the-shelf"
+    target: str = "zoo:code-11m"
+    general_draft: str = "zoo:books-1m"
     general_k: int = 10
-    domain_draft: str = "zoo:draft-domain"
+    domain_draft: str = "zoo:code-2m"
     domain_ks: tuple[int, ...] = (1, 2, 3, 4)
     num_calibration: int = 12
     num_exact: int = 3

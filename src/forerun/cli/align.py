@@ -59,7 +59,7 @@ class EvaluationFlags(EvaluationConfig):
 class AlignOptions:
     """Options of `forerun align`."""
 
-    target: str = "zoo:target"
+    target: str = "zoo:code-11m"
     """Folder, hub name or zoo: name of the target."""
     draft: str | None = None
     """The draft to start from; or give --init."""

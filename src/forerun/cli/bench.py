@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND", "BenchOptions"]
 
 DEFAULTS = BenchConfig(arms=())
-SHIPPED_ARMS = (PREFIX + "draft-domain@1,2,3,4",)
+SHIPPED_ARMS = (PREFIX + "code-2m@1,2,3,4",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +220,10 @@ COMMAND = Command(
     "of several arms is chosen on one half of the blocks and scored on the other.",
     examples=(
         "forerun bench",
-        "forerun bench --arms zoo:draft-domain@2,4 other=zoo:draft-off-the-shelf@2 --batch 1 8",
-        "forerun bench --arms zoo:draft-domain@3 suffix@8 self:2@3",
+        "forerun bench --arms zoo:code-2m@2,4 other=zoo:books-1m@2 --batch 1 8",
+        "forerun bench --arms zoo:code-2m@3 suffix@8 self:2@3",
         "forerun bench --target DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
-        "forerun bench --arms zoo:draft-domain@2,4,8 --controller auto",
+        "forerun bench --arms zoo:code-2m@2,4,8 --controller auto",
         "forerun bench --temperatures 0 --blocks 30 --json bench.json --plot bench.svg",
         "forerun bench --trace bench.parquet && forerun trace summarize bench.parquet",
     ),

@@ -30,7 +30,7 @@ __all__ = [
     "TraceFlags",
 ]
 
-ZOO_DRAFT = PREFIX + "draft-domain"
+ZOO_DRAFT = PREFIX + "code-2m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class SamplingFlags(SamplingParams):
 class TargetFlags:
     """Which target, and how models run."""
 
-    target: str = "zoo:target"
+    target: str = "zoo:code-11m"
     """Folder, hub name or zoo: name of the model whose text is wanted."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""

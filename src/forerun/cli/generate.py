@@ -123,7 +123,7 @@ COMMAND = Command(
         "forerun generate - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt",
         'forerun generate "Why?" --target DIR --draft DIR --k 6 --chat --system "Be brief."',
         "forerun generate 'import' --k 8 --profile profile.json",
-        "forerun generate 'import' --draft zoo:draft-domain --draft suffix --profile profile.json",
+        "forerun generate 'import' --draft zoo:code-2m --draft suffix --profile profile.json",
         'forerun generate "import" --json --trace trace.jsonl | jq .figures',
     ),
 )

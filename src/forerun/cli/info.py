@@ -25,7 +25,7 @@ class InfoOptions:
     """Options of `forerun info`."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Folder, hub name or shipped model such as zoo:target."""
+    """Folder, hub name or shipped model such as zoo:code-11m."""
     draft: str | None = None
     """Say whether this model can draft for MODEL; the exit code is 1 if it cannot."""
     k: int = EngineConfig().num_speculative_tokens
@@ -91,7 +91,7 @@ COMMAND = Command(
     run=run,
     description="Say what a model is, what memory it needs and whether a draft fits it.",
     examples=(
-        "forerun info zoo:target --draft zoo:draft-domain",
+        "forerun info zoo:code-11m --draft zoo:code-2m",
         "forerun info path/to/model --max-batch 32 --max-context 8192",
         "forerun info path/to/model --json",
     ),

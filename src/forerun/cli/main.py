@@ -53,7 +53,7 @@ examples:
   forerun generate "def quicksort(items):" --temperature 0 --color
   forerun generate - --target path/to/model --draft path/to/draft --k 4 < prompt.txt
   forerun info path/to/model --draft path/to/draft
-  forerun profile --target zoo:target --draft zoo:draft-domain --out profile.json
+  forerun profile --target zoo:code-11m --draft zoo:code-2m --out profile.json
 """
 EXIT_ERROR = 1
 EXIT_USAGE = 2

@@ -202,7 +202,7 @@ COMMAND = Command(
     "laws allow, greedy text is plain decoding's, and sampled text follows the target's law; what\n"
     "passes cost, and whether the files of the pair belong together. Writes facts for diagnose.",
     examples=(
-        "forerun probe --target zoo:target --draft zoo:draft-domain --out facts.json",
+        "forerun probe --target zoo:code-11m --draft zoo:code-2m --out facts.json",
         "forerun diagnose trace.jsonl facts.json",
         "forerun probe --target path/to/model --draft path/to/draft --prompts served.jsonl --k 5",
         "forerun probe --quick --temperature 0.7 --top-p 0.9 --json | forerun diagnose -",

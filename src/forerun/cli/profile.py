@@ -159,7 +159,7 @@ COMMAND = Command(
     description="Measure what plain steps, target passes over n rows, drafting and the rest cost\n"
     "on this machine, beside what reading the weights alone would cost.",
     examples=(
-        "forerun profile --target zoo:target --draft zoo:draft-domain --out profile.json",
+        "forerun profile --target zoo:code-11m --draft zoo:code-2m --out profile.json",
         "forerun profile --thorough --threads 2 --out profile.json --plot profile.svg",
         "forerun profile --json | jq '.greedy.lines[0]'",
     ),

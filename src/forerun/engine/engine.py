@@ -42,7 +42,7 @@ class Engine:
     For requests from several threads there is `EngineThread`.
 
     Example:
-        engine = Engine.load("zoo:target", draft="zoo:draft-domain")
+        engine = Engine.load("zoo:code-11m", draft="zoo:code-2m")
         print(engine.generate("def add(a, b):")[0].text)
     """
 
@@ -96,7 +96,7 @@ class Engine:
         """Load a target, and a draft if one is given, from a local folder, the hub or the zoo.
 
         Args:
-            target: folder, hub name or "zoo:target".
+            target: folder, hub name or "zoo:code-11m".
             draft: the same for a draft model, "suffix" or "self:N" (see `DRAFTERS`), or several of
                 them for the controller to choose from; None decodes plainly.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32".

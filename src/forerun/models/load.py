@@ -75,7 +75,7 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     """Load a model with room for the KV of a batch.
 
     Args:
-        source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:target".
+        source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:code-11m".
         dtype: "bfloat16", "float16", "float32", or "auto" for the one the weights are stored in.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the fastest there is.
         max_batch: sequences at once.

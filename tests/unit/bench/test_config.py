@@ -7,15 +7,15 @@ from forerun.errors import InvalidRequest
 
 
 def test_arms_are_a_draft_and_its_ks():
-    assert parse_arms(["zoo:draft-domain@4,1,2", "plain", "mine=dir/a@b/draft@3"]) == (
-        DraftArms(name="draft-domain", draft="zoo:draft-domain", ks=(1, 2, 4)),
+    assert parse_arms(["zoo:code-2m@4,1,2", "plain", "mine=dir/a@b/draft@3"]) == (
+        DraftArms(name="draft-domain", draft="zoo:code-2m", ks=(1, 2, 4)),
         DraftArms(name="mine", draft="dir/a@b/draft", ks=(3,)),
     )
 
 
 @pytest.mark.parametrize("text", ["draft", "draft@", "draft@0", "draft@x", "@3", "name=@3", ""])
 def test_malformed_arms_are_refused_with_an_example(text):
-    with pytest.raises(InvalidRequest, match="zoo:draft-domain@2,4"):
+    with pytest.raises(InvalidRequest, match="zoo:code-2m@2,4"):
         parse_arms([text])
 
 

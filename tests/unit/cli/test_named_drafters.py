@@ -16,11 +16,11 @@ from forerun.provenance import trace_header
 @pytest.mark.parametrize("draft", ["suffix", "suffix:100", "self:2"])
 def test_what_is_about_models_refuses_them_by_name(draft):
     with pytest.raises(InvalidRequest, match=draft):
-        run_info(InfoOptions(model="zoo:target", draft=draft))
+        run_info(InfoOptions(model="zoo:code-11m", draft=draft))
     with pytest.raises(InvalidRequest, match=f"bench --arms {draft}@"):
         run_profile(ProfileOptions(models=ModelFlags(draft=draft)))
 
 
 def test_a_trace_names_them_without_a_hash():
-    header = trace_header("zoo:target", "suffix", "cpu")
+    header = trace_header("zoo:code-11m", "suffix", "cpu")
     assert (header.draft, header.draft_hash) == ("suffix", None)

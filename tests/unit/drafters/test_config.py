@@ -21,18 +21,16 @@ def test_names_and_arguments(text, name, argument):
     assert parse_drafter(text) == NamedDrafter(name=name, argument=argument)
 
 
-@pytest.mark.parametrize(
-    "text", ["zoo:draft-domain", "./suffix", "org/self", "suffixes", "selfish:1"]
-)
+@pytest.mark.parametrize("text", ["zoo:code-2m", "./suffix", "org/self", "suffixes", "selfish:1"])
 def test_models_are_no_drafters(text):
     assert parse_drafter(text) is None
 
 
 def test_arms_of_a_comparison():
-    arms = parse_arms(["suffix@8,16", "self:2@3", "zoo:draft-domain@3"])
+    arms = parse_arms(["suffix@8,16", "self:2@3", "zoo:code-2m@3"])
     assert [(arm.name, arm.draft, arm.ks) for arm in arms] == [
         ("suffix", "suffix", (8, 16)),
         ("self:2", "self:2", (3,)),
-        ("draft-domain", "zoo:draft-domain", (3,)),
+        ("draft-domain", "zoo:code-2m", (3,)),
     ]
-    assert BenchConfig(arms=arms).models == ("zoo:target", "zoo:draft-domain")
+    assert BenchConfig(arms=arms).models == ("zoo:code-11m", "zoo:code-2m")

@@ -92,7 +92,7 @@ def files(request, tmp_path) -> Path:
     """A folder with nothing but a tokenizer."""
     folder = tmp_path / "tokenizer"
     if request.param == "zoo":
-        return Path(shutil.copytree(zoo_path("zoo:target"), folder))
+        return Path(shutil.copytree(zoo_path("zoo:code-11m"), folder))
     MAKERS[request.param]().save_pretrained(folder)
     return folder
 

@@ -24,13 +24,13 @@ def test_names_resolve_with_and_without_prefix(shelf, name):
 
 
 def test_unknown_name():
-    with pytest.raises(InvalidModel, match=r"'zoo:lion'; there are zoo:target, zoo:draft-domain"):
+    with pytest.raises(InvalidModel, match=r"'zoo:lion'; there are zoo:code-11m, zoo:code-2m"):
         model_folder("zoo:lion")
 
 
 def test_missing_weights(shelf):
-    with pytest.raises(InvalidModel, match="zoo:target is missing from this installation"):
-        catalog.zoo_path("zoo:target")
+    with pytest.raises(InvalidModel, match="zoo:code-11m is missing from this installation"):
+        catalog.zoo_path("zoo:code-11m")
 
 
 def test_prompts(shelf):
@@ -49,3 +49,10 @@ def test_damaged_prompts(shelf, content):
         (shelf / "prompts.jsonl").write_text(content)
     with pytest.raises(InvalidModel, match=r"prompts\.jsonl"):
         catalog.held_out_prompts()
+
+
+@pytest.mark.parametrize(("old", "new"), catalog.OLD_NAMES.items())
+def test_old_names_work_with_a_notice(shelf, caplog, old, new):
+    (shelf / new).mkdir()
+    assert catalog.zoo_path(f"zoo:{old}") == shelf / new
+    assert f"zoo:{old} is now called zoo:{new}" in caplog.text

@@ -110,13 +110,13 @@ def test_no_room_no_costs():
 def copied(tmp_path):
     import shutil
 
-    shutil.copytree(zoo_path("draft-domain"), tmp_path / "draft")
+    shutil.copytree(zoo_path("code-2m"), tmp_path / "draft")
     return tmp_path / "draft"
 
 
 def test_files_that_belong_together():
     evidence = Evidence()
-    add_files(evidence, zoo_path("target"), zoo_path("draft-domain"))
+    add_files(evidence, zoo_path("code-11m"), zoo_path("code-2m"))
     assert evidence.flag("draft_of_other_target") is False
     assert evidence.flag("template_differs") is False
     assert evidence.number("draft_max_context") == 1024
@@ -125,7 +125,7 @@ def test_files_that_belong_together():
 
 def test_a_card_of_another_target_is_found():
     evidence = Evidence()
-    add_files(evidence, zoo_path("draft-off-the-shelf"), zoo_path("draft-domain"))
+    add_files(evidence, zoo_path("books-1m"), zoo_path("code-2m"))
     assert evidence.flag("draft_of_other_target") is True
 
 
@@ -136,7 +136,7 @@ def test_weights_that_are_no_weights_are_found(copied):
     tensors[name][0, 0] = float("nan")
     save_file(tensors, path)
     evidence = Evidence()
-    add_files(evidence, zoo_path("target"), copied)
+    add_files(evidence, zoo_path("code-11m"), copied)
     assert evidence.flag("weights_incomplete") is True
     assert name in evidence.facts["weights_incomplete"].source
 
@@ -155,7 +155,7 @@ def test_matrices_left_as_they_were_drawn_are_counted(copied):
         tensors[name] = drawn.to(tensors[name].dtype)
     save_file(tensors, path)
     before, after = Evidence(), Evidence()
-    add_weights(before, zoo_path("draft-domain"))
+    add_weights(before, zoo_path("code-2m"))
     add_weights(after, copied)
     assert before.number("drawn_share") == 0.0
     assert after.number("drawn_share") == pytest.approx(len(names[::2]) / len(names), abs=0.04)

@@ -79,11 +79,11 @@ def test_a_draft_within_its_window_is_not():
 
 def beside(folder: Path, change: str, text: str) -> Evidence:
     """The shipped draft and a copy of its target with another file."""
-    shutil.copytree(zoo_path("target"), folder)
+    shutil.copytree(zoo_path("code-11m"), folder)
     (folder / change).write_text(text)
     evidence = Evidence()
     evidence.add("alpha_1", 0.5, "planted")
-    add_files(evidence, folder, zoo_path("draft-domain"))
+    add_files(evidence, folder, zoo_path("code-2m"))
     return evidence
 
 

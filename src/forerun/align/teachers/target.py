@@ -101,7 +101,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
     """Load a target for scoring; nothing is generated with it, so it has no KV store.
 
     Args:
-        source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:target".
+        source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:code-11m".
         dtype: "bfloat16", "float16", "float32", or "auto" for the one the weights are stored in.
         device: as for the engine.
 

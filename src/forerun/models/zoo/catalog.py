@@ -1,8 +1,9 @@
-"""The pair that ships with the package: its folders, and prompts kept out of its training."""
+"""The models that ship with the package: their folders, and prompts kept out of their training."""
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from forerun.errors import InvalidModel
 __all__ = ["PREFIX", "ZOO", "HeldOutPrompt", "held_out_prompts", "zoo_path"]
 
 PREFIX = "zoo:"
-ZOO = ("target", "draft-domain", "draft-off-the-shelf")
+ZOO = ("code-11m", "code-2m", "books-1m")
+# Names of release 0.1; each works for one release more, with a notice.
+OLD_NAMES = {"target": "code-11m", "draft-domain": "code-2m", "draft-off-the-shelf": "books-1m"}
 FOLDER = Path(__file__).parent
+
+logger = logging.getLogger("forerun.models")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,12 @@ def zoo_path(name: str) -> Path:
         InvalidModel: there is no such model, or it is not part of this installation.
     """
     short = name.removeprefix(PREFIX)
+    if short in OLD_NAMES:
+        logger.warning(
+            "%s%s is now called %s%s; the old name goes with the next release",
+            *(PREFIX, short, PREFIX, OLD_NAMES[short]),
+        )
+        short = OLD_NAMES[short]
     if short not in ZOO:
         known = ", ".join(PREFIX + model for model in ZOO)
         raise InvalidModel(f"no shipped model is called {name!r}; there are {known}")

@@ -20,9 +20,9 @@ from forerun.testing.faults.lab_engine import Judge, LabEngine
 
 __all__ = ["DRAFT", "MAX_K", "POOR_DRAFT", "TARGET", "Lab"]
 
-TARGET = "zoo:target"
-DRAFT = "zoo:draft-domain"
-POOR_DRAFT = "zoo:draft-off-the-shelf"
+TARGET = "zoo:code-11m"
+DRAFT = "zoo:code-2m"
+POOR_DRAFT = "zoo:books-1m"
 MAX_K = 16
 CONFIG = EngineConfig(
     num_speculative_tokens=MAX_K,

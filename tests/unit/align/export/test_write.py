@@ -122,6 +122,6 @@ def test_what_other_engines_refuse_is_refused(pair: Pair, tmp_path: Path) -> Non
 
 
 def test_a_name_stays_a_name_and_a_shipped_model_becomes_a_folder() -> None:
-    draft = Path("src/forerun/models/zoo/draft-domain")
-    shipped = describe_pair("zoo:target", draft, 4, GREEDY)
+    draft = Path("src/forerun/models/zoo/code-2m")
+    shipped = describe_pair("zoo:code-11m", draft, 4, GREEDY)
     assert Path(shipped.target).is_dir() and shipped.draft.is_absolute()

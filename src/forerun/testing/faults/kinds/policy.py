@@ -29,8 +29,8 @@ def k_too_large_poor(lab: Lab, dice: Dice) -> Scene:
 def k_too_small(lab: Lab, dice: Dice) -> Scene:
     """One token per step of a draft that is nearly always right."""
     pace = DRAFT_PACE.times(dice.uniform(1.0, 3.0))
-    drafter = lab.drafter("zoo:target", pace)
-    return scene_of(lab, lab.engine(drafter, 1), requests(lab, dice), "zoo:target")
+    drafter = lab.drafter("zoo:code-11m", pace)
+    return scene_of(lab, lab.engine(drafter, 1), requests(lab, dice), "zoo:code-11m")
 
 
 def oscillating(lab: Lab, dice: Dice) -> Scene:
