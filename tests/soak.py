@@ -439,7 +439,7 @@ def deviation(target: TabularModel, texts: Sequence[tuple[int, ...]]) -> float:
     expected = torch.zeros_like(found)
     for text in texts:
         for length, token in enumerate(text):
-            law, order = target.law([*LAW_PROMPT, *text[:length]]).sort(descending=True)
+            law, order = target.probs([*LAW_PROMPT, *text[:length]]).sort(descending=True)
             found += order == token
             expected += law
     freedom = target.vocab_size - 1

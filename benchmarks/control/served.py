@@ -26,7 +26,7 @@ from scripted import ScriptedModel
 from forerun.bench.scout import MIN_TOKENS
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
-from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
@@ -103,7 +103,7 @@ class MaybeScripted(ScriptedModel):
         super().__init__(model)
         self.script = NO_SCRIPT
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         return super().forward(batch) if len(self.script) else self.model.forward(batch)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.models.wrapped import WrappedModel
 
 __all__ = ["PlantedTarget"]
@@ -32,7 +32,7 @@ class PlantedTarget(WrappedModel):
         self.acceptance = acceptance
         self.coins = torch.Generator().manual_seed(seed)
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass of the model, its verdict on every drafted token of a chain planted.
 
         The last chain row of every sequence and all its nodes must be what is wanted, in order: so

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
-from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.models.greedy import chain_by_forward
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.config import SamplingParams
@@ -32,7 +32,7 @@ class ScriptedModel(WrappedModel):
         super().__init__(model)
         self.script = torch.zeros(1, dtype=torch.int64)
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         scores = self.model.forward(batch)
         if len(batch.logit_rows):
             places = batch.positions.index_select(0, batch.logit_rows) + 1

@@ -126,7 +126,7 @@ def tabular_case(order: int) -> Case:
     )
 
     def expected(ids: Sequence[int]) -> Tensor:
-        laws = [model.law(ids[: end + 1]) for end in range(len(ids))]
+        laws = [model.probs(ids[: end + 1]) for end in range(len(ids))]
         return torch.stack(laws).log().float()
 
     return Case(model=model, expected=expected)

@@ -80,7 +80,7 @@ def text_law(
     for text in itertools.product(range(VOCAB_SIZE), repeat=LENGTH):
         probability = 1.0
         for end, token in enumerate(text):
-            weights = penalised(target.law([*PROMPT, *text[:end]]), params, text[:end])
+            weights = penalised(target.probs([*PROMPT, *text[:end]]), params, text[:end])
             row = weights ** (1 / params.temperature)
             if mask is not None:
                 row[[t for t in range(VOCAB_SIZE) if not mask.accepts((*text[:end], t))]] = 0.0
@@ -198,9 +198,9 @@ class Sapling:
         committed = len(request.ids)
         keys = [step_key(request.noise_key, committed, node, Purpose.DRAFT) for node in range(3)]
         noise = uniform(torch.tensor(keys))
-        root = self.draft.law(request.ids)[None]
+        root = self.draft.probs(request.ids)[None]
         first, second = draw(root.expand(2, -1), noise[:2]).tolist()
-        after = self.draft.law([*request.ids, first])[None]
+        after = self.draft.probs([*request.ids, first])[None]
         return Proposal(
             tokens=torch.tensor([first, second, int(draw(after, noise[2:]))]),
             tree=self.TREE,

@@ -101,7 +101,7 @@ class Traffic:
         tokens = proposal.tokens.tolist()
         if NAMES[name] is SAMPLED:
             assert proposal.hindsight is None
-            laws = [self.model.law([*read, *tokens[:node]]) for node in range(len(tokens))]
+            laws = [self.model.probs([*read, *tokens[:node]]) for node in range(len(tokens))]
             return bool(torch.allclose(proposal.draft_probs, torch.stack(laws).float()))
         hindsight = proposal.hindsight or ()
         says = self.model.would(read, len(hindsight)) if len(hindsight) < len(read) else None

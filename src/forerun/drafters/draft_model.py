@@ -215,7 +215,7 @@ class DraftModel:
         greedy = all(branch.choice is Choice.DETERMINISTIC for branch in branches)
         return Levels(
             tokens=drawn.tokens,
-            laws=None if greedy else drawn.laws,
+            laws=None if greedy else drawn.probs,
             stop_values=() if drawn.stop_values is None else measured(drawn.stop_values),
         )
 

@@ -1,4 +1,4 @@
-"""Contracts between tokens and logits: RowBatch in, Scores out, a KVStore in between."""
+"""Contracts between tokens and logits: RowBatch in, ModelOutput out, a KVStore in between."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = [
     "KVStore",
     "LanguageModel",
     "LayeredModel",
+    "ModelOutput",
     "RowBatch",
     "SampledChains",
     "SampledTokens",
-    "Scores",
     "Span",
 ]
 
@@ -42,12 +42,15 @@ class Span:
             same step are staged but not yet committed (a drafter feeding one token at a time).
         num_chain: number of chain rows, at least 1.
         tree: draft nodes verified in this pass (may be empty).
+        causal: False lets the chain rows of this span see each other in both directions, as block
+            drafters need; such a span has no tree.
     """
 
     slot: int
     start: int
     num_chain: int
     tree: TokenTree = NO_TREE
+    causal: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -64,23 +67,30 @@ class RowBatch:
         positions: absolute position per row (`start + offset` in the chain, then plus tree depth).
         spans: structure, one entry per sequence.
         logit_rows: rows whose logits are wanted, in the order they are wanted; may be empty.
+        feature_layers: layers whose input is wanted for every row, see `ModelOutput.features`.
     """
 
     tokens: Int64[Tensor, " rows"]
     positions: Int64[Tensor, " rows"]
     spans: tuple[Span, ...]
     logit_rows: Int64[Tensor, " wanted"]
+    feature_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scores:
+class ModelOutput:
     """What one pass returns.
 
     Attributes:
         logits: one row per entry of `RowBatch.logit_rows`, in the model's dtype or a wider one.
+        features: for every row of the pass, in order, the residual stream entering each layer of
+            `RowBatch.feature_layers`, in the model's dtype. Layer 0 means the embeddings;
+            `num_layers` means what leaves the last layer, before the final norm. None when no layer
+            was asked for.
     """
 
     logits: Float[Tensor, "wanted vocab"]
+    features: Float[Tensor, "rows layers width"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,7 +171,7 @@ class LanguageModel(Protocol):
     def device(self) -> torch.device:
         """Where inputs are expected and logits are returned."""
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass. Stages the KV of every row; committing is the caller's business."""
 
     def greedy_chain(
@@ -205,12 +215,12 @@ class SampledTokens(NamedTuple):
 
     Attributes:
         tokens: what was drawn.
-        laws: what each was drawn from.
+        probs: the distribution each was drawn from.
         stop_values: what stop rules measured before each draw, -1 where nothing did; None without.
     """
 
     tokens: Int64[Tensor, "num_tokens sequences"]
-    laws: Float32[Tensor, "num_tokens sequences vocab"]
+    probs: Float32[Tensor, "num_tokens sequences vocab"]
     stop_values: Float32[Tensor, "num_tokens sequences"] | None = None
 
 

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register
-from forerun.models.base import RowBatch, Scores
+from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore, geometry_of
@@ -48,7 +48,7 @@ class HuggingFaceModel(StoredModel):
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     @torch.inference_mode()
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass. Stages the KV of every row; committing is the caller's business.
 
         Raises:
@@ -68,7 +68,7 @@ class HuggingFaceModel(StoredModel):
             logits_to_keep=batch.logit_rows,
             attention_pass=plan_pass(batch.spans, self._store, groups),
         )
-        return Scores(logits=outputs.logits[0])
+        return ModelOutput(logits=outputs.logits[0])
 
     @torch.inference_mode()
     def greedy_chain(

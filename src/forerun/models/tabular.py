@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from forerun.models.base import KVPrefix, RowBatch, Scores, Span
+from forerun.models.base import KVPrefix, ModelOutput, RowBatch, Span
 from forerun.models.greedy import chain_by_forward
 from forerun.models.prefixes import Prefix
 from forerun.models.slots import SlotTable
@@ -167,11 +167,11 @@ class TabularModel:
             state = state * (self.vocab_size + 1) + token
         return state
 
-    def law(self, ids: Sequence[int]) -> Float64[Tensor, " vocab"]:
+    def probs(self, ids: Sequence[int]) -> Float64[Tensor, " vocab"]:
         """Exact distribution of the token after `ids`."""
         return self.log_probs[self.state_of(ids)].exp()
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass. Stages the tokens of every row; committing is the caller's business."""
         tokens = batch.tokens.tolist()
         states: list[int] = []
@@ -182,7 +182,7 @@ class TabularModel:
             states += map(self.state_of, self.histories(span, rows))
             first += span.num_rows
         wanted = torch.tensor(states, device=self.device)[batch.logit_rows]
-        return Scores(logits=self.log_probs[wanted].to(self.dtype))
+        return ModelOutput(logits=self.log_probs[wanted].to(self.dtype))
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int

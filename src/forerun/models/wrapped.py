@@ -12,14 +12,14 @@ from torch import Tensor
 from forerun.models.base import (
     KVStore,
     LanguageModel,
+    ModelOutput,
     RowBatch,
     SampledChains,
     SampledTokens,
-    Scores,
 )
 from forerun.theory.stop_rule import StopRule
 
-__all__ = ["WatchedChains", "WatchedModel", "WrappedModel"]
+__all__ = ["ObservedModel", "ObservedSampler", "WrappedModel"]
 
 
 class WrappedModel:
@@ -57,7 +57,7 @@ class WrappedModel:
         """Where inputs are expected and logits are returned."""
         return self.model.device
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass of the model."""
         return self.model.forward(batch)
 
@@ -68,7 +68,7 @@ class WrappedModel:
         return self.model.greedy_chain(batch, num_tokens, vocab_size)
 
 
-class WatchedModel(WrappedModel):
+class ObservedModel(WrappedModel):
     """A LanguageModel, unchanged, with a clock around its passes: a subclass says which."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class WatchedModel(WrappedModel):
             num_passes: it and those after it, of one row per sequence.
         """
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass of the model."""
         begun = self.begin()
         scores = self.model.forward(batch)
@@ -102,8 +102,8 @@ class WatchedModel(WrappedModel):
         return tokens
 
 
-class WatchedChains(WatchedModel):
-    """A WatchedModel over one that draws whole chains."""
+class ObservedSampler(ObservedModel):
+    """A ObservedModel over one that draws whole chains."""
 
     def sampled_chain(
         self,

@@ -28,8 +28,8 @@ from forerun.theory.stop_rule import Measure
 __all__ = [
     "ELEMENTS",
     "MEASURES",
+    "ChainProbsStruct",
     "Kernels",
-    "LawsStruct",
     "MatrixKind",
     "PassStruct",
     "Sizes",
@@ -68,8 +68,8 @@ class StoreStruct(Structure):
     _fields_ = (("data", c_void_p), ("num_slots", c_int64), ("width", c_int64))
 
 
-class LawsStruct(Structure):
-    """`ForerunLaws`."""
+class ChainProbsStruct(Structure):
+    """`ForerunChainProbs`."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_chains", "num_nodes", "vocab_size", "is_block")),
@@ -143,8 +143,8 @@ SIGNATURES = {
         (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p),
     ),
     "forerun_verify_chains": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p)),
-    "forerun_chain_accept": (None, (POINTER(LawsStruct), c_void_p)),
-    "forerun_chain_weights": (None, (POINTER(LawsStruct), c_void_p, c_void_p)),
+    "forerun_chain_accept": (None, (POINTER(ChainProbsStruct), c_void_p)),
+    "forerun_chain_weights": (None, (POINTER(ChainProbsStruct), c_void_p, c_void_p)),
 }
 
 
@@ -174,7 +174,7 @@ def open_library(folder: Path | None = None) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     expected = 0
-    for structure in (Sizes, PassStruct, StoreStruct, LawsStruct, StopsStruct):
+    for structure in (Sizes, PassStruct, StoreStruct, ChainProbsStruct, StopsStruct):
         expected = 1000 * expected + ctypes.sizeof(structure)
     if library.forerun_interface() != expected:
         raise RunnerUnavailable("the compiled kernels and their declarations in Python disagree")

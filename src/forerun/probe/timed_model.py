@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from forerun.models.base import LanguageModel, RowBatch, SampledChains
-from forerun.models.wrapped import WatchedChains, WatchedModel
+from forerun.models.wrapped import ObservedModel, ObservedSampler
 from forerun.probe.stopwatch import Stopwatch
 
 __all__ = ["TimedModel", "timed"]
 
 
-class TimedModel(WatchedModel):
+class TimedModel(ObservedModel):
     """Another LanguageModel, unchanged but for the clock around its passes.
 
     Args:
@@ -35,7 +35,7 @@ class TimedModel(WatchedModel):
         self.inside_s += self.stopwatch.now_s() - begun
 
 
-class TimedSampledModel(WatchedChains, TimedModel):
+class TimedSampledModel(ObservedSampler, TimedModel):
     """A TimedModel over one that draws whole chains."""
 
 

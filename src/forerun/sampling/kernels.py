@@ -20,7 +20,7 @@ from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
 from forerun.errors import RunnerUnavailable
-from forerun.native.library import LawsStruct, open_library
+from forerun.native.library import ChainProbsStruct, open_library
 
 __all__ = ["SamplingKernels", "kernels_for", "sampling_kernels"]
 
@@ -166,7 +166,9 @@ class SamplingKernels:
         """The acceptance law of `verify_chains` in fp64, for the enumeration."""
         probs = torch.empty(tokens.shape, dtype=torch.float64)
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
-        self.library.forerun_chain_accept(byref(laws_struct(given, is_block)), probs.data_ptr())
+        self.library.forerun_chain_accept(
+            byref(chain_probs_struct(given, is_block)), probs.data_ptr()
+        )
         return probs
 
     def chain_weights(
@@ -184,14 +186,14 @@ class SamplingKernels:
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
         accepted = num_accepted.contiguous()
         self.library.forerun_chain_weights(
-            byref(laws_struct(given, is_block)), accepted.data_ptr(), weights.data_ptr()
+            byref(chain_probs_struct(given, is_block)), accepted.data_ptr(), weights.data_ptr()
         )
         return weights
 
 
-def laws_struct(given: Sequence[Tensor], is_block: bool) -> LawsStruct:
+def chain_probs_struct(given: Sequence[Tensor], is_block: bool) -> ChainProbsStruct:
     """Pointers to target and draft laws, tokens and lengths, which must outlive it."""
     target_probs, _, tokens, _ = given
-    return LawsStruct(
+    return ChainProbsStruct(
         *tokens.shape, target_probs.shape[-1], is_block, *(part.data_ptr() for part in given)
     )

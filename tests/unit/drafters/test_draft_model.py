@@ -80,7 +80,7 @@ def told(
 def argmax_chain(model: TabularModel, ids: list[int], k: int) -> list[int]:
     chain: list[int] = []
     for _ in range(k):
-        chain.append(int(model.law([*ids, *chain]).argmax()))
+        chain.append(int(model.probs([*ids, *chain]).argmax()))
     return chain
 
 
@@ -105,7 +105,7 @@ def test_sampled_chains_carry_the_rows_they_were_drawn_from(model, drafter):
     for node, (token, row) in enumerate(
         zip(proposal.tokens.tolist(), proposal.draft_probs, strict=True)
     ):
-        torch.testing.assert_close(row, model.law(ids).float())
+        torch.testing.assert_close(row, model.probs(ids).float())
         key = step_key(NOISE_KEY, 2, node, Purpose.DRAFT)
         assert token == int(draw(row[None], uniform(torch.tensor([key]))))
         ids.append(token)
@@ -117,14 +117,14 @@ def test_coupled_chains_race_on_the_targets_clocks(model, drafter):
     ids = [1, 2]
     for token in proposal.tokens.tolist():
         key = torch.tensor([position_key(NOISE_KEY, len(ids))])
-        assert token == int(race(model.law(ids).float()[None], key))
+        assert token == int(race(model.probs(ids).float()[None], key))
         ids.append(token)
 
 
 def test_the_draft_has_its_own_temperature(model, drafter):
     params = SamplingParams(temperature=1.0, draft_temperature=0.5)
     proposal = proposed(drafter, asked([1, 2], params), 1)
-    law = (2 * model.law([1, 2]).log()).softmax(-1)
+    law = (2 * model.probs([1, 2]).log()).softmax(-1)
     torch.testing.assert_close(proposal.draft_probs[0], law.float())
     greedily = proposed(drafter, asked([3], SamplingParams(draft_temperature=0), name="s"))
     assert greedily.choice is Choice.DETERMINISTIC
@@ -233,7 +233,7 @@ def test_a_draft_padded_wider_than_the_target_proposes_only_its_ids(model):
     drafter = DraftModel(model, 5)
     chain = proposed(drafter, asked([1, 2]), 6).tokens.tolist()
     assert max(chain) < 5
-    assert chain[0] == int(model.law([1, 2])[:5].argmax())
+    assert chain[0] == int(model.probs([1, 2])[:5].argmax())
     rows = proposed(drafter, asked([1, 2], SAMPLED, name="s")).draft_probs
     assert rows.shape == (3, 5)
     torch.testing.assert_close(rows.sum(-1), torch.ones(3))

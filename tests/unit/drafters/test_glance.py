@@ -20,7 +20,7 @@ from forerun.drafters.glance import (
     UNASKED,
 )
 from forerun.errors import DrafterError
-from forerun.models.base import RowBatch, Scores
+from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal, TokenSource
@@ -40,7 +40,7 @@ class Attentive(TabularModel):
         return crc32(bytes(ids)) % len(self.log_probs)
 
     def best(self, ids: list[int]) -> int:
-        return int(self.law(ids).argmax())
+        return int(self.probs(ids).argmax())
 
     def chain(self, read: list[int], k: int) -> list[int]:
         chain: list[int] = []
@@ -62,7 +62,7 @@ class Watched(Attentive):
         self.fed: list[int] = []
         self.read: list[list[int]] = []
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         self.fed.append(len(batch.tokens))
         scores = super().forward(batch)
         self.read = [self.store.tokens(s.slot, s.start + s.num_chain) for s in batch.spans]

@@ -78,7 +78,7 @@ def test_a_chain_ends_before_the_first_node_its_rule_leaves_out(name, measure, s
     temperature = 1.2 if name != "greedy" else 1.0
     values = []
     for node in range(K):
-        logits = model.law([start, 2, *whole.tokens[:node].tolist()]).log()
+        logits = model.probs([start, 2, *whole.tokens[:node].tolist()]).log()
         values.append(measured(measure, (logits / temperature).softmax(-1)))
     length = next((n for n in range(1, K) if rule.stops(values[n])), K)
 

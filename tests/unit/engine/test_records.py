@@ -12,7 +12,7 @@ from tests import tiny
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.engine import step, timing
 from forerun.engine.engine import Engine
-from forerun.models.base import RowBatch, Scores
+from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import TokenSource
@@ -83,7 +83,7 @@ def test_hindsight_is_about_the_last_tokens(target, seed):
     ids, probe = probed(target, draft, 80, 0.0)
     assert probe.hindsight is not None
     places = range(80 - len(probe.hindsight), 80)
-    right = [int(draft.law(ids[:at]).argmax()) == ids[at] for at in range(81)]
+    right = [int(draft.probs(ids[:at]).argmax()) == ids[at] for at in range(81)]
     assert probe.hindsight == tuple(int(right[at]) for at in places)
     assert probe.num_accepted == right[80]
 
@@ -156,7 +156,7 @@ class Slow:
     def __getattr__(self, name: str) -> object:
         return getattr(self.model, name)
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         self.clock[0] += self.seconds
         return self.model.forward(batch)
 

@@ -8,7 +8,7 @@ from tests import tiny
 from forerun.drafters.base import Drafter
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
-from forerun.models.base import RowBatch, Scores
+from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.prefixes import MIN_SHARED_TOKENS
 from forerun.models.tabular import TabularModel
@@ -31,7 +31,7 @@ class Counting(TabularModel):
 
     num_rows = 0
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         self.num_rows += len(batch.tokens)
         return super().forward(batch)
 

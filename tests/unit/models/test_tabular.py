@@ -12,11 +12,11 @@ from forerun.theory.tree import TokenTree
 
 def test_law_is_a_distribution_over_the_last_tokens():
     model = TabularModel.from_seed(0, vocab_size=4, order=2)
-    law = model.law([3, 1, 2])
+    law = model.probs([3, 1, 2])
     assert law.dtype == torch.float64
     assert law.sum().item() == pytest.approx(1, abs=1e-12)
-    assert torch.equal(law, model.law([0, 0, 1, 2]))
-    assert not torch.equal(law, model.law([0, 0, 2, 2]))
+    assert torch.equal(law, model.probs([0, 0, 1, 2]))
+    assert not torch.equal(law, model.probs([0, 0, 2, 2]))
 
 
 def test_the_start_is_a_state_of_its_own():
@@ -39,7 +39,7 @@ def test_logits_are_log_probabilities_in_the_dtype_asked():
     )
     context = Context(model.store, [1, 2])
     batch = pack([context.span(2)], torch.tensor([1, 2]), [1], model.device)
-    assert torch.equal(model.forward(batch).logits[0].exp(), model.law([1, 2]))
+    assert torch.equal(model.forward(batch).logits[0].exp(), model.probs([1, 2]))
 
 
 def test_a_wrong_commit_shows():
@@ -50,4 +50,4 @@ def test_a_wrong_commit_shows():
     context.ids += [3, 0]
     context.commit([0, 1])  # token 2, though 3 was accepted
     logits = model.forward(pack([context.span(1)], torch.tensor([0]), [0], model.device)).logits
-    assert not torch.allclose(logits[0].double().exp(), model.law(context.ids))
+    assert not torch.allclose(logits[0].double().exp(), model.probs(context.ids))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import Architecture
-from forerun.models.base import RowBatch, SampledTokens, Scores
+from forerun.models.base import ModelOutput, RowBatch, SampledTokens
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
 from forerun.models.stored import StoredModel
@@ -66,7 +66,7 @@ class NativeModel(StoredModel):
         keys, _ = store.layer(0)
         self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass. Stages the KV of every row; committing is the caller's business.
 
         Raises:
@@ -81,7 +81,7 @@ class NativeModel(StoredModel):
                 self.weights.handle, rows, byref(self._store_struct), logits.data_ptr()
             ),
         )
-        return Scores(logits=logits)
+        return ModelOutput(logits=logits)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int

@@ -130,13 +130,13 @@ void forerun_verify_chains(const ForerunChain* chains, int64_t num_chains, int64
 // The law stage of the same in fp64, for the enumeration: chains padded to num_nodes, target
 // [num_chains][num_nodes + 1][vocab_size], draft one row less. Gives acceptance probabilities
 // [num_chains][num_nodes], and weights of the final token [num_chains][vocab_size].
-struct ForerunLaws {
+struct ForerunChainProbs {
     int64_t num_chains, num_nodes, vocab_size, is_block;
     const double *target, *draft;
     const int64_t *tokens, *num_drafted;
 };
 
-void forerun_chain_accept(const ForerunLaws* laws, double* accept_probs);
-void forerun_chain_weights(const ForerunLaws* laws, const int64_t* num_accepted, double* weights);
+void forerun_chain_accept(const ForerunChainProbs* laws, double* accept_probs);
+void forerun_chain_weights(const ForerunChainProbs* laws, const int64_t* num_accepted, double* weights);
 
 }

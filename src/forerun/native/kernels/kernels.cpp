@@ -210,7 +210,7 @@ static_assert(sizeof(ForerunChain) == 6 * 8 && sizeof(ForerunVerdict) == 4 * 8);
 size_t forerun_interface() {
     size_t result = 0;
     for (size_t size : {sizeof(ForerunSizes), sizeof(ForerunPass), sizeof(ForerunStore),
-                        sizeof(ForerunLaws), sizeof(ForerunStops)})
+                        sizeof(ForerunChainProbs), sizeof(ForerunStops)})
         result = 1000 * result + size;
     return result;
 }
@@ -304,7 +304,7 @@ void forerun_verify_chains(const ForerunChain* chains, int64_t num_chains, int64
         verdicts[i] = verify_chain(chains[i], vocab_size, is_block != 0);
 }
 
-void forerun_chain_accept(const ForerunLaws* laws, double* accept_probs) {
+void forerun_chain_accept(const ForerunChainProbs* laws, double* accept_probs) {
     std::vector<double> prefix(laws->num_nodes + 1);
     std::fill(accept_probs, accept_probs + laws->num_chains * laws->num_nodes, 0.);
     for (int64_t index = 0; index < laws->num_chains; ++index) {
@@ -314,7 +314,7 @@ void forerun_chain_accept(const ForerunLaws* laws, double* accept_probs) {
     }
 }
 
-void forerun_chain_weights(const ForerunLaws* laws, const int64_t* num_accepted, double* weights) {
+void forerun_chain_weights(const ForerunChainProbs* laws, const int64_t* num_accepted, double* weights) {
     std::vector<double> prefix(laws->num_nodes + 1);
     for (int64_t index = 0; index < laws->num_chains; ++index) {
         const Chain<double> chain = chain_of(*laws, index);

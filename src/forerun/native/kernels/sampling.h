@@ -374,7 +374,7 @@ struct Chain {
     }
 };
 
-inline Chain<double> chain_of(const ForerunLaws& laws, int64_t index) {
+inline Chain<double> chain_of(const ForerunChainProbs& laws, int64_t index) {
     const int64_t vocab_size = laws.vocab_size, num_nodes = laws.num_nodes;
     return {laws.target + index * (num_nodes + 1) * vocab_size,
             laws.draft + index * num_nodes * vocab_size,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from forerun.models.base import LanguageModel, RowBatch, SampledChains
-from forerun.models.wrapped import WatchedChains, WatchedModel
+from forerun.models.wrapped import ObservedModel, ObservedSampler
 
 __all__ = ["DRAFT_PACE", "TARGET_PACE", "Device", "Pace", "Spent", "on_device"]
 
@@ -101,7 +101,7 @@ class Device:
         return Spent(draft_s=self.pass_s["draft"], target_s=self.pass_s["target"], host_s=host_s)
 
 
-class DeviceModel(WatchedModel):
+class DeviceModel(ObservedModel):
     """A LanguageModel on a device.
 
     Args:
@@ -139,7 +139,7 @@ class DeviceModel(WatchedModel):
         return seconds
 
 
-class SampledDeviceModel(WatchedChains, DeviceModel):
+class SampledDeviceModel(ObservedSampler, DeviceModel):
     """A DeviceModel over one that draws whole chains."""
 
 

@@ -12,7 +12,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.step import Stepper
 from forerun.engine.timing import StepClock
 from forerun.engine.turn import Turn
-from forerun.models.base import LanguageModel, RowBatch, Scores
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.proposal import Verdict
 from forerun.testing.faults.device import Device
@@ -31,7 +31,7 @@ class LastScores(WrappedModel):
         super().__init__(model)
         self.logits: Tensor | None = None
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass of the model."""
         scores = self.model.forward(batch)
         self.logits = scores.logits

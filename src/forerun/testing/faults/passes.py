@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.models.base import LanguageModel, RowBatch, Scores, Span
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, Span
 from forerun.models.greedy import chain_by_forward
 from forerun.models.wrapped import WrappedModel
 
@@ -21,7 +21,7 @@ class RowByRow(WrappedModel):
     Trees are taken as chains, which is what draft models propose.
     """
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass per row of the longest span, prompts in one piece."""
         if any(span.num_chain > 1 for span in batch.spans):
             return self.model.forward(batch)
@@ -30,7 +30,7 @@ class RowByRow(WrappedModel):
         for span in batch.spans:
             found += [self._one(batch, span, row, offset) for offset in range(span.num_rows)]
             row += span.num_rows
-        return Scores(logits=torch.cat(found)[batch.logit_rows])
+        return ModelOutput(logits=torch.cat(found)[batch.logit_rows])
 
     def _one(self, batch: RowBatch, span: Span, row: int, offset: int) -> Tensor:
         alone = slice(row + offset, row + offset + 1)
@@ -68,11 +68,11 @@ class ForeignIds(LevelByLevel):
         self.ids = ids
         self.reads = reads
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass; what it says of `ids[i]` is taken as said of i."""
         if self.reads:
             batch = replace(batch, tokens=self.ids[batch.tokens])
-        return Scores(logits=self.model.forward(batch).logits[:, self.ids])
+        return ModelOutput(logits=self.model.forward(batch).logits[:, self.ids])
 
 
 class NearSighted(LevelByLevel):
@@ -89,7 +89,7 @@ class NearSighted(LevelByLevel):
         super().__init__(model)
         self.window = window
 
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass."""
         return self.model.forward(
             replace(batch, positions=batch.positions.clamp(max=self.window - 1))

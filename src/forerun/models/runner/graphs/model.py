@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from forerun.models.base import RowBatch, Scores
+from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, ReadTensor
 from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore, KVGeometry
@@ -51,7 +51,7 @@ class TorchModel(StoredModel):
         return self.weights.num_parameters
 
     @torch.inference_mode()
-    def forward(self, batch: RowBatch) -> Scores:
+    def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass. Stages the KV of every row; committing is the caller's business.
 
         Raises:
@@ -62,8 +62,8 @@ class TorchModel(StoredModel):
             self._claim(batch)
             logits = self.programs.logits(batch)
             if logits is not None:
-                return Scores(logits=logits)
-        return Scores(logits=ragged_logits(self.weights, self._store, batch))
+                return ModelOutput(logits=logits)
+        return ModelOutput(logits=ragged_logits(self.weights, self._store, batch))
 
     @torch.inference_mode()
     def greedy_chain(
