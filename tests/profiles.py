@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.records import HEADER
 
-from forerun.probe.profile import Profile, ReadLimit, Setup
+from forerun.probe.profile import Profile, ProfileSetup, ReadLimit
 from forerun.theory.cost import CostTable
 
-SETUP = Setup(
+SETUP = ProfileSetup(
     cpu="Imaginary 9000",
     num_cores=2,
     num_threads=2,

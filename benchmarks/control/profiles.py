@@ -15,7 +15,7 @@ from texts import edit_texts, halves
 from forerun.engine.config import EngineConfig
 from forerun.plan.costs import Costs, with_draft_cost
 from forerun.probe.config import ProbeConfig
-from forerun.probe.measurement import measure_pair, told_by
+from forerun.probe.measurement import estimates_of, measure_pair
 from forerun.probe.pair import facts_of, load_pair
 from forerun.probe.profile import Profile
 from forerun.probe.profile_file import load_profile, write_profile
@@ -77,7 +77,7 @@ def joined(before: Profile, after: Profile) -> Profile:
     for each in after.measured:
         samples[each.cell] += each.samples_s
     stable = widest(samples) <= CONFIG.target_error
-    return replace(after, stable=stable, **told_by(samples))
+    return replace(after, stable=stable, **estimates_of(samples))
 
 
 def measure_copying(place: Place, num_threads: int, *, anew: bool) -> None:

@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 
 import torch
+from lab.catalogue import FAULTS
+from lab.laboratory import Lab
+from lab.run import FaultRun, run_fault
+from lab.setups import Fault
 
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.facts_file import facts_document
 from forerun.probe.evidence.config import EvidenceConfig
-from forerun.probe.evidence.run import Probed, probe_engine
-from forerun.testing.faults.catalogue import FAULTS
-from forerun.testing.faults.lab import Lab
-from forerun.testing.faults.run import FaultRun, run_fault
-from forerun.testing.faults.scene import Fault
+from forerun.probe.evidence.run import ProbedEngine, probe_engine
 
 PROBE = EvidenceConfig(num_prompts=8, num_tokens=64, num_self_prompts=0, max_rows=0)
 """Passes are not timed: this machine is not the device of the laboratory."""
@@ -80,7 +80,7 @@ def collect(fault: Fault, seed: int, facts: Path, lab: Lab) -> None:
 def probed(run: FaultRun) -> Evidence:
     """What a probe of the live engine finds."""
     return probe_engine(
-        Probed(
+        ProbedEngine(
             engine=run.engine,
             target_folder=run.target_folder,
             draft_folder=run.draft_folder,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collect import name_of, seeds_of
+from lab.catalogue import FAULTS
+from lab.setups import Fault
 from matplotlib.patches import Rectangle
 
 from forerun.diagnose.diagnosis import diagnose
@@ -20,8 +22,6 @@ from forerun.diagnose.readers.facts_file import read_facts
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
 from forerun.pictures import COLOURS, picture
 from forerun.provenance import collect
-from forerun.testing.faults.catalogue import FAULTS
-from forerun.testing.faults.scene import Fault
 from forerun.theory.intervals import wilson_interval
 
 SILENT = "insufficient evidence"

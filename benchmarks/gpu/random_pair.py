@@ -17,7 +17,7 @@ from forerun.models.huggingface import geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
 from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Tokenizer
-from forerun.probe.pair import Facts
+from forerun.probe.pair import ModelFacts
 
 __all__ = ["SHAPES", "Room", "Shape", "facts_of", "random_model", "static_model", "tokenizer_of"]
 
@@ -134,12 +134,12 @@ def static_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Llam
     return model.to(dtype).eval().requires_grad_(False)
 
 
-def facts_of(name: str, model: TorchModel) -> Facts:
+def facts_of(name: str, model: TorchModel) -> ModelFacts:
     """What a pass reads; there is no file to hash."""
     ends, geometry = model.weights.ends, model.store.geometry
     rows_only = 0 if ends.head is ends.embedding else ends.embedding.numel()
     heads = geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
-    return Facts(
+    return ModelFacts(
         name=f"{name} (random weights)",
         content_hash="random",
         dtype=str(model.dtype).removeprefix("torch."),

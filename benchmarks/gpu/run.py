@@ -30,7 +30,7 @@ from forerun.models.base import LanguageModel
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
-from forerun.probe.pair import Pair
+from forerun.probe.pair import LoadedPair
 from forerun.probe.profile import Profile
 from forerun.probe.stopwatch import Stopwatch
 from forerun.sampling.config import SamplingParams
@@ -189,7 +189,7 @@ def main() -> None:
         num_speculative_tokens=options.k, max_batch=max(batches), max_context=room.capacity
     )
     profile = measure_pair(
-        Pair(target=target, draft=draft, tokenizer=tokenizer, engine=config),
+        LoadedPair(target=target, draft=draft, tokenizer=tokenizer, engine=config),
         (facts_of(options.target, target), facts_of(options.draft, draft)),
         ProbeConfig(
             rows=ROWS,

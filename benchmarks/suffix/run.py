@@ -24,7 +24,7 @@ from scripted import ScriptedModel, ScriptReader
 
 import forerun
 from forerun.bench.arms import warm_up
-from forerun.bench.compare import Arm, Prompt, batched, run_blocks
+from forerun.bench.compare import BenchArm, Prompt, batched, run_blocks
 from forerun.bench.scout import scouted
 from forerun.bench.summary import ArmSummary, summarise
 from forerun.bench.threads import on_best_threads
@@ -122,7 +122,7 @@ def spread(found: Sequence[Text], most: int) -> list[Text]:
 
 def set_up(
     cell: str, target: Engine, texts: Mapping[str, Sequence[Text]], options: argparse.Namespace
-) -> tuple[list[Arm], Iterable[Prompt]]:
+) -> tuple[list[BenchArm], Iterable[Prompt]]:
     """Arms of a cell and what they continue."""
     kind = "edits" if "edits" in cell else "prose"
     if cell == kind:
@@ -154,13 +154,15 @@ def limited(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
 
 
-def arms_over(engine: Engine, k: int, reader: Callable[[Engine], object]) -> list[Arm]:
+def arms_over(engine: Engine, k: int, reader: Callable[[Engine], object]) -> list[BenchArm]:
     drafting = engine.with_draft("suffix", k)
     suffix = f"suffix K<={k}"
     return [
-        Arm(name="plain", method="plain", num_speculative_tokens=0, engine=reader(engine)),
-        Arm(name="plain again", method="plain", num_speculative_tokens=0, engine=reader(engine)),
-        Arm(name=suffix, method="suffix", num_speculative_tokens=k, engine=reader(drafting)),
+        BenchArm(name="plain", method="plain", num_speculative_tokens=0, engine=reader(engine)),
+        BenchArm(
+            name="plain again", method="plain", num_speculative_tokens=0, engine=reader(engine)
+        ),
+        BenchArm(name=suffix, method="suffix", num_speculative_tokens=k, engine=reader(drafting)),
     ]
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from forerun.bench import arms
-from forerun.bench.comparison import Comparison
+from forerun.bench.comparison import BenchComparison
 from forerun.cli.main import main
 
 SMALL = ("--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1")
@@ -80,14 +80,14 @@ def test_a_profile_predicts_only_for_its_own_pair(bench, tiny_pair, tmp_path, ca
 
 
 def test_ctrl_c_shows_and_writes_what_was_measured(bench, tmp_path, capsys, monkeypatch):
-    progress = Comparison.progress.fget
+    progress = BenchComparison.progress.fget
 
     def interrupted(self):
         if sum(map(len, self.blocks.values())) == 3:
             raise KeyboardInterrupt
         return progress(self)
 
-    monkeypatch.setattr(Comparison, "progress", property(interrupted))
+    monkeypatch.setattr(BenchComparison, "progress", property(interrupted))
     out = tmp_path / "bench.json"
     assert bench("--no-prediction", "--json", str(out)) == 130
     captured = capsys.readouterr()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lab.catalogue import FAULTS
+from lab.dice import Dice
+from lab.laboratory import Lab
+from lab.run import run_fault
 
 from forerun.diagnose.causes.catalogue import CAUSES
 from forerun.diagnose.derive.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
-from forerun.testing.faults.catalogue import FAULTS
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import Lab
-from forerun.testing.faults.run import run_fault
 from forerun.theory.record import RequestRecord, StepRecord
 from forerun.trace.files import read_trace
 

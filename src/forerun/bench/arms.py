@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from forerun.bench.compare import Arm
+from forerun.bench.compare import BenchArm
 from forerun.bench.config import DraftArms
 from forerun.control.config import ControllerName
 from forerun.engine.controlling import default_controller
@@ -18,17 +18,17 @@ __all__ = ["adaptive_arms", "draft_arms", "plain_arm", "warm_up"]
 WARM_UP_TOKENS = 8
 
 
-def plain_arm(target: Engine) -> Arm:
+def plain_arm(target: Engine) -> BenchArm:
     """The baseline."""
-    return Arm(name="plain", method="plain", num_speculative_tokens=0, engine=target)
+    return BenchArm(name="plain", method="plain", num_speculative_tokens=0, engine=target)
 
 
-def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[Arm, ...]:
+def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[BenchArm, ...]:
     """One arm per K, all over the same loaded target and draft."""
     loaded = target.with_draft(wanted.draft, max(wanted.ks), dtype=dtype)
     assert loaded.drafter is not None
     return tuple(
-        Arm(
+        BenchArm(
             name=f"{wanted.name} K={k}",
             method=loaded.drafter.drafter.method,
             num_speculative_tokens=k,
@@ -41,10 +41,10 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
 
 def adaptive_arms(
     target: Engine,
-    arms: Sequence[Arm],
+    arms: Sequence[BenchArm],
     controllers: Sequence[ControllerName],
     costs: Mapping[str, Costs],
-) -> tuple[Arm, ...]:
+) -> tuple[BenchArm, ...]:
     """One arm per draft and controller, which chooses up to the largest K of the draft's arms.
 
     It goes on learning from prompt to prompt and from cell to cell, as it would in service.
@@ -65,7 +65,9 @@ def adaptive_arms(
     )
 
 
-def under(target: Engine, arm: Arm, name: ControllerName, costs: Mapping[str, Costs]) -> Engine:
+def under(
+    target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, Costs]
+) -> Engine:
     """The engine of an arm under a controller."""
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
     assert arm.draft is not None
@@ -76,7 +78,7 @@ def under(target: Engine, arm: Arm, name: ControllerName, costs: Mapping[str, Co
     return target.with_draft(drafter, arm.num_speculative_tokens, controller=controller)
 
 
-def warm_up(arms: Sequence[Arm], text: str, clock: Callable[[], float]) -> float:
+def warm_up(arms: Sequence[BenchArm], text: str, clock: Callable[[], float]) -> float:
     """Let every arm generate twice, so that no measurement pays for a first time.
 
     Returns:

@@ -17,8 +17,8 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 
 __all__ = [
-    "Arm",
     "Batch",
+    "BenchArm",
     "Block",
     "Generator",
     "Measurement",
@@ -40,7 +40,7 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class BenchArm:
     """One configuration under comparison.
 
     Attributes:
@@ -86,7 +86,7 @@ class Measurement:
         acceptance: drafted and accepted counts of all prompts.
     """
 
-    arm: Arm
+    arm: BenchArm
     batch: Batch
     total_s: float
     decode_s: float
@@ -122,7 +122,7 @@ def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
 
 
 def run_blocks(
-    arms: Sequence[Arm], batches: Iterable[Batch], clock: Callable[[], float]
+    arms: Sequence[BenchArm], batches: Iterable[Batch], clock: Callable[[], float]
 ) -> Iterator[Block]:
     """Measure every arm on every batch, one batch after another.
 
@@ -143,7 +143,7 @@ def run_blocks(
         yield tuple(by_name[arm.name] for arm in arms)
 
 
-def measure(arm: Arm, batch: Batch, clock: Callable[[], float]) -> Measurement:
+def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurement:
     """Let one arm continue one batch."""
     texts, params = [p.text for p in batch], [p.params for p in batch]
     start_s = clock()

@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 
 from forerun.bench.arms import adaptive_arms, draft_arms, plain_arm, warm_up
-from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks
+from forerun.bench.compare import BenchArm, Block, Prompt, batched, run_blocks
 from forerun.bench.config import BenchConfig
 from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.scout import scouted
@@ -25,18 +25,18 @@ from forerun.plan.costs import Costs
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Cell", "Comparison"]
+__all__ = ["BenchCell", "BenchComparison"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class BenchCell:
     """What one table is about."""
 
     temperature: float
     batch: int
 
 
-class Comparison:
+class BenchComparison:
     """One run; what it has measured so far stays readable when it is interrupted.
 
     Args:
@@ -61,12 +61,12 @@ class Comparison:
         self.prompts = prompts
         self.clock = clock
         self.tell = tell
-        self.arms: tuple[Arm, ...] = ()
+        self.arms: tuple[BenchArm, ...] = ()
         self.trace: BenchTrace | None = None
         self.num_threads: int | None = None
         self.costs: dict[str, Costs] = {}
-        self.blocks: dict[Cell, list[Block]] = {
-            Cell(temperature=temperature, batch=batch): []
+        self.blocks: dict[BenchCell, list[Block]] = {
+            BenchCell(temperature=temperature, batch=batch): []
             for batch in config.batches
             for temperature in config.temperatures
         }
@@ -132,7 +132,7 @@ class Comparison:
                     if self.trace is not None:
                         self.trace.write()
 
-    def measured(self, cell: Cell) -> Iterator[Block]:
+    def measured(self, cell: BenchCell) -> Iterator[Block]:
         """Blocks of one cell, measured when they are asked for."""
         batches = batched(self.prompts_at(cell.temperature), cell.batch)
         arms = self.arms

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forerun.bench.arms import draft_arms, plain_arm, warm_up
-from forerun.bench.compare import Arm, Block, Prompt, batched, run_blocks, within_budget
+from forerun.bench.compare import BenchArm, Block, Prompt, batched, run_blocks, within_budget
 from forerun.bench.config import LEAST_BLOCKS, DemoConfig, DraftArms
 from forerun.bench.exactness import ExactnessReport, check_exactness
 from forerun.bench.prompts import neighbours_apart
@@ -39,7 +39,7 @@ LOOPS = "the target's greedy text loops at once on nearly every prompt: nothing 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arms:
+class DemoArms:
     """The engines of the demonstration, all over one target.
 
     Attributes:
@@ -50,9 +50,9 @@ class Arms:
         num_threads: threads that is fastest with.
     """
 
-    plain: Arm
-    general: Arm
-    domain: tuple[Arm, ...]
+    plain: BenchArm
+    general: BenchArm
+    domain: tuple[BenchArm, ...]
     step_s: float
     num_threads: int | None
 
@@ -147,7 +147,7 @@ class Demo:
         }
         return check_exactness(plain, speculative, self.prompts[: config.num_exact], cases)
 
-    def _choose_k(self, arms: Arms) -> Arm:
+    def _choose_k(self, arms: DemoArms) -> BenchArm:
         """The domain draft's best K, by prompts that are not scored afterwards."""
         seconds = self._left_s * CALIBRATION_SHARE
         params = self._greedy_within(seconds, arms.domain, num_blocks=CALIBRATION_BLOCKS)
@@ -158,7 +158,7 @@ class Demo:
             raise InvalidRequest(LOOPS)
         return best_arm(self.calibration)
 
-    def _compare(self, arms: Sequence[Arm]) -> None:
+    def _compare(self, arms: Sequence[BenchArm]) -> None:
         """The comparison at T=0."""
         seconds = self._left_s * GREEDY_SHARE
         params = self._greedy_within(seconds, arms, num_blocks=SCORED_BLOCKS)
@@ -168,7 +168,7 @@ class Demo:
         if not self.has_results:
             raise InvalidRequest(LOOPS)
 
-    def _compare_sampled(self, arms: Sequence[Arm]) -> None:
+    def _compare_sampled(self, arms: Sequence[BenchArm]) -> None:
         """The same at T=1, with the time that is left."""
         longest = max(sum(m.total_s for m in block) for block in self.blocks)
         if LEAST_BLOCKS * longest > self._left_s:
@@ -179,7 +179,7 @@ class Demo:
             self.sampled_blocks.append(block)
 
     def _greedy_within(
-        self, seconds: float, arms: Sequence[Arm], *, num_blocks: int
+        self, seconds: float, arms: Sequence[BenchArm], *, num_blocks: int
     ) -> SamplingParams:
         """Warm the arms up; completions as long as lets `num_blocks` blocks fit into the time."""
         self.tell("warming up")
@@ -190,7 +190,7 @@ class Demo:
 
     def _timed(
         self,
-        arms: Sequence[Arm],
+        arms: Sequence[BenchArm],
         prompts: Iterable[Prompt],
         seconds: float,
         stage: str,
@@ -204,7 +204,7 @@ class Demo:
             self.tell(f"{stage}: {count} prompts")
             yield block
 
-    def _show_example(self, arm: Arm) -> None:
+    def _show_example(self, arm: BenchArm) -> None:
         """One completion with its sources: the first that was compared."""
         self.tell("writing an example")
         assert isinstance(arm.engine, Engine)
@@ -230,7 +230,7 @@ class Demo:
         return self.prompts[self.config.num_calibration :]
 
 
-def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Arms:
+def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> DemoArms:
     """One target on its best number of threads; one engine per draft and K over it."""
 
     def load(num_threads: int) -> Engine:
@@ -240,7 +240,7 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Arms
     target, step_s = on_best_threads(load, text, clock, config.num_threads)
     general = DraftArms(name="off-the-shelf", draft=config.general_draft, ks=(config.general_k,))
     domain = DraftArms(name="domain draft", draft=config.domain_draft, ks=config.domain_ks)
-    return Arms(
+    return DemoArms(
         plain=plain_arm(target),
         general=draft_arms(target, general)[0],
         domain=draft_arms(target, domain),

@@ -12,11 +12,11 @@ from forerun.bench.summary import ArmSummary
 from forerun.plan.costs import Costs
 from forerun.theory.intervals import Interval
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["BenchPrediction", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class BenchPrediction:
     """What the cost table and the measured acceptance imply.
 
     Attributes:
@@ -37,7 +37,7 @@ class Prediction:
 
 def predict(
     summary: ArmSummary, costs: Costs, *, temperature: float, batch: int
-) -> Prediction | None:
+) -> BenchPrediction | None:
     """Speedup of an arm from how much was accepted and what its cycles should cost.
 
     None where the table is too rough to bound kappa from below, and so the speedup from above.
@@ -52,7 +52,7 @@ def predict(
     # Of a batch all prompts are read, and all its requests wait for that.
     per_cycle = batch * read_s / summary.decode_steps / table.plain_step_s(context, batch)
     tau = summary.acceptance_length
-    return Prediction(
+    return BenchPrediction(
         cycle_cost=kappa,
         reading_cost=per_cycle,
         decode_speedup=Interval(

@@ -9,7 +9,7 @@ from forerun.bench.best import BestOfSeveral, best_of_several
 from forerun.bench.compare import Block, Measurement
 from forerun.bench.config import LEAST_BLOCKS, BenchConfig, DemoConfig
 from forerun.bench.exactness import ExactnessReport
-from forerun.bench.prediction import Prediction, predict
+from forerun.bench.prediction import BenchPrediction, predict
 from forerun.bench.summary import ArmSummary, measurable, summarise
 from forerun.bench.verdict import verdict
 from forerun.plan.costs import Costs
@@ -65,7 +65,7 @@ class CellReport:
     temperature: float
     batch: int
     rows: tuple[ArmSummary, ...]
-    predictions: Mapping[str, Prediction]
+    predictions: Mapping[str, BenchPrediction]
     best: BestOfSeveral | None
     blocks: Sequence[Block]
 

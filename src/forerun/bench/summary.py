@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
-from forerun.bench.compare import Arm, Block, Measurement
+from forerun.bench.compare import BenchArm, Block, Measurement
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, bootstrap_ratio
 from forerun.theory.text import distinct_ngram_share
@@ -44,7 +44,7 @@ class ArmSummary:
         distinct_4gram_share: mean over the completions; low where text loops.
     """
 
-    arm: Arm
+    arm: BenchArm
     num_blocks: int
     num_tokens: int
     tokens_per_s: Interval
@@ -156,7 +156,7 @@ def summarise_arm(
     )
 
 
-def best_arm(blocks: Sequence[Block]) -> Arm:
+def best_arm(blocks: Sequence[Block]) -> BenchArm:
     """The arm that emitted most per second over `blocks`.
 
     The winner of several is flattered by the blocks it won on: score it on others.

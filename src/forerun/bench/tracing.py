@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from forerun.bench.compare import Arm
+from forerun.bench.compare import BenchArm
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.engine.tracing import request_records
@@ -95,11 +95,11 @@ class BenchTrace:
         self.with_tokens = with_tokens
         self.engines: list[TracedEngine] = []
 
-    def over(self, arms: Sequence[Arm], tags: Sequence[str]) -> tuple[Arm, ...]:
+    def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
         """The same arms, recorded; requests are tagged with the arm and with `tags`."""
         return tuple(self._traced(arms, tags))
 
-    def _traced(self, arms: Sequence[Arm], tags: Sequence[str]) -> Iterator[Arm]:
+    def _traced(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> Iterator[BenchArm]:
         for arm in arms:
             assert isinstance(arm.engine, Engine)
             traced = TracedEngine(

@@ -21,7 +21,7 @@ from forerun.models.zoo.catalog import PREFIX
 from forerun.replacing import replacing
 
 if TYPE_CHECKING:
-    from forerun.bench.comparison import Comparison
+    from forerun.bench.comparison import BenchComparison
     from forerun.bench.tracing import BenchTrace
     from forerun.plan.costs import Costs
     from forerun.trace.writer import TraceWriter
@@ -128,11 +128,11 @@ def run(options: BenchOptions) -> int:
 
     from rich.console import Console
 
-    from forerun.bench.comparison import Comparison
+    from forerun.bench.comparison import BenchComparison
     from forerun.bench.scout import MIN_TOKENS
 
     with Console(stderr=True).status("starting") as status, ExitStack() as opened:
-        comparison = Comparison(config, prompts, clock=time.perf_counter, tell=status.update)
+        comparison = BenchComparison(config, prompts, clock=time.perf_counter, tell=status.update)
         try:
             comparison.load()
             # Only now: a trace that is there is replaced.
@@ -167,7 +167,7 @@ def texts_of(options: BenchOptions) -> list[str]:
 
 
 def costs_of(
-    options: BenchOptions, comparison: Comparison, tell: Callable[[str], None]
+    options: BenchOptions, comparison: BenchComparison, tell: Callable[[str], None]
 ) -> Mapping[str, Costs]:
     """Cost tables per draft: given, measured now, or none."""
     if options.no_prediction:
@@ -179,7 +179,9 @@ def costs_of(
     return measured_costs(comparison, tell)
 
 
-def begin_trace(trace: TraceWriter, options: BenchOptions, comparison: Comparison) -> BenchTrace:
+def begin_trace(
+    trace: TraceWriter, options: BenchOptions, comparison: BenchComparison
+) -> BenchTrace:
     """Write one header per draft; steps name theirs by its hash."""
     from forerun.bench.tracing import BenchTrace
     from forerun.provenance import trace_header
@@ -192,7 +194,7 @@ def begin_trace(trace: TraceWriter, options: BenchOptions, comparison: Compariso
     return BenchTrace(trace, draft_hashes=hashes, with_tokens=options.tracing.trace_tokens)
 
 
-def show(comparison: Comparison, options: BenchOptions) -> None:
+def show(comparison: BenchComparison, options: BenchOptions) -> None:
     """Print, write and draw what has been measured."""
     from forerun.cli.bench_tables import print_comparison
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from forerun.bench.compare import Arm
-from forerun.bench.comparison import Comparison
+from forerun.bench.compare import BenchArm
+from forerun.bench.comparison import BenchComparison
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
@@ -17,7 +17,7 @@ from forerun.models.load import load_tokenizer
 from forerun.plan.costs import Costs
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
-from forerun.probe.pair import Facts, Pair, facts_of, setup_of
+from forerun.probe.pair import LoadedPair, ModelFacts, facts_of, setup_of
 from forerun.probe.profile_file import check_setup, load_profile
 
 __all__ = ["measured_costs", "read_costs"]
@@ -26,7 +26,7 @@ BUDGET_S = 6.0
 """Per draft: a prediction needs less than a profile that is kept."""
 
 
-def measured_costs(comparison: Comparison, tell: Callable[[str], None]) -> Mapping[str, Costs]:
+def measured_costs(comparison: BenchComparison, tell: Callable[[str], None]) -> Mapping[str, Costs]:
     """Measure the pair of every draft, on the very models that will be compared."""
     found = {}
     for draft, arm in by_draft(comparison).items():
@@ -42,7 +42,7 @@ def measured_costs(comparison: Comparison, tell: Callable[[str], None]) -> Mappi
     return found
 
 
-def read_costs(paths: Sequence[Path], comparison: Comparison) -> Mapping[str, Costs]:
+def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[str, Costs]:
     """Costs from profiles, each matched to the draft it was made with.
 
     Raises:
@@ -64,23 +64,25 @@ def read_costs(paths: Sequence[Path], comparison: Comparison) -> Mapping[str, Co
     return found
 
 
-def by_draft(comparison: Comparison) -> dict[str, Arm]:
+def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
     """The first arm of every draft model; what other drafters cost is not in passes alone."""
-    arms: dict[str, Arm] = {}
+    arms: dict[str, BenchArm] = {}
     for arm in comparison.arms:
         if arm.draft is not None and parse_drafter(arm.draft) is None:
             arms.setdefault(arm.draft, arm)
     return arms
 
 
-def pair_of(comparison: Comparison, arm: Arm) -> tuple[Pair, tuple[Facts, Facts]]:
+def pair_of(
+    comparison: BenchComparison, arm: BenchArm
+) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
     """Target and draft as they are loaded."""
     engine = arm.engine
     assert isinstance(engine, Engine) and engine.drafter is not None and arm.draft is not None
     drafter = engine.drafter.drafter
     assert isinstance(drafter, DraftModel)
     config = comparison.config
-    pair = Pair(
+    pair = LoadedPair(
         target=engine.target,
         draft=drafter.model,
         tokenizer=load_tokenizer(config.target),
@@ -90,7 +92,7 @@ def pair_of(comparison: Comparison, arm: Arm) -> tuple[Pair, tuple[Facts, Facts]
     return pair, (target_facts, facts_of(arm.draft, pair.draft, config.dtype))
 
 
-def probe_for(comparison: Comparison) -> ProbeConfig:
+def probe_for(comparison: BenchComparison) -> ProbeConfig:
     """What the arms and cells of the comparison need, and nothing else."""
     config, room = comparison.config, comparison.arms[0].engine
     assert isinstance(room, Engine)

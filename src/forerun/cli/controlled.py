@@ -15,8 +15,8 @@ from forerun.engine.controlling import default_controller
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import Costs, with_draft_cost
-from forerun.probe.pair import Pair, facts_of, setup_of
-from forerun.probe.profile import Setup
+from forerun.probe.pair import LoadedPair, facts_of, setup_of
+from forerun.probe.profile import ProfileSetup
 from forerun.probe.profile_file import check_setup, load_profile
 
 __all__ = ["controlled", "drafters_of"]
@@ -80,13 +80,13 @@ def copies(name: str) -> bool:
     return drafter is not None and drafter.name == COPIER
 
 
-def setups_of(engine: Engine, pair: PairFlags) -> dict[str, Setup]:
+def setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
     """Of every draft model beside the target, as they are loaded."""
     target = facts_of(pair.target, engine.target, pair.dtype)
     found = {}
     for (method, drafter), name in zip(drafters_of(engine).items(), pair.draft_names, strict=True):
         if isinstance(drafter, DraftModel):
-            loaded = Pair(
+            loaded = LoadedPair(
                 target=engine.target,
                 draft=drafter.model,
                 tokenizer=engine.tokenizer,

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from forerun.cli.tables import table_of
 from forerun.models.memory import readable
-from forerun.probe.cells import Cell, Quantity
+from forerun.probe.cells import ProfileCell, Quantity
 from forerun.probe.profile import Profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -118,7 +118,7 @@ def cell(profile: Profile, quantity: Quantity, line: CostLine, size: int) -> str
 
 def sizes_of(profile: Profile, quantity: Quantity) -> list[int]:
     """Every measured size."""
-    cells: list[Cell] = [measured.cell for measured in profile.measured]
+    cells: list[ProfileCell] = [measured.cell for measured in profile.measured]
     return sorted({found.size for found in cells if found.quantity is quantity})
 
 

@@ -11,7 +11,7 @@ from forerun.probe.config import ProbeConfig
 
 __all__ = [
     "OVERHEAD_OF",
-    "Cell",
+    "ProfileCell",
     "Quantity",
     "chain_cells",
     "pass_cells",
@@ -57,7 +57,7 @@ SHORTENED = frozenset({Quantity.TARGET_PASS, Quantity.TARGET_READ, Quantity.DRAF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ProfileCell:
     """One thing to measure.
 
     Attributes:
@@ -78,39 +78,45 @@ class Cell:
         return f"{name} of size {self.size} at batch {self.batch}, context {self.context}"
 
 
-def pass_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
+def pass_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
     """Target passes at one context."""
     for batch in config.batches:
         for rows in config.rows:
             if batch * rows <= config.max_pass_rows:
-                yield Cell(quantity=Quantity.TARGET_PASS, batch=batch, context=context, size=rows)
+                yield ProfileCell(
+                    quantity=Quantity.TARGET_PASS, batch=batch, context=context, size=rows
+                )
 
 
-def chain_cells(config: ProbeConfig, context: int) -> Iterator[Cell]:
+def chain_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
     """Draft chains at one context, and the single pass that sampled drafting repeats."""
     for batch in config.batches:
-        yield Cell(quantity=Quantity.DRAFT_PASS, batch=batch, context=context, size=1)
+        yield ProfileCell(quantity=Quantity.DRAFT_PASS, batch=batch, context=context, size=1)
         for length in config.drafted:
-            yield Cell(quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length)
+            yield ProfileCell(
+                quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length
+            )
 
 
-def read_cells(config: ProbeConfig, quantity: Quantity) -> Iterator[Cell]:
+def read_cells(config: ProbeConfig, quantity: Quantity) -> Iterator[ProfileCell]:
     """Passes of one model that read, at the shortest context."""
     for size in config.read:
-        yield Cell(quantity=quantity, batch=1, context=config.contexts[0], size=size)
+        yield ProfileCell(quantity=quantity, batch=1, context=config.contexts[0], size=size)
 
 
-def step_cells(config: ProbeConfig) -> Iterator[Cell]:
+def step_cells(config: ProbeConfig) -> Iterator[ProfileCell]:
     """Engine steps, plain and speculative, and their overhead, at the shortest context."""
     for quantity in OVERHEAD_OF:
         for batch in config.batches:
             for k in (0, *config.drafted):
-                step = Cell(quantity=quantity, batch=batch, context=config.contexts[0], size=k)
+                step = ProfileCell(
+                    quantity=quantity, batch=batch, context=config.contexts[0], size=k
+                )
                 yield step
                 yield replace(step, quantity=OVERHEAD_OF[quantity])
 
 
-def without(cells: Collection[Cell], failed: Cell) -> list[Cell]:
+def without(cells: Collection[ProfileCell], failed: ProfileCell) -> list[ProfileCell]:
     """The cells that remain when one does not fit into memory.
 
     Larger sizes of the same kind go with it. Where the batch cannot even do its smallest size it
@@ -122,12 +128,12 @@ def without(cells: Collection[Cell], failed: Cell) -> list[Cell]:
     return [c for c in cells if c.batch < failed.batch]
 
 
-def alike(one: Cell, other: Cell) -> bool:
+def alike(one: ProfileCell, other: ProfileCell) -> bool:
     """Whether two cells differ in nothing but size."""
     return (one.quantity, one.batch, one.context) == (other.quantity, other.batch, other.context)
 
 
-def sizes(cells: Iterable[Cell], quantity: Quantity, batch: int, context: int) -> list[int]:
+def sizes(cells: Iterable[ProfileCell], quantity: Quantity, batch: int, context: int) -> list[int]:
     """Measured sizes of one kind, ascending."""
-    wanted = Cell(quantity=quantity, batch=batch, context=context, size=0)
+    wanted = ProfileCell(quantity=quantity, batch=batch, context=context, size=0)
     return sorted(c.size for c in cells if alike(c, wanted))

@@ -10,7 +10,7 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.tokenizers import Tokenizer
-from forerun.probe.cells import OVERHEAD_OF, Cell, Quantity
+from forerun.probe.cells import OVERHEAD_OF, ProfileCell, Quantity
 from forerun.probe.pass_rig import some_tokens
 from forerun.probe.timed_model import TimedModel
 from forerun.sampling.config import SamplingParams
@@ -46,7 +46,7 @@ class EngineRig:
         draft: TimedModel,
         tokenizer: Tokenizer,
         config: EngineConfig,
-        cells: Sequence[Cell],
+        cells: Sequence[ProfileCell],
     ) -> None:
         self.target = target
         self.draft = draft
@@ -55,7 +55,7 @@ class EngineRig:
         self._cells = tuple(cells)
 
     @property
-    def cells(self) -> Sequence[Cell]:
+    def cells(self) -> Sequence[ProfileCell]:
         """What can be measured with it."""
         return self._cells
 
@@ -69,7 +69,7 @@ class EngineRig:
         """Nothing is shared between visits."""
         yield
 
-    def visit(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         """Seconds of whole steps and of what of them is outside both models; of plain ones as well.
 
         Whatever is said of speculative steps is said in plain ones. So those are measured beside
@@ -80,7 +80,7 @@ class EngineRig:
             found |= self._steps(replace(cell, size=0))
         return found
 
-    def _steps(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
+    def _steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         engine = self._engine(cell.size)
         sampled = cell.quantity in SAMPLED
         step = replace(cell, quantity=Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP)
@@ -99,7 +99,7 @@ class EngineRig:
         outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
         return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
 
-    def _warm_up(self, engine: Engine, cell: Cell) -> None:
+    def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
         """Steps until caches hold what steps of this kind use, or while there is room for them."""
         room = min(self.target.max_context, self.draft.max_context) - cell.context
         most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - SPARE_STEPS)

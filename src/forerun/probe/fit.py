@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from forerun.probe.cells import Cell, Quantity, sizes
+from forerun.probe.cells import ProfileCell, Quantity, sizes
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine, Reading, interpolate
 from forerun.theory.intervals import Interval
@@ -14,7 +14,7 @@ from forerun.theory.reading_cost import ReadingCost
 
 __all__ = ["cost_table", "reading_cost", "slope_of"]
 
-Estimates = Mapping[Cell, Interval]
+Estimates = Mapping[ProfileCell, Interval]
 
 
 def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
@@ -144,7 +144,7 @@ def readings(found: Estimates, quantity: Quantity, batch: int, context: int) -> 
     """Estimates of one kind by size, ascending."""
     result = {}
     for size in sizes(found, quantity, batch, context):
-        interval = found[Cell(quantity=quantity, batch=batch, context=context, size=size)]
+        interval = found[ProfileCell(quantity=quantity, batch=batch, context=context, size=size)]
         result[size] = Reading(interval.estimate, (interval.high - interval.low) / 2)
     return result
 

@@ -10,9 +10,9 @@ from forerun.probe.cells import Quantity, chain_cells, pass_cells, read_cells, s
 from forerun.probe.config import ProbeConfig
 from forerun.probe.engine_rig import EngineRig
 from forerun.probe.fit import cost_table, reading_cost
-from forerun.probe.pair import Facts, Pair, num_threads_of, setup_of
+from forerun.probe.pair import LoadedPair, ModelFacts, num_threads_of, setup_of
 from forerun.probe.pass_rig import PassRig, prefixes
-from forerun.probe.profile import Measured, Profile, ReadLimit
+from forerun.probe.profile import MeasuredCell, Profile, ReadLimit
 from forerun.probe.rounds import Rig, Samples, estimates, measure
 from forerun.probe.stopwatch import Stopwatch
 from forerun.probe.timed_model import timed
@@ -20,12 +20,12 @@ from forerun.provenance import collect
 from forerun.theory.cost import CostTable
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["measure_pair", "told_by"]
+__all__ = ["estimates_of", "measure_pair"]
 
 
 def measure_pair(
-    pair: Pair,
-    facts: tuple[Facts, Facts],
+    pair: LoadedPair,
+    facts: tuple[ModelFacts, ModelFacts],
     config: ProbeConfig,
     *,
     clock: Callable[[], float],
@@ -58,25 +58,25 @@ def measure_pair(
         limit=read_limit(before, after, target, draft),
         left_out=rounds.left_out,
         stable=rounds.stable,
-        **told_by(rounds.samples),
+        **estimates_of(rounds.samples),
     )
 
 
-class Told(TypedDict):
+class SampleEstimates(TypedDict):
     """What a profile says because of its samples alone."""
 
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredCell, ...]
     greedy: CostTable
     sampled: CostTable
     reading: ReadingCost | None
 
 
-def told_by(samples: Samples) -> Told:
+def estimates_of(samples: Samples) -> SampleEstimates:
     """What samples say, of one sitting or of several: what an hour did is divided out by rounds."""
     found = estimates(samples)
-    return Told(
+    return SampleEstimates(
         measured=tuple(
-            Measured(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))
+            MeasuredCell(cell=cell, seconds=found[cell], samples_s=tuple(map(tuple, visits)))
             for cell, visits in samples.items()
         ),
         greedy=cost_table(found, sampled=False),
@@ -85,7 +85,7 @@ def told_by(samples: Samples) -> Told:
     )
 
 
-def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
+def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
     """Everything to be measured, by the set-up it needs."""
     target_prefixes = prefixes(pair.target, config.contexts)
     draft_prefixes = prefixes(pair.draft, config.contexts)
@@ -116,7 +116,9 @@ def rigs(pair: Pair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]
     return [*passes, *chains, *texts, steps]
 
 
-def read_limit(before: Bandwidth, after: Bandwidth, target: Facts, draft: Facts) -> ReadLimit:
+def read_limit(
+    before: Bandwidth, after: Bandwidth, target: ModelFacts, draft: ModelFacts
+) -> ReadLimit:
     """The better of two rates, and what has to be read at it."""
     best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
     return ReadLimit(

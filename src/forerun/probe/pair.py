@@ -17,16 +17,16 @@ from forerun.models.load import choose_dtype, model_folder, read_config
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.config import ProbeConfig
 from forerun.probe.engine_rig import MOST_STEPS
-from forerun.probe.profile import Setup
+from forerun.probe.profile import ProfileSetup
 from forerun.provenance import content_hash, cpu_model, num_cores
 
-__all__ = ["Facts", "Pair", "facts_of", "load_pair", "num_threads_of", "setup_of"]
+__all__ = ["LoadedPair", "ModelFacts", "facts_of", "load_pair", "num_threads_of", "setup_of"]
 
 logger = logging.getLogger("forerun.probe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ModelFacts:
     """Of one model.
 
     Attributes:
@@ -45,7 +45,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pair:
+class LoadedPair:
     """Target and draft, loaded.
 
     Attributes:
@@ -63,7 +63,7 @@ class Pair:
 
 def load_pair(
     target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProbeConfig
-) -> tuple[Pair, ProbeConfig]:
+) -> tuple[LoadedPair, ProbeConfig]:
     """Load both, with room for what is to be measured.
 
     Args:
@@ -99,7 +99,7 @@ def load_pair(
     if config.batches != batches:
         logger.warning("only batches up to %d fit into memory", config.batches[-1])
     check_pair(model, tokenizer, small)
-    return Pair(target=model, draft=small[0], tokenizer=tokenizer, engine=room), config
+    return LoadedPair(target=model, draft=small[0], tokenizer=tokenizer, engine=room), config
 
 
 def held(names: Sequence[str], config: ProbeConfig) -> ProbeConfig:
@@ -135,7 +135,7 @@ def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
 
 def facts_of(
     name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
-) -> Facts:
+) -> ModelFacts:
     """What a model's files and sizes say; reads the weight files unless their hash is known."""
     checkpoint = read_checkpoint(model_folder(name))
     settings, architecture = read_config(checkpoint)
@@ -144,7 +144,7 @@ def facts_of(
     if not settings["tie_word_embeddings"]:
         num_read -= model.vocab_size * architecture.hidden_size
     num_kv = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
-    return Facts(
+    return ModelFacts(
         name=name,
         content_hash=known_hash or content_hash(name),
         dtype=str(chosen).removeprefix("torch."),
@@ -153,9 +153,9 @@ def facts_of(
     )
 
 
-def setup_of(pair: Pair, target: Facts, draft: Facts) -> Setup:
+def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> ProfileSetup:
     """The set-up of a pair in this process now."""
-    return Setup(
+    return ProfileSetup(
         cpu=cpu_model(),
         num_cores=num_cores(),
         num_threads=num_threads_of(pair.engine),

@@ -9,7 +9,7 @@ import torch
 
 from forerun.models.base import KVPrefix, LanguageModel, RowBatch, Span
 from forerun.models.context import Context, pack
-from forerun.probe.cells import Cell, Quantity
+from forerun.probe.cells import ProfileCell, Quantity
 from forerun.probe.stopwatch import Stopwatch
 from forerun.theory.tree import TokenTree
 
@@ -33,7 +33,7 @@ class PassRig:
     def __init__(
         self,
         model: LanguageModel,
-        cells: Sequence[Cell],
+        cells: Sequence[ProfileCell],
         prefix: KVPrefix,
         stopwatch: Stopwatch,
     ) -> None:
@@ -44,7 +44,7 @@ class PassRig:
         self._slots: list[int] = []
 
     @property
-    def cells(self) -> Sequence[Cell]:
+    def cells(self) -> Sequence[ProfileCell]:
         """What can be measured with it."""
         return self._cells
 
@@ -67,7 +67,7 @@ class PassRig:
                 store.free(slot)
             self._slots.clear()
 
-    def visit(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         """Time a pass, or a chain; packing its rows is not part of it.
 
         One goes ahead unmeasured, so that none finds the caches as a larger pass left them. What a
@@ -82,7 +82,7 @@ class PassRig:
                 self.model.store.commit(slot, ())
         return {cell: seconds[1:]}
 
-    def _work(self, cell: Cell, slots: Sequence[int]) -> Callable[[], object]:
+    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
         if cell.quantity is Quantity.DRAFT_CHAIN:
             batch = self._rows(slots, num_nodes=0)
             vocab_size = self.model.vocab_size

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from forerun.plan.costs import Costs
-from forerun.probe.cells import Cell, Quantity
+from forerun.probe.cells import ProfileCell, Quantity
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["FORMAT", "Measured", "Profile", "ReadLimit", "Setup"]
+__all__ = ["FORMAT", "MeasuredCell", "Profile", "ProfileSetup", "ReadLimit"]
 
 FORMAT = 3
 """Raised whenever an older program could misread a file."""
@@ -20,7 +20,7 @@ DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class ProfileSetup:
     """What must be the same for a profile to hold.
 
     Attributes:
@@ -45,7 +45,7 @@ class Setup:
     target_hash: str
     draft_hash: str
 
-    def differences(self, other: Setup) -> list[str]:
+    def differences(self, other: ProfileSetup) -> list[str]:
         """Every field in which two set-ups differ, with both values."""
         return [
             f"{item.name} {getattr(self, item.name)!r} instead of {getattr(other, item.name)!r}"
@@ -82,7 +82,7 @@ class ReadLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredCell:
     """One cell: its median, the weather divided out, with the 95% interval, and all samples.
 
     Attributes:
@@ -91,7 +91,7 @@ class Measured:
         samples_s: as read off the clock, per round and visit.
     """
 
-    cell: Cell
+    cell: ProfileCell
     seconds: Interval
     samples_s: tuple[tuple[float, ...], ...]
 
@@ -103,7 +103,7 @@ class Measured:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Measured:
+    def from_dict(cls, values: Mapping[str, Any]) -> MeasuredCell:
         """What `to_dict` wrote."""
         return cls(
             cell=cell_from(values),
@@ -132,11 +132,11 @@ class Profile:
 
     target: str
     draft: str
-    setup: Setup
+    setup: ProfileSetup
     provenance: Mapping[str, Any]
     limit: ReadLimit
-    measured: tuple[Measured, ...]
-    left_out: tuple[Cell, ...]
+    measured: tuple[MeasuredCell, ...]
+    left_out: tuple[ProfileCell, ...]
     stable: bool
     greedy: CostTable
     sampled: CostTable
@@ -158,7 +158,7 @@ class Profile:
         Raises:
             KeyError: it was not measured.
         """
-        wanted = Cell(quantity=quantity, batch=batch, context=context, size=size)
+        wanted = ProfileCell(quantity=quantity, batch=batch, context=context, size=size)
         return {measured.cell: measured.seconds for measured in self.measured}[wanted]
 
     def among_work_s(self, batch: int) -> float:
@@ -198,10 +198,10 @@ class Profile:
         return cls(
             target=str(values["target"]),
             draft=str(values["draft"]),
-            setup=Setup(**values["setup"]),
+            setup=ProfileSetup(**values["setup"]),
             provenance=dict(values["provenance"]),
             limit=ReadLimit(**values["limit"]),
-            measured=tuple(map(Measured.from_dict, objects(values["measured"]))),
+            measured=tuple(map(MeasuredCell.from_dict, objects(values["measured"]))),
             left_out=tuple(map(cell_from, objects(values["left_out"]))),
             stable=bool(values["stable"]),
             greedy=table_from(values["greedy"], values["format"]),
@@ -222,9 +222,9 @@ def table_from(values: Mapping[str, Any], version: int) -> CostTable:
     return CostTable.from_dict({**values, "lines": lines})
 
 
-def cell_from(values: Mapping[str, Any]) -> Cell:
+def cell_from(values: Mapping[str, Any]) -> ProfileCell:
     """A cell as JSON has it."""
-    return Cell(
+    return ProfileCell(
         quantity=Quantity(values["quantity"]),
         batch=int(values["batch"]),
         context=int(values["context"]),

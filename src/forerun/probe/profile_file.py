@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from forerun.errors import InvalidProfile
-from forerun.probe.profile import FORMAT, Profile, Setup
+from forerun.probe.profile import FORMAT, Profile, ProfileSetup
 from forerun.replacing import replacing
 
 __all__ = ["check_setup", "load_profile", "write_profile"]
@@ -21,7 +21,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         scratch.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
 
 
-def load_profile(path: Path, *, expect: Setup | None = None) -> Profile:
+def load_profile(path: Path, *, expect: ProfileSetup | None = None) -> Profile:
     """Read a profile.
 
     Args:
@@ -55,7 +55,7 @@ def load_profile(path: Path, *, expect: Setup | None = None) -> Profile:
     return profile
 
 
-def check_setup(profile: Profile, expect: Setup) -> None:
+def check_setup(profile: Profile, expect: ProfileSetup) -> None:
     """Refuse a profile of another machine, pair or set-up.
 
     Raises:

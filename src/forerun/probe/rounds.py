@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 
 from forerun.errors import NotEnoughMemory
-from forerun.probe.cells import Cell, Quantity, without
+from forerun.probe.cells import ProfileCell, Quantity, without
 from forerun.probe.config import ProbeConfig
 from forerun.theory.intervals import Interval, median_interval
 
@@ -31,7 +31,7 @@ LEAST_SAMPLES = 6
 
 T = TypeVar("T")
 
-Samples = Mapping[Cell, Sequence[Sequence[float]]]
+Samples = Mapping[ProfileCell, Sequence[Sequence[float]]]
 """Seconds per cell and round; a visit may yield several, and not every round visits every cell."""
 
 
@@ -40,7 +40,7 @@ class Rig(Protocol):
     """A set-up that several cells share."""
 
     @property
-    def cells(self) -> Sequence[Cell]:
+    def cells(self) -> Sequence[ProfileCell]:
         """What can be measured with it."""
 
     @property
@@ -50,7 +50,7 @@ class Rig(Protocol):
     def ready(self) -> AbstractContextManager[None]:
         """Set up; torn down on leaving."""
 
-    def visit(self, cell: Cell) -> Mapping[Cell, Sequence[float]]:
+    def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         """Measure a cell once, inside `ready`; seconds of it, and of cells that come with it.
 
         Who comes with several has seconds of all these visits.
@@ -68,7 +68,7 @@ class Rounds:
     """
 
     samples: Samples
-    left_out: tuple[Cell, ...]
+    left_out: tuple[ProfileCell, ...]
     stable: bool
 
 
@@ -91,7 +91,7 @@ def measure(
     """
     asked = [cell for rig in rigs for cell in rig.cells]
     # First times are slow; they also show what does not fit.
-    samples: dict[Cell, list[Sequence[float]]] = {
+    samples: dict[ProfileCell, list[Sequence[float]]] = {
         cell: [] for cell in one_round(rigs, asked, num_rounds=0)
     }
     started_s, longest_s = clock(), 0.0
@@ -111,7 +111,7 @@ def measure(
     return Rounds(samples=samples, left_out=left_out, stable=error <= config.target_error)
 
 
-def say_left_out(left_out: Sequence[Cell], num_asked: int) -> None:
+def say_left_out(left_out: Sequence[ProfileCell], num_asked: int) -> None:
     """One warning, however many there are."""
     if left_out:
         logger.warning(
@@ -123,15 +123,15 @@ def say_left_out(left_out: Sequence[Cell], num_asked: int) -> None:
 
 
 def one_round(
-    rigs: Sequence[Rig], cells: Collection[Cell], num_rounds: int
-) -> dict[Cell, Sequence[float]]:
+    rigs: Sequence[Rig], cells: Collection[ProfileCell], num_rounds: int
+) -> dict[ProfileCell, Sequence[float]]:
     """The round after `num_rounds`: a visit to every cell whose turn it is.
 
     Returns:
         What was found, nothing for the others; without cells that do not fit into memory.
     """
     left = set(cells)
-    found: dict[Cell, Sequence[float]] = {cell: () for cell in cells}
+    found: dict[ProfileCell, Sequence[float]] = {cell: () for cell in cells}
     for rig in rotated([rig for rig in rigs if num_rounds % rig.every == 0], num_rounds):
         with rig.ready():
             for cell in rotated(rig.cells, num_rounds):
@@ -147,7 +147,9 @@ def one_round(
     return {cell: seconds for cell, seconds in found.items() if cell in left}
 
 
-def fitting(cells: Collection[Cell], failed: Cell, error: Exception) -> set[Cell]:
+def fitting(
+    cells: Collection[ProfileCell], failed: ProfileCell, error: Exception
+) -> set[ProfileCell]:
     """What is left without a cell that ran out of memory."""
     left = set(without(cells, failed))
     if not left:
@@ -169,7 +171,7 @@ def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
     yield from items[:start]
 
 
-def corrected(samples: Samples) -> dict[Cell, list[float]]:
+def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
     """All seconds of every cell with the weather of their round divided out.
 
     A round's weather is the median, over cells, of what the cell took in it relative to its own
@@ -188,7 +190,7 @@ def corrected(samples: Samples) -> dict[Cell, list[float]]:
     }
 
 
-def estimates(samples: Samples) -> dict[Cell, Interval]:
+def estimates(samples: Samples) -> dict[ProfileCell, Interval]:
     """Median and 95% interval of every cell."""
     return {cell: median_interval(seconds) for cell, seconds in corrected(samples).items()}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from forerun.bench.compare import Arm
+from forerun.bench.compare import BenchArm
 from forerun.engine.results import Completion, RequestOutput
 from forerun.sampling.choice import TokenSource
 from forerun.theory.acceptance import AcceptanceCounts
@@ -76,9 +76,9 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def make_arm(clock):
-    def make(name: str, k: int = 0, accepted: int = 0, **changes) -> Arm:
+    def make(name: str, k: int = 0, accepted: int = 0, **changes) -> BenchArm:
         engine = FakeEngine(clock, k=k, accepted=accepted, **changes)
         method = "draft_model" if k else "plain"
-        return Arm(name=name, method=method, num_speculative_tokens=k, engine=engine)
+        return BenchArm(name=name, method=method, num_speculative_tokens=k, engine=engine)
 
     return make

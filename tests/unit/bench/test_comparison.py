@@ -10,7 +10,7 @@ import pytest
 from forerun.bench import comparison as module
 from forerun.bench.best import best_of_several
 from forerun.bench.compare import Prompt, batched, run_blocks
-from forerun.bench.comparison import Cell, Comparison
+from forerun.bench.comparison import BenchCell, BenchComparison
 from forerun.bench.config import BenchConfig, parse_arms
 from forerun.bench.prediction import predict
 from forerun.bench.report import CellReport
@@ -28,7 +28,7 @@ def comparison(make_arm, clock, monkeypatch):
     monkeypatch.setattr(module, "content_hash", lambda name: "0")
     config = BenchConfig(arms=parse_arms(["d@1,2"]), batches=(1, 3), num_blocks=5)
     prompts = [str(i) for i in range(12)]
-    made = Comparison(config, prompts, clock=clock, tell=lambda stage: None)
+    made = BenchComparison(config, prompts, clock=clock, tell=lambda stage: None)
     made.arms = (
         make_arm("plain"),
         make_arm("d K=1", k=1, accepted=1, step_s=1.2),
@@ -78,7 +78,7 @@ def test_an_interruption_leaves_the_cells_level_and_loses_no_block(comparison, c
 
 def test_a_cell_of_one_block_has_no_table_but_keeps_its_measurements(comparison):
     comparison.run({})
-    cell = Cell(temperature=0.0, batch=1)
+    cell = BenchCell(temperature=0.0, batch=1)
     del comparison.blocks[cell][1:]
     first = comparison.report().cells[0]
     assert first.rows == ()

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.bench import demo as module
 from forerun.bench.config import DemoConfig
-from forerun.bench.demo import Arms, Demo
+from forerun.bench.demo import Demo, DemoArms
 from forerun.bench.prompts import neighbours_apart
 from forerun.bench.scout import scouted
 from forerun.bench.summary import MIN_BLOCKS
@@ -22,7 +22,7 @@ def demo_for(make_arm, clock, monkeypatch):
 
     def make(seconds, num_prompts=60, **changes):
         costs = {"step_s": 0.01, "prefill_s": 0.02} | changes
-        arms = Arms(
+        arms = DemoArms(
             plain=make_arm("plain", **costs),
             general=make_arm("off-the-shelf", k=10, **costs | {"step_s": 0.03}),
             domain=tuple(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lab.device import DRAFT_PACE, Device, on_device
 from tests import tiny
 from tests.natives import native_model
 
@@ -17,7 +18,6 @@ from forerun.probe.stopwatch import Stopwatch
 from forerun.probe.timed_model import timed
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
-from forerun.testing.faults.device import DRAFT_PACE, Device, on_device
 from forerun.theory.stop_rule import StopRule
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -10,7 +10,7 @@ from tests.tiny import MAX_CONTEXT, tokenizer
 from forerun.engine.config import EngineConfig
 from forerun.models.tabular import TabularModel, TokenStore
 from forerun.probe.config import ProbeConfig
-from forerun.probe.pair import Facts, Pair
+from forerun.probe.pair import LoadedPair, ModelFacts
 
 SMALL = ProbeConfig(
     rows=(1, 2, 4, 8),
@@ -107,8 +107,8 @@ def planted_model(clock: Clock, costs: Costs, seed: int) -> PlantedModel:
     return model
 
 
-def planted_pair(clock: Clock, target: Costs, draft: Costs) -> Pair:
-    return Pair(
+def planted_pair(clock: Clock, target: Costs, draft: Costs) -> LoadedPair:
+    return LoadedPair(
         target=planted_model(clock, target, seed=0),
         draft=planted_model(clock, draft, seed=1),
         tokenizer=tokenizer(),
@@ -116,8 +116,8 @@ def planted_pair(clock: Clock, target: Costs, draft: Costs) -> Pair:
     )
 
 
-def facts(name: str, pass_bytes: int = 8000) -> Facts:
-    return Facts(
+def facts(name: str, pass_bytes: int = 8000) -> ModelFacts:
+    return ModelFacts(
         name=name,
         content_hash=f"hash of {name}",
         dtype="float32",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lab.drafts import KeepsRejected
 from tests.tiny import cousin, drafting, engine_over, tabular
 
 from forerun.diagnose.evidence import Evidence
@@ -14,10 +15,9 @@ from forerun.engine import step as engine_step
 from forerun.errors import InvalidRequest
 from forerun.probe.evidence.config import EvidenceConfig
 from forerun.probe.evidence.own_draft import drafting_for_itself
-from forerun.probe.evidence.run import Probed, probe_engine
+from forerun.probe.evidence.run import ProbedEngine, probe_engine
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import TokenSource
-from forerun.testing.faults.drafts import KeepsRejected
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # thousands of steps
 
@@ -35,7 +35,7 @@ def pair(**changes):
 
 def probed(engine, params=None, config=CONFIG, **parts) -> Evidence:
     asked = params or SamplingParams(ignore_eos=True)
-    return probe_engine(Probed(engine=engine, **parts), PROMPTS, asked, config)
+    return probe_engine(ProbedEngine(engine=engine, **parts), PROMPTS, asked, config)
 
 
 def of(drafter_type, k=4):

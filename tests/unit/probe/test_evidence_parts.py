@@ -17,8 +17,8 @@ from forerun.models.zoo.catalog import zoo_path
 from forerun.probe.evidence.config import EvidenceConfig
 from forerun.probe.evidence.costs import add_pass_costs, pass_config
 from forerun.probe.evidence.files import add_card_ratio, add_files
-from forerun.probe.evidence.hits import Hits
-from forerun.probe.evidence.run import Probed, probe_engine
+from forerun.probe.evidence.hits import AcceptedShare
+from forerun.probe.evidence.run import ProbedEngine, probe_engine
 from forerun.probe.evidence.state import Onsets, StateTally
 from forerun.probe.evidence.transform import Transform
 from forerun.probe.evidence.weights import add_weights, looks_drawn
@@ -74,7 +74,7 @@ def test_too_few_steps_are_no_answer():
     [((100, 300), (200, 300), True), ((195, 300), (200, 300), False), ((10, 20), (20, 20), None)],
 )
 def test_a_share_is_below_another_only_where_that_is_clear(low, high, answer):
-    below, above = (Hits(num_accepted=n, num_reached=of) for n, of in (low, high))
+    below, above = (AcceptedShare(num_accepted=n, num_reached=of) for n, of in (low, high))
     assert below.is_below(above) is answer
 
 
@@ -199,7 +199,7 @@ def test_shapes_and_types_of_a_whole_probe():
     target = tabular()
     engine = engine_over(target, drafting(cousin(target, 1), target.vocab_size), k=2)
     config = EvidenceConfig(num_prompts=2, num_tokens=6, costs_s=1e-9)
-    found = probe_engine(Probed(engine=engine), [[1, 2], [3, 4]], SamplingParams(), config)
+    found = probe_engine(ProbedEngine(engine=engine), [[1, 2], [3, 4]], SamplingParams(), config)
     assert found.flag("output_differs") is False
     assert "verify_costs" in found
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.probe.cells import Cell, Quantity
+from forerun.probe.cells import ProfileCell, Quantity
 from forerun.probe.fit import cost_table, slope_of
 from forerun.theory.cost_line import Reading
 from forerun.theory.intervals import Interval
@@ -15,7 +15,7 @@ STEPS_S = {0: 1.2, 1: 1.8, 2: 2.3, 4: 2.5}
 
 def times(quantity, context, seconds):
     return {
-        Cell(quantity=quantity, batch=1, context=context, size=size): Interval(
+        ProfileCell(quantity=quantity, batch=1, context=context, size=size): Interval(
             estimate=s, low=0.9 * s, high=1.1 * s
         )
         for size, s in seconds.items()

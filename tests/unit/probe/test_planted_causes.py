@@ -17,7 +17,7 @@ from forerun.models.tabular import TabularModel
 from forerun.models.zoo.catalog import zoo_path
 from forerun.probe.evidence.config import EvidenceConfig
 from forerun.probe.evidence.files import add_files
-from forerun.probe.evidence.run import Probed, probe_engine
+from forerun.probe.evidence.run import ProbedEngine, probe_engine
 from forerun.sampling.config import SamplingParams
 
 WIDE = 16
@@ -57,7 +57,9 @@ def of_window(window: int) -> Evidence:
     draft.window = window
     prompts = [[1 + (i * j) % 7 for j in range(3, 153)] for i in range(8)]
     engine = engine_over(target, drafting(draft, WIDE), k=2, max_context=LONG)
-    return probe_engine(Probed(engine=engine), prompts, SamplingParams(ignore_eos=True), CONFIG)
+    return probe_engine(
+        ProbedEngine(engine=engine), prompts, SamplingParams(ignore_eos=True), CONFIG
+    )
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -131,7 +133,9 @@ def astray(monkeypatch: pytest.MonkeyPatch, *, after_rejection: bool) -> Evidenc
     target = tabular(0, vocab_size=WIDE, scale=2.0)
     engine = engine_over(target, drafting(cousin(target, 1), WIDE), k=2)
     prompts = [[1 + (i * j) % 7 for j in range(3, 8)] for i in range(8)]
-    return probe_engine(Probed(engine=engine), prompts, SamplingParams(ignore_eos=True), CONFIG)
+    return probe_engine(
+        ProbedEngine(engine=engine), prompts, SamplingParams(ignore_eos=True), CONFIG
+    )
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -7,8 +7,8 @@ import pytest
 from tests.profiles import SETUP, profile_of
 
 from forerun.errors import InvalidProfile
-from forerun.probe.cells import Cell, Quantity
-from forerun.probe.profile import FORMAT, Measured, Setup
+from forerun.probe.cells import ProfileCell, Quantity
+from forerun.probe.profile import FORMAT, MeasuredCell, ProfileSetup
 from forerun.probe.profile_file import check_setup, load_profile, write_profile
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -28,8 +28,8 @@ TABLE = CostTable(
     )
 )
 MEASURED = tuple(
-    Measured(
-        cell=Cell(quantity=Quantity.TARGET_PASS, batch=1, context=0, size=rows),
+    MeasuredCell(
+        cell=ProfileCell(quantity=Quantity.TARGET_PASS, batch=1, context=0, size=rows),
         seconds=Interval(estimate=s, low=0.9 * s, high=1.1 * s),
         samples_s=((s,), (1.01 * s,)),
     )
@@ -38,7 +38,7 @@ MEASURED = tuple(
 PROFILE = replace(
     profile_of(TABLE, TABLE),
     measured=MEASURED,
-    left_out=(Cell(quantity=Quantity.TARGET_PASS, batch=1, context=0, size=4),),
+    left_out=(ProfileCell(quantity=Quantity.TARGET_PASS, batch=1, context=0, size=4),),
     reading=ReadingCost(tokens=(1, 64), target_s=(0.010, 0.030), draft_s=(0.001, 0.002)),
 )
 OTHERS = {
@@ -67,7 +67,7 @@ def test_what_was_written_is_read(file):
 
 
 def test_the_table_above_has_every_field():
-    assert OTHERS.keys() == {item.name for item in fields(Setup)}
+    assert OTHERS.keys() == {item.name for item in fields(ProfileSetup)}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -82,7 +82,7 @@ def test_a_profile_of_another_set_up_is_refused_and_the_difference_named(file, n
 
 def test_every_difference_is_named():
     with pytest.raises(InvalidProfile) as refusal:
-        check_setup(PROFILE, Setup(**OTHERS))
+        check_setup(PROFILE, ProfileSetup(**OTHERS))
     assert all(f"{name} " in str(refusal.value) for name in OTHERS)
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from tests.unit.probe.planted import SMALL, Clock
 
-from forerun.probe.cells import Cell, Quantity, without
+from forerun.probe.cells import ProfileCell, Quantity, without
 from forerun.probe.rounds import corrected, estimates, measure, widest
 
 
-def cell(size, batch=1, context=8, quantity=Quantity.TARGET_PASS) -> Cell:
-    return Cell(quantity=quantity, batch=batch, context=context, size=size)
+def cell(size, batch=1, context=8, quantity=Quantity.TARGET_PASS) -> ProfileCell:
+    return ProfileCell(quantity=quantity, batch=batch, context=context, size=size)
 
 
 class LoggingRig:

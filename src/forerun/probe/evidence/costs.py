@@ -9,7 +9,7 @@ from statistics import median
 
 from forerun.diagnose.evidence import Evidence
 from forerun.models.base import LanguageModel
-from forerun.probe.cells import Cell, Quantity
+from forerun.probe.cells import ProfileCell, Quantity
 from forerun.probe.config import ProbeConfig
 from forerun.probe.evidence.tape import TapedRequest
 from forerun.probe.pass_rig import PassRig, prefixes
@@ -47,11 +47,11 @@ def add_pass_costs(
     """
     context = config.contexts[0]
     target_cells = [
-        Cell(quantity=Quantity.TARGET_PASS, batch=1, context=context, size=rows)
+        ProfileCell(quantity=Quantity.TARGET_PASS, batch=1, context=context, size=rows)
         for rows in config.rows
     ]
     rigs = [rig_of(target, target_cells, context, clock)]
-    drafting = Cell(
+    drafting = ProfileCell(
         quantity=Quantity.DRAFT_CHAIN, batch=1, context=context, size=num_speculative_tokens
     )
     if draft is not None and num_speculative_tokens:
@@ -76,7 +76,7 @@ def add_pass_costs(
 
 
 def rig_of(
-    model: LanguageModel, cells: list[Cell], context: int, clock: Callable[[], float]
+    model: LanguageModel, cells: list[ProfileCell], context: int, clock: Callable[[], float]
 ) -> PassRig:
     """Cells of one model at one context."""
     stopwatch = Stopwatch(clock, model.device)

@@ -19,7 +19,7 @@ __all__ = ["add_card_ratio", "add_files", "evidence_of_misfit"]
 
 
 def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
-    """Facts of two model folders.
+    """Facts about two model folders.
 
     Raises:
         InvalidModel: files are missing or damaged.

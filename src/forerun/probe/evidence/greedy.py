@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.align.evaluation.teacher_forced import logits_of
 from forerun.diagnose.evidence import Evidence
 from forerun.models.base import LanguageModel
-from forerun.probe.evidence.hits import Hits
+from forerun.probe.evidence.hits import AcceptedShare
 from forerun.probe.evidence.replay import Replay
 from forerun.probe.evidence.state import StateTally, before_step
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
@@ -63,7 +63,7 @@ class GreedyTally:
     num_after_partial: int = 0
     num_steps: int = 0
     num_rejecting: int = 0
-    hits: Hits = field(default_factory=Hits)
+    hits: AcceptedShare = field(default_factory=AcceptedShare)
     num_agreeing: int = 0
     num_apart: int = 0
     alphas: list[float] = field(default_factory=list)

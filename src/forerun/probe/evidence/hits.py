@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Hits"]
+__all__ = ["AcceptedShare"]
 
 MIN_POSITIONS = 100
 """Fewer say nothing: neighbouring positions are alike."""
@@ -16,7 +16,7 @@ MIN_Z = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Hits:
+class AcceptedShare:
     """Counts of one kind of text.
 
     Attributes:
@@ -37,7 +37,7 @@ class Hits:
         """The counts."""
         return f"{self.num_accepted} of {self.num_reached}"
 
-    def is_below(self, other: Hits) -> bool | None:
+    def is_below(self, other: AcceptedShare) -> bool | None:
         """Whether acceptance is clearly lower here; None where that is open."""
         if min(self.num_reached, other.num_reached) < MIN_POSITIONS:
             return None

@@ -13,7 +13,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.loading import load_pair_member
 from forerun.errors import NotEnoughMemory
 from forerun.models.load import model_folder
-from forerun.probe.evidence.run import Probed
+from forerun.probe.evidence.run import ProbedEngine
 
 __all__ = ["PairNames", "load_probed"]
 
@@ -43,7 +43,7 @@ class PairNames:
         return model_folder(self.target), draft
 
 
-def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> Probed:
+def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:
     """Load target and draft, and the target again to draft for itself.
 
     Args:
@@ -69,4 +69,6 @@ def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> Probe
         except NotEnoughMemory as error:
             logger.warning("the target drafts for itself with its own KV only: %s", error)
     target, draft = names.folders
-    return Probed(engine=engine, self_drafting=itself, target_folder=target, draft_folder=draft)
+    return ProbedEngine(
+        engine=engine, self_drafting=itself, target_folder=target, draft_folder=draft
+    )

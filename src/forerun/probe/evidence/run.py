@@ -29,13 +29,13 @@ from forerun.probe.evidence.tape import TapedRequest, run_taped
 from forerun.probe.evidence.transform import Transform
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["Probed", "probe_engine"]
+__all__ = ["ProbedEngine", "probe_engine"]
 
 Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Probed:
+class ProbedEngine:
     """What is probed.
 
     Attributes:
@@ -65,7 +65,7 @@ def silent(what: str, share: float) -> None:
 
 
 def probe_engine(
-    probed: Probed,
+    probed: ProbedEngine,
     prompts: Sequence[Prompt],
     params: SamplingParams | None = None,
     config: EvidenceConfig | None = None,
@@ -170,7 +170,7 @@ def groups(engine: Engine, num: int) -> Iterator[range]:
 
 
 def probe_greedy(
-    probed: Probed, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    probed: ProbedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> tuple[GreedyTally, list[TapedRequest]]:
     """Greedy text beside plain decoding and beside replays."""
     engine, draft = probed.engine, probed.draft_model
@@ -193,7 +193,7 @@ def probe_greedy(
 
 
 def probe_sampled(
-    probed: Probed,
+    probed: ProbedEngine,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
@@ -210,7 +210,7 @@ def probe_sampled(
 
 def probe_self(
     evidence: Evidence,
-    probed: Probed,
+    probed: ProbedEngine,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
@@ -222,7 +222,7 @@ def probe_self(
         add_self_draft(evidence, engine, prompts[:num], params[:num], config.num_self_tokens)
 
 
-def probe_costs(evidence: Evidence, probed: Probed, config: EvidenceConfig) -> None:
+def probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfig) -> None:
     """Passes over as many rows as the models have room for."""
     engine, draft = probed.engine, probed.draft_model
     k = engine.config.num_speculative_tokens

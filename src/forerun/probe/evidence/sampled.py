@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.align.evaluation.teacher_forced import overlap
 from forerun.diagnose.evidence import Evidence
-from forerun.probe.evidence.hits import Hits
+from forerun.probe.evidence.hits import AcceptedShare
 from forerun.probe.evidence.replay import Replay
 from forerun.probe.evidence.state import StateTally
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
@@ -86,7 +86,7 @@ class SampledTally:
     num_accepted: int = 0
     expected: float = 0.0
     squares: float = 0.0
-    hits: Hits = field(default_factory=Hits)
+    hits: AcceptedShare = field(default_factory=AcceptedShare)
     overlaps: float = 0.0
     variance: float = 0.0
     match_nats: float = 0.0

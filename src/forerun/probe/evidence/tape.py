@@ -77,7 +77,7 @@ class TapedRequest:
 
 
 @dataclass(slots=True)
-class Listener:
+class PassRecorder:
     """A drafter that does what another one does, and keeps its proposals.
 
     Attributes:
@@ -140,7 +140,7 @@ def listening(
 ) -> Iterator[dict[tuple[str, int], Proposal]]:
     """Steps into `records` by request, proposals into what this yields; then all is as before."""
     guard, told = engine.drafter, engine.on_record
-    listener = None if guard is None else Listener(guard.drafter)
+    listener = None if guard is None else PassRecorder(guard.drafter)
 
     def keep(record: StepRecord) -> None:
         records.setdefault(record.request_id, []).append(record)

@@ -6,52 +6,54 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from forerun.control.fixed import FixedController
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.drafts import Broken
-from forerun.testing.faults.lab import Lab
-from forerun.testing.faults.scene import Fault, Request, Scene
-from forerun.testing.faults.workload import compared, requests, sampled, scene_of
+from lab.dice import Dice
+from lab.drafts import Broken
+from lab.laboratory import Lab
+from lab.setups import Fault, FaultRequest, FaultSetup
+from lab.workload import compared, requests, sampled, setup_with_plain_stage
 
 __all__ = ["MEASUREMENT"]
 
 
-def not_engaged(lab: Lab, dice: Dice) -> Scene:
+def not_engaged(lab: Lab, dice: Dice) -> FaultSetup:
     """K of zero, a controller that never drafts, or a draft that cannot be reached."""
     how = dice.choice(("K", "controller", "draft"))
     asked = requests(lab, dice)
     if how == "K":
-        return scene_of(lab, lab.engine(lab.drafter(), 0), asked)
+        return setup_with_plain_stage(lab, lab.engine(lab.drafter(), 0), asked)
     if how == "controller":
-        return scene_of(lab, lab.engine(lab.drafter(), 4, controller=FixedController(0)), asked)
-    return scene_of(lab, lab.engine(Broken(), 4), asked)
+        return setup_with_plain_stage(
+            lab, lab.engine(lab.drafter(), 4, controller=FixedController(0)), asked
+        )
+    return setup_with_plain_stage(lab, lab.engine(Broken(), 4), asked)
 
 
-def chunks_as_tokens(lab: Lab, dice: Dice) -> Scene:
+def chunks_as_tokens(lab: Lab, dice: Dice) -> FaultSetup:
     """A client that counts deliveries."""
     engine = lab.engine(lab.drafter(), dice.integer(2, 4))
 
     def client(num_tokens: int, num_chunks: int, seconds: float) -> Mapping[str, float]:
         return {"tokens_per_s_client": num_chunks / seconds}
 
-    return Scene(stages=compared(lab, engine, requests(lab, dice)), client=client)
+    return FaultSetup(stages=compared(lab, engine, requests(lab, dice)), client=client)
 
 
-def random_prompts(lab: Lab, dice: Dice) -> Scene:
+def random_prompts(lab: Lab, dice: Dice) -> FaultSetup:
     """A benchmark that draws its prompts token by token."""
     engine = lab.engine(lab.drafter(), dice.integer(2, 4))
     low, high = dice.choice(((64, 128), (128, 256)))
     first = sampled(dice, max_tokens=lab.num_tokens)
     asked = [
-        Request(
+        FaultRequest(
             prompt=tuple(dice.integer(1, 8191) for _ in range(dice.integer(low, high))),
             params=replace(first, seed=dice.integer(0, 1 << 30)),
         )
         for _ in range(lab.num_prompts)
     ]
-    return scene_of(lab, engine, asked)
+    return setup_with_plain_stage(lab, engine, asked)
 
 
-def looping(lab: Lab, dice: Dice) -> Scene:
+def looping(lab: Lab, dice: Dice) -> FaultSetup:
     """Greedy output of prompts that say one thing over and over."""
     lines = [
         f"    {dice.choice(('self', 'other', 'node'))}.{dice.choice(('add', 'put', 'set'))}"
@@ -60,7 +62,7 @@ def looping(lab: Lab, dice: Dice) -> Scene:
     ]
     texts = [line * dice.integer(12, 20) for line in lines]
     asked = requests(lab, dice, temperature=0.0, texts=texts, max_tokens=2 * lab.num_tokens)
-    return scene_of(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
+    return setup_with_plain_stage(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
 
 
 MEASUREMENT = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from forerun.testing.faults.controllers import Pausing
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.drafts import ForgetsOnPause, KeepsRejected, MissesBonus
-from forerun.testing.faults.lab import DRAFT, TARGET, Lab
-from forerun.testing.faults.scene import Fault, Scene
-from forerun.testing.faults.weights import altered_copy, forgotten
-from forerun.testing.faults.workload import requests, scene_of
+from lab.controllers import Pausing
+from lab.dice import Dice
+from lab.drafts import ForgetsOnPause, KeepsRejected, MissesBonus
+from lab.laboratory import DRAFT, TARGET, Lab
+from lab.setups import Fault, FaultSetup
+from lab.weights import altered_copy, forgotten
+from lab.workload import requests, setup_with_plain_stage
 
 __all__ = ["STATE"]
 
@@ -16,34 +16,36 @@ PADDING = 0
 """Also what separates the texts that both models were trained on."""
 
 
-def off_by_one(lab: Lab, dice: Dice) -> Scene:
+def off_by_one(lab: Lab, dice: Dice) -> FaultSetup:
     """A rejected row is taken for its replacement after every partial rejection."""
     drafter = KeepsRejected(lab.draft_model(), lab.model(TARGET).vocab_size)
-    return scene_of(lab, lab.engine(drafter, dice.integer(3, 5)), requests(lab, dice))
+    return setup_with_plain_stage(lab, lab.engine(drafter, dice.integer(3, 5)), requests(lab, dice))
 
 
-def missing_bonus(lab: Lab, dice: Dice) -> Scene:
+def missing_bonus(lab: Lab, dice: Dice) -> FaultSetup:
     """A padding row stands for the last drafted token after a full acceptance."""
     drafter = MissesBonus(lab.draft_model(), lab.model(TARGET).vocab_size, PADDING)
-    return scene_of(lab, lab.engine(drafter, dice.integer(1, 3)), requests(lab, dice))
+    return setup_with_plain_stage(lab, lab.engine(drafter, dice.integer(1, 3)), requests(lab, dice))
 
 
-def misloaded(lab: Lab, dice: Dice) -> Scene:
+def misloaded(lab: Lab, dice: Dice) -> FaultSetup:
     """Part of the draft's matrices are what an initialiser left."""
     seed = dice.integer(0, 1 << 30)
     name = altered_copy(
         DRAFT, lab.folder / f"draft-{seed}", forgotten(dice.uniform(0.4, 0.9), seed)
     )
     engine = lab.engine(lab.drafter(name), dice.integer(2, 4))
-    return scene_of(lab, engine, requests(lab, dice))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 
-def state_lost(lab: Lab, dice: Dice) -> Scene:
+def state_lost(lab: Lab, dice: Dice) -> FaultSetup:
     """After every plain step the draft begins again from the last few tokens."""
     drafter = ForgetsOnPause(lab.draft_model(), lab.model(TARGET).vocab_size, dice.integer(1, 2))
     k = dice.integer(2, 4)
     controller = Pausing(drafter.method, k, dice.integer(8, 11))
-    return scene_of(lab, lab.engine(drafter, k, controller=controller), requests(lab, dice))
+    return setup_with_plain_stage(
+        lab, lab.engine(drafter, k, controller=controller), requests(lab, dice)
+    )
 
 
 STATE = (

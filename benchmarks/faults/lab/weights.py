@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.models.load import model_folder
-from forerun.testing.faults.dice import Dice
+from lab.dice import Dice
 
 __all__ = ["altered_copy", "forgotten", "moved", "renumbered"]
 

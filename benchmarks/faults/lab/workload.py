@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import DRAFT, TARGET, Lab
-from forerun.testing.faults.scene import Request, Scene, Stage
+from lab.dice import Dice
+from lab.laboratory import DRAFT, TARGET, Lab
+from lab.setups import FaultRequest, FaultSetup, Stage
 
-__all__ = ["compared", "long_prompts", "requests", "sampled", "scene_of"]
+__all__ = ["compared", "long_prompts", "requests", "sampled", "setup_with_plain_stage"]
 
 NUM_PLAIN = 2
 PLAIN_TOKENS = (16, 10)
@@ -41,7 +41,7 @@ def requests(  # noqa: PLR0913 (keyword-only settings of a workload)
     count: int | None = None,
     max_tokens: int | None = None,
     tags: tuple[str, ...] = (),
-) -> list[Request]:
+) -> list[FaultRequest]:
     """Different prompts under one temperature.
 
     Args:
@@ -56,7 +56,7 @@ def requests(  # noqa: PLR0913 (keyword-only settings of a workload)
     chosen = dice.sample(lab.prompts() if texts is None else texts, count or lab.num_prompts)
     first = sampled(dice, temperature, max_tokens or lab.num_tokens)
     return [
-        Request(
+        FaultRequest(
             prompt=tuple(lab.tokenizer.encode(text)),
             params=replace(first, seed=dice.integer(0, 1 << 30)),
             tags=tags,
@@ -77,7 +77,7 @@ def long_prompts(lab: Lab, dice: Dice, num_tokens: int, count: int) -> list[str]
 def compared(
     lab: Lab,
     engine: Engine,
-    asked: Sequence[Request],
+    asked: Sequence[FaultRequest],
     *,
     target: str = TARGET,
     draft: str | None = DRAFT,
@@ -109,8 +109,8 @@ def compared(
     )
 
 
-def scene_of(
-    lab: Lab, engine: Engine, asked: Sequence[Request], draft: str | None = DRAFT
-) -> Scene:
+def setup_with_plain_stage(
+    lab: Lab, engine: Engine, asked: Sequence[FaultRequest], draft: str | None = DRAFT
+) -> FaultSetup:
     """A plain stage and the run, with nothing else to say."""
-    return Scene(stages=compared(lab, engine, asked, draft=draft))
+    return FaultSetup(stages=compared(lab, engine, asked, draft=draft))

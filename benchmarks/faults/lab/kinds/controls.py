@@ -8,65 +8,65 @@ from forerun.control.base import Controller
 from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import Lab
-from forerun.testing.faults.scene import Fault, Inject, Scene
-from forerun.testing.faults.workload import long_prompts, requests, scene_of
+from lab.dice import Dice
+from lab.laboratory import Lab
+from lab.setups import Fault, FaultSetup, Inject
+from lab.workload import long_prompts, requests, setup_with_plain_stage
 
 __all__ = ["CONTROLS"]
 
 
-def greedy(lab: Lab, dice: Dice) -> Scene:
+def greedy(lab: Lab, dice: Dice) -> FaultSetup:
     """Temperature 0."""
     engine = lab.engine(lab.drafter(), dice.integer(2, 4))
-    return scene_of(lab, engine, requests(lab, dice, temperature=0.0))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice, temperature=0.0))
 
 
-def sampled(lab: Lab, dice: Dice) -> Scene:
+def sampled(lab: Lab, dice: Dice) -> FaultSetup:
     """Temperature 1."""
     engine = lab.engine(lab.drafter(), dice.integer(2, 4))
-    return scene_of(lab, engine, requests(lab, dice, temperature=1.0))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice, temperature=1.0))
 
 
-def filtered(lab: Lab, dice: Dice) -> Scene:
+def filtered(lab: Lab, dice: Dice) -> FaultSetup:
     """Top-p and top-k."""
     top_p, top_k = dice.choice((0.9, 0.95)), dice.choice((20, 50))
     asked = [
         replace(r, params=replace(r.params, top_p=top_p, top_k=top_k)) for r in requests(lab, dice)
     ]
-    return scene_of(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
+    return setup_with_plain_stage(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
 
 
-def seeded(lab: Lab, dice: Dice) -> Scene:
+def seeded(lab: Lab, dice: Dice) -> FaultSetup:
     """Draft and target share their noise."""
     asked = [
         replace(r, params=replace(r.params, verification="coupled")) for r in requests(lab, dice)
     ]
-    return scene_of(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
+    return setup_with_plain_stage(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
 
 
-def alone(lab: Lab, dice: Dice) -> Scene:
+def alone(lab: Lab, dice: Dice) -> FaultSetup:
     """One at a time."""
     engine = lab.engine(lab.drafter(), dice.integer(2, 4), batch=1)
-    return scene_of(lab, engine, requests(lab, dice, count=2 * lab.num_prompts // 3))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice, count=2 * lab.num_prompts // 3))
 
 
-def five(lab: Lab, dice: Dice) -> Scene:
+def five(lab: Lab, dice: Dice) -> FaultSetup:
     """K of 5."""
-    return scene_of(lab, lab.engine(lab.drafter(), 5), requests(lab, dice))
+    return setup_with_plain_stage(lab, lab.engine(lab.drafter(), 5), requests(lab, dice))
 
 
-def far(lab: Lab, dice: Dice) -> Scene:
+def far(lab: Lab, dice: Dice) -> FaultSetup:
     """Short and long contexts."""
     texts = [
         *long_prompts(lab, dice, dice.integer(60, 120), lab.num_prompts // 2),
         *long_prompts(lab, dice, dice.integer(350, 500), lab.num_prompts // 2),
     ]
     asked = requests(lab, dice, texts=texts, count=len(texts))
-    return scene_of(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
+    return setup_with_plain_stage(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), asked)
 
 
-def adaptive(lab: Lab, dice: Dice) -> Scene:
+def adaptive(lab: Lab, dice: Dice) -> FaultSetup:
     """K that follows acceptance, or ends where the draft is unsure."""
     drafter = lab.drafter()
     k = dice.integer(4, 6)
@@ -75,15 +75,15 @@ def adaptive(lab: Lab, dice: Dice) -> Scene:
         ConfidenceController(drafter.method, k),
     )
     engine = lab.engine(drafter, k, controller=dice.choice(controllers))
-    return scene_of(lab, engine, requests(lab, dice))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 
-def suffix(lab: Lab, dice: Dice) -> Scene:
+def suffix(lab: Lab, dice: Dice) -> FaultSetup:
     """Copying from the text so far, where it repeats itself."""
     texts = [text + "\n\n" + text[: len(text) // 2] for text in lab.prompts()]
     drafter = SuffixDrafter(SuffixConfig())
     asked = requests(lab, dice, texts=texts, temperature=dice.choice((0.0, 0.3)))
-    return scene_of(lab, lab.engine(drafter, dice.integer(4, 8)), asked, None)
+    return setup_with_plain_stage(lab, lab.engine(drafter, dice.integer(4, 8)), asked, None)
 
 
 def healthy(name: str, what: str, inject: Inject) -> Fault:

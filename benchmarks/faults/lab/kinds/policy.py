@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from forerun.testing.faults.controllers import Oscillating
-from forerun.testing.faults.device import DRAFT_PACE
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import DRAFT, POOR_DRAFT, Lab
-from forerun.testing.faults.scene import Fault, Scene
-from forerun.testing.faults.workload import requests, scene_of
+from lab.controllers import Oscillating
+from lab.device import DRAFT_PACE
+from lab.dice import Dice
+from lab.laboratory import DRAFT, POOR_DRAFT, Lab
+from lab.setups import Fault, FaultSetup
+from lab.workload import requests, setup_with_plain_stage
 
 __all__ = ["POLICY"]
 
 
-def k_too_large(lab: Lab, dice: Dice) -> Scene:
+def k_too_large(lab: Lab, dice: Dice) -> FaultSetup:
     """Far more is drafted than is accepted."""
     pace = DRAFT_PACE.times(dice.uniform(1.8, 2.6))
     engine = lab.engine(lab.drafter(DRAFT, pace), dice.integer(12, 16))
-    return scene_of(lab, engine, requests(lab, dice))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 
-def k_too_large_poor(lab: Lab, dice: Dice) -> Scene:
+def k_too_large_poor(lab: Lab, dice: Dice) -> FaultSetup:
     """The same with a draft that is hardly ever right."""
     engine = lab.engine(lab.drafter(POOR_DRAFT), dice.integer(12, 16))
     asked = requests(lab, dice, temperature=dice.choice((0.9, 1.0, 1.2)))
-    return scene_of(lab, engine, asked, POOR_DRAFT)
+    return setup_with_plain_stage(lab, engine, asked, POOR_DRAFT)
 
 
-def k_too_small(lab: Lab, dice: Dice) -> Scene:
+def k_too_small(lab: Lab, dice: Dice) -> FaultSetup:
     """One token per step of a draft that is nearly always right."""
     pace = DRAFT_PACE.times(dice.uniform(1.0, 3.0))
     drafter = lab.drafter("zoo:code-11m", pace)
-    return scene_of(lab, lab.engine(drafter, 1), requests(lab, dice), "zoo:code-11m")
+    return setup_with_plain_stage(lab, lab.engine(drafter, 1), requests(lab, dice), "zoo:code-11m")
 
 
-def oscillating(lab: Lab, dice: Dice) -> Scene:
+def oscillating(lab: Lab, dice: Dice) -> FaultSetup:
     """K swings between far too large and next to nothing."""
     drafter = lab.drafter()
     high = dice.integer(10, 16)
     controller = Oscillating(drafter.method, dice.integer(0, 1), high, dice.integer(1, 2))
     engine = lab.engine(drafter, high, controller=controller)
-    return scene_of(lab, engine, requests(lab, dice))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 
 POLICY = (

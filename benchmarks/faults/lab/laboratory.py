@@ -15,8 +15,8 @@ from forerun.models.base import LanguageModel
 from forerun.models.runner.config import Runner
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import held_out_prompts
-from forerun.testing.faults.device import DRAFT_PACE, TARGET_PACE, Device, Pace, on_device
-from forerun.testing.faults.lab_engine import Judge, LabEngine
+from lab.device import DRAFT_PACE, TARGET_PACE, Device, Pace, on_device
+from lab.engine import LabEngine, VerdictChange
 
 __all__ = ["DRAFT", "MAX_K", "POOR_DRAFT", "TARGET", "Lab"]
 
@@ -96,7 +96,7 @@ class Lab:
         batch: int = 4,
         target: LanguageModel | None = None,
         controller: Controller | None = None,
-        judge: Judge | None = None,
+        change_verdict: VerdictChange | None = None,
     ) -> Engine:
         """An engine of parts, every one of which may be at fault.
 
@@ -106,10 +106,10 @@ class Lab:
             batch: sequences at once.
             target: verifies; None for the shipped one.
             controller: chooses K; None for always K.
-            judge: replaces verdicts; None leaves them.
+            change_verdict: replaces verdicts; None leaves them.
         """
         return LabEngine(
-            judge=judge,
+            change_verdict=change_verdict,
             device=self.device,
             target=self.target() if target is None else target,
             tokenizer=self.tokenizer,

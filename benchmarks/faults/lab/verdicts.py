@@ -17,13 +17,13 @@ from forerun.sampling.choice import TokenSource
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal, Verdict
-from forerun.testing.faults.device import Device
+from lab.device import Device
 
-__all__ = ["EagerJudge", "SlowJudge", "WrongRecord", "unclipped_residual"]
+__all__ = ["LenientVerifier", "SlowVerifier", "WrongRecord", "unclipped_residual"]
 
 
 class WrongRecord(DraftModel):
-    """Records the draft's law at another temperature than it was drawn at.
+    """Records the draft's distribution at another temperature than it was drawn at.
 
     Args:
         model: of the draft.
@@ -46,8 +46,8 @@ class WrongRecord(DraftModel):
             for proposal in super().propose(requests, plans)
         ]
 
-    def _recorded(self, laws: Tensor) -> Tensor:
-        return (laws.clamp(min=1e-30).log() / self.factor).softmax(-1)
+    def _recorded(self, probs: Tensor) -> Tensor:
+        return (probs.clamp(min=1e-30).log() / self.factor).softmax(-1)
 
 
 def unclipped_residual(turn: Turn, logits: Tensor) -> Verdict:
@@ -61,14 +61,14 @@ def unclipped_residual(turn: Turn, logits: Tensor) -> Verdict:
         return verdict
     sequence = turn.sequence
     params = pack_params([sequence.params], logits.device, [0])
-    law = target_probs(logits[accepted : accepted + 1], params, [None])
-    weights = (law - proposal.draft_probs[accepted : accepted + 1]).abs()
+    target_row = target_probs(logits[accepted : accepted + 1], params, [None])
+    weights = (target_row - proposal.draft_probs[accepted : accepted + 1]).abs()
     key = step_key(sequence.noise_key, len(sequence.ids), 0, Purpose.RECOVERED)
     final = int(draw(weights, uniform(torch.tensor([key])))[0])
     return replace(verdict, tokens=(*verdict.tokens[:-1], final))
 
 
-class EagerJudge:
+class LenientVerifier:
     """Accepts more than it may: a rejected token passes with some probability after all.
 
     The one behind it is then taken as rejected, and replaced by the target's own choice there.
@@ -95,8 +95,8 @@ class EagerJudge:
         if lucky >= self.leniency:
             return verdict
         params = pack_params([sequence.params], logits.device, [0])
-        law = target_probs(logits[accepted + 1 : accepted + 2], params, [None])
-        final = int(draw(law, torch.tensor([last], dtype=torch.float64))[0])
+        target_row = target_probs(logits[accepted + 1 : accepted + 2], params, [None])
+        final = int(draw(target_row, torch.tensor([last], dtype=torch.float64))[0])
         passed = int(proposal.tokens[accepted])
         return Verdict(
             path=(*verdict.path, accepted),
@@ -112,7 +112,7 @@ class EagerJudge:
         )
 
 
-class SlowJudge:
+class SlowVerifier:
     """Waits once per row, as an engine does that asks the device for every token by itself.
 
     Args:

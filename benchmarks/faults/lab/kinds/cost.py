@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.testing.faults.device import DRAFT_PACE, TARGET_PACE
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import DRAFT, Lab
-from forerun.testing.faults.laws import SlowJudge
-from forerun.testing.faults.passes import RowByRow
-from forerun.testing.faults.scene import Fault, Scene
-from forerun.testing.faults.workload import long_prompts, requests, scene_of
+from lab.device import DRAFT_PACE, TARGET_PACE
+from lab.dice import Dice
+from lab.laboratory import DRAFT, Lab
+from lab.passes import RowByRow
+from lab.setups import Fault, FaultSetup
+from lab.verdicts import SlowVerifier
+from lab.workload import long_prompts, requests, setup_with_plain_stage
 
 __all__ = ["COST"]
 
 
-def slow_draft(lab: Lab, dice: Dice) -> Scene:
+def slow_draft(lab: Lab, dice: Dice) -> FaultSetup:
     """Every drafted token takes a large part of a target pass."""
     pace = DRAFT_PACE.times(dice.uniform(7.0, 10.0))
     engine = lab.engine(lab.drafter(DRAFT, pace), dice.integer(2, 4))
-    return scene_of(lab, engine, requests(lab, dice))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 
-def separate_passes(lab: Lab, dice: Dice) -> Scene:
+def separate_passes(lab: Lab, dice: Dice) -> FaultSetup:
     """The target takes the rows of a step one by one."""
     pace = TARGET_PACE.times(dice.uniform(0.6, 1.0))
     engine = lab.engine(
         lab.drafter(DRAFT), dice.integer(2, 4), batch=1, target=RowByRow(lab.target(pace=pace))
     )
-    return scene_of(lab, engine, requests(lab, dice))
+    return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 
-def host_sync(lab: Lab, dice: Dice) -> Scene:
+def host_sync(lab: Lab, dice: Dice) -> FaultSetup:
     """The engine waits once per emitted token."""
-    judge = SlowJudge(lab.device, TARGET_PACE.pass_s * dice.uniform(0.15, 0.3))
-    engine = lab.engine(lab.drafter(), dice.integer(2, 4), judge=judge)
-    return scene_of(lab, engine, requests(lab, dice))
+    change_verdict = SlowVerifier(lab.device, TARGET_PACE.pass_s * dice.uniform(0.15, 0.3))
+    engine = lab.engine(lab.drafter(), dice.integer(2, 4), change_verdict=change_verdict)
+    return setup_with_plain_stage(lab, engine, requests(lab, dice))
 
 
-def busy_batch(lab: Lab, dice: Dice) -> Scene:
+def busy_batch(lab: Lab, dice: Dice) -> FaultSetup:
     """A batch whose plain rows alone keep the device busy."""
     batch = dice.integer(6, 8)
     pace = replace(TARGET_PACE, free_rows=batch * dice.uniform(0.15, 0.3))
@@ -47,10 +47,10 @@ def busy_batch(lab: Lab, dice: Dice) -> Scene:
     )
     texts = long_prompts(lab, dice, dice.integer(16, 32), batch * max(1, lab.num_prompts // 5))
     asked = requests(lab, dice, texts=texts, count=len(texts))
-    return scene_of(lab, engine, asked)
+    return setup_with_plain_stage(lab, engine, asked)
 
 
-def long_context(lab: Lab, dice: Dice) -> Scene:
+def long_context(lab: Lab, dice: Dice) -> FaultSetup:
     """A kernel that reads the cache once per row."""
     pace = replace(TARGET_PACE, context_s=TARGET_PACE.pass_s * dice.uniform(1.0, 1.5) / 1000)
     texts = [
@@ -59,16 +59,16 @@ def long_context(lab: Lab, dice: Dice) -> Scene:
     ]
     asked = requests(lab, dice, texts=texts, count=len(texts))
     engine = lab.engine(lab.drafter(), dice.integer(3, 5), batch=2, target=lab.target(pace=pace))
-    return scene_of(lab, engine, asked)
+    return setup_with_plain_stage(lab, engine, asked)
 
 
-def prefill_only(lab: Lab, dice: Dice) -> Scene:
+def prefill_only(lab: Lab, dice: Dice) -> FaultSetup:
     """Long prompts, a few tokens of output."""
     pace = replace(TARGET_PACE, free_rows=16.0)
     texts = long_prompts(lab, dice, dice.integer(300, 450), lab.num_prompts)
     asked = requests(lab, dice, texts=texts, count=len(texts), max_tokens=dice.integer(5, 10))
     engine = lab.engine(lab.drafter(), dice.integer(2, 4), target=lab.target(pace=pace))
-    return scene_of(lab, engine, asked)
+    return setup_with_plain_stage(lab, engine, asked)
 
 
 COST = (

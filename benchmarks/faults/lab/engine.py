@@ -15,12 +15,12 @@ from forerun.engine.turn import Turn
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.proposal import Verdict
-from forerun.testing.faults.device import Device
 from forerun.theory.record import StepRecord
+from lab.device import Device
 
-__all__ = ["Judge", "LabEngine"]
+__all__ = ["LabEngine", "VerdictChange"]
 
-Judge = Callable[[Turn, Tensor], Verdict]
+VerdictChange = Callable[[Turn, Tensor], Verdict]
 """From a turn with its verdict, and the logits of its rows, to the verdict that counts."""
 
 
@@ -39,21 +39,26 @@ class LastScores(WrappedModel):
 
 
 class LabStepper(Stepper):
-    """A step whose verdicts a judge looks over before they are committed.
+    """A step whose verdicts a change_verdict looks over before they are committed.
 
     Args:
-        judge: says what counts; None leaves verdicts as they are.
+        change_verdict: says what counts; None leaves verdicts as they are.
         device: whose clock fills the records.
         target: of the engine.
         parts: of the step.
     """
 
     def __init__(
-        self, *, judge: Judge | None, device: Device, target: LanguageModel, **parts: Any
+        self,
+        *,
+        change_verdict: VerdictChange | None,
+        device: Device,
+        target: LanguageModel,
+        **parts: Any,
     ) -> None:
         self.last = LastScores(target)
         super().__init__(target=self.last, **parts)
-        self.judge = judge
+        self.change_verdict = change_verdict
         self.device = device
         self._began = device.spent()
 
@@ -64,12 +69,12 @@ class LabStepper(Stepper):
 
     def _decide(self, fed: Sequence[Turn], emitting: Sequence[Turn], clock: StepClock) -> None:
         super()._decide(fed, emitting, clock)
-        if self.judge is None:
+        if self.change_verdict is None:
             return
         row = 0
         for turn in emitting:
             assert self.last.logits is not None
-            turn.verdict = self.judge(turn, self.last.logits[row : row + turn.num_rows])
+            turn.verdict = self.change_verdict(turn, self.last.logits[row : row + turn.num_rows])
             row += turn.num_rows
 
     def _records(
@@ -89,18 +94,20 @@ class LabStepper(Stepper):
 
 
 class LabEngine(Engine):
-    """An engine with a judge behind its verifiers and another clock.
+    """An engine with a change_verdict behind its verifiers and another clock.
 
     Args:
-        judge: None leaves the verdicts as they are.
+        change_verdict: None leaves the verdicts as they are.
         device: that the models run on.
         parts: of the engine.
     """
 
-    def __init__(self, *, judge: Judge | None, device: Device, **parts: Any) -> None:
+    def __init__(
+        self, *, change_verdict: VerdictChange | None, device: Device, **parts: Any
+    ) -> None:
         super().__init__(**parts)
         self._stepper = LabStepper(
-            judge=judge,
+            change_verdict=change_verdict,
             device=device,
             target=self._stepper.target,
             drafter=self._stepper.drafter,

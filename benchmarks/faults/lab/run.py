@@ -13,12 +13,12 @@ from forerun.engine.results import RequestOutput
 from forerun.engine.tracing import request_records
 from forerun.models.load import model_folder
 from forerun.provenance import trace_header
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import Lab
-from forerun.testing.faults.scene import Fault, Request, Scene, Stage
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import open_trace
 from forerun.trace.writer import TraceWriter
+from lab.dice import Dice
+from lab.laboratory import Lab
+from lab.setups import Fault, FaultRequest, FaultSetup, Stage
 
 __all__ = ["FaultRun", "run_fault"]
 
@@ -48,7 +48,7 @@ class FaultRun:
     trace: Path
     says: Mapping[str, float]
     engine: Engine
-    requests: Sequence[Request]
+    requests: Sequence[FaultRequest]
     target_folder: Path
     draft_folder: Path | None
     outputs: tuple[RequestOutput, ...]
@@ -63,41 +63,41 @@ def run_fault(fault: Fault, seed: int, trace: Path, lab: Lab) -> FaultRun:
         trace: file to write, .jsonl or a .parquet folder.
         lab: with the models.
     """
-    scene = fault.inject(lab, Dice(seed, fault.name))
+    setup = fault.inject(lab, Dice(seed, fault.name))
     with open_trace(trace) as writer:
-        played = [play(stage, writer, first, lab) for stage, first in with_headers(scene)]
+        played = [play(stage, writer, first, lab) for stage, first in with_headers(setup)]
     last = played[-1]
-    says = dict(scene.says)
-    if scene.client is not None:
+    says = dict(setup.says)
+    if setup.client is not None:
         num_tokens = sum(len(output.token_ids) for output in last.outputs)
-        says |= scene.client(num_tokens, last.num_chunks, last.seconds)
+        says |= setup.client(num_tokens, last.num_chunks, last.seconds)
     return FaultRun(
         fault=fault,
         seed=seed,
         trace=trace,
         says=says,
-        engine=scene.stages[-1].engine,
-        requests=scene.stages[-1].requests,
-        target_folder=model_folder(scene.stages[-1].target),
-        draft_folder=folder_of(scene),
+        engine=setup.stages[-1].engine,
+        requests=setup.stages[-1].requests,
+        target_folder=model_folder(setup.stages[-1].target),
+        draft_folder=folder_of(setup),
         outputs=last.outputs,
     )
 
 
-def folder_of(scene: Scene) -> Path | None:
+def folder_of(setup: FaultSetup) -> Path | None:
     """Files of the draft that the last stage was meant to have."""
-    draft = scene.stages[-1].draft
-    return scene.draft_folder or (None if draft is None else model_folder(draft))
+    draft = setup.stages[-1].draft
+    return setup.draft_folder or (None if draft is None else model_folder(draft))
 
 
-def with_headers(scene: Scene) -> Iterator[tuple[Stage, bool]]:
+def with_headers(setup: FaultSetup) -> Iterator[tuple[Stage, bool]]:
     """Stages, and whether one needs a header of its own: it is of another pair than before.
 
     A plain stage has no draft; it is headed by the pair it is to be compared with.
     """
-    pairs = [(stage.target, stage.draft) for stage in scene.stages]
+    pairs = [(stage.target, stage.draft) for stage in setup.stages]
     changed = [True, *(before != after for before, after in pairwise(pairs))]
-    yield from zip(scene.stages, changed, strict=True)
+    yield from zip(setup.stages, changed, strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

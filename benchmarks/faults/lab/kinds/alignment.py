@@ -6,23 +6,23 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import DRAFT, POOR_DRAFT, TARGET, Lab
-from forerun.testing.faults.passes import ForeignIds, NearSighted
-from forerun.testing.faults.scene import Fault, Scene, Stage
-from forerun.testing.faults.weights import altered_copy, moved, renumbered
-from forerun.testing.faults.workload import compared, long_prompts, requests, scene_of
+from lab.dice import Dice
+from lab.laboratory import DRAFT, POOR_DRAFT, TARGET, Lab
+from lab.passes import ForeignIds, NearSighted
+from lab.setups import Fault, FaultSetup, Stage
+from lab.weights import altered_copy, moved, renumbered
+from lab.workload import compared, long_prompts, requests, setup_with_plain_stage
 
 __all__ = ["ALIGNMENT"]
 
 
-def poor_draft(lab: Lab, dice: Dice) -> Scene:
+def poor_draft(lab: Lab, dice: Dice) -> FaultSetup:
     """The draft of another domain."""
     engine = lab.engine(lab.drafter(POOR_DRAFT), dice.integer(1, 3))
-    return scene_of(lab, engine, requests(lab, dice), POOR_DRAFT)
+    return setup_with_plain_stage(lab, engine, requests(lab, dice), POOR_DRAFT)
 
 
-def stale_draft(lab: Lab, dice: Dice) -> Scene:
+def stale_draft(lab: Lab, dice: Dice) -> FaultSetup:
     """The same traffic before and after the target was changed."""
     seed, distance = dice.integer(0, 1 << 30), dice.uniform(0.5, 0.8)
     folder = lab.folder / f"target-{seed}"
@@ -32,7 +32,7 @@ def stale_draft(lab: Lab, dice: Dice) -> Scene:
     before = compared(lab, lab.engine(lab.drafter(), k), asked)
     engine = lab.engine(lab.drafter(), k, target=lab.target(changed))
     after = Stage(name="after", engine=engine, requests=asked, target=changed, draft=DRAFT)
-    return Scene(stages=(*before, after))
+    return FaultSetup(stages=(*before, after))
 
 
 def as_diff(text: str) -> str:
@@ -40,7 +40,7 @@ def as_diff(text: str) -> str:
     return "".join(f"+{line}\n" for line in text.splitlines())
 
 
-def other_format(lab: Lab, dice: Dice) -> Scene:
+def other_format(lab: Lab, dice: Dice) -> FaultSetup:
     """Some prompts come as patches, which the draft has hardly seen."""
     temperature = dice.choice((0.6, 0.7, 0.8))
     half = lab.num_prompts // 2 + 2
@@ -52,7 +52,7 @@ def other_format(lab: Lab, dice: Dice) -> Scene:
     patch = requests(
         lab, dice, temperature=temperature, texts=wrapped, count=half, tags=("template:patch",)
     )
-    return scene_of(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), plain + patch)
+    return setup_with_plain_stage(lab, lab.engine(lab.drafter(), dice.integer(2, 4)), plain + patch)
 
 
 def permutation(dice: Dice, vocab_size: int, share: float) -> Int64[Tensor, " vocab"]:
@@ -63,7 +63,7 @@ def permutation(dice: Dice, vocab_size: int, share: float) -> Int64[Tensor, " vo
     return ids
 
 
-def foreign_ids(lab: Lab, dice: Dice) -> Scene:
+def foreign_ids(lab: Lab, dice: Dice) -> FaultSetup:
     """The draft's ids are those of another tokenizer."""
     ids = permutation(dice, lab.model(DRAFT).vocab_size, dice.uniform(0.9, 1.0))
     folder = renumbered(DRAFT, lab.folder / f"ids-{dice.integer(0, 1 << 30)}", ids.tolist())
@@ -71,10 +71,10 @@ def foreign_ids(lab: Lab, dice: Dice) -> Scene:
     drafter = lab.drafter(model)
     asked = requests(lab, dice)
     stages = compared(lab, lab.engine(drafter, dice.integer(2, 4)), asked)
-    return Scene(stages=stages, draft_folder=folder)
+    return FaultSetup(stages=stages, draft_folder=folder)
 
 
-def beyond_window(lab: Lab, dice: Dice) -> Scene:
+def beyond_window(lab: Lab, dice: Dice) -> FaultSetup:
     """Contexts go past the positions the draft was made for."""
     window = dice.integer(220, 280)
     # The runner that takes positions as they are given; others count them by themselves.
@@ -86,7 +86,7 @@ def beyond_window(lab: Lab, dice: Dice) -> Scene:
     ]
     tokens = 3 * lab.num_tokens // 4
     asked = requests(lab, dice, texts=texts, count=len(texts), max_tokens=tokens)
-    return scene_of(lab, lab.engine(drafter, 2), asked)
+    return setup_with_plain_stage(lab, lab.engine(drafter, 2), asked)
 
 
 ALIGNMENT = (

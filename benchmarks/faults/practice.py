@@ -1,4 +1,4 @@
-"""Write the trace of a fault, to practise on: python -m forerun.testing.faults NAME --out FILE."""
+"""Write the trace of one fault, to practise on: practice.py NAME --out FILE."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from lab.catalogue import FAULTS
+from lab.laboratory import Lab
+from lab.run import run_fault
 from rich.console import Console
 from rich.table import Table
-
-from forerun.testing.faults.catalogue import FAULTS
-from forerun.testing.faults.lab import Lab
-from forerun.testing.faults.run import run_fault
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """List what there is, or run one of it."""
-    parser = argparse.ArgumentParser(prog="python -m forerun.testing.faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/faults/practice.py", description=__doc__
+    )
     parser.add_argument("name", nargs="?", choices=FAULTS, help="left out: list all")
     parser.add_argument("--seed", type=int, default=0, help="decides prompts and sizes")
     parser.add_argument("--out", type=Path, default=Path("fault.jsonl"), help="trace to write")

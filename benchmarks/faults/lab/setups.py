@@ -8,14 +8,14 @@ from pathlib import Path
 
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
-from forerun.testing.faults.dice import Dice
-from forerun.testing.faults.lab import Lab
+from lab.dice import Dice
+from lab.laboratory import Lab
 
-__all__ = ["Fault", "Inject", "Request", "Scene", "Stage"]
+__all__ = ["Fault", "FaultRequest", "FaultSetup", "Inject", "Stage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class FaultRequest:
     """One prompt.
 
     Attributes:
@@ -43,13 +43,13 @@ class Stage:
 
     name: str
     engine: Engine
-    requests: Sequence[Request]
+    requests: Sequence[FaultRequest]
     target: str
     draft: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class FaultSetup:
     """A run to be: a plain stage to compare with, then what is complained about.
 
     Attributes:
@@ -65,7 +65,7 @@ class Scene:
     draft_folder: Path | None = None
 
 
-Inject = Callable[[Lab, Dice], Scene]
+Inject = Callable[[Lab, Dice], FaultSetup]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
