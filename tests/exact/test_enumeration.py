@@ -17,11 +17,11 @@ from forerun.testing.exact.adaptive import goodput_k
 from forerun.testing.exact.chains import emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
 from forerun.testing.exact.histories import Inexact
-from forerun.testing.exact.laws import Laws, random_laws, structured_laws
+from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
 from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, PlantedView
 from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult, render
 from forerun.testing.exact.run import run_enumeration
-from forerun.testing.exact.shaped import SHAPES, shaped_laws
+from forerun.testing.exact.shaped import SHAPES, shaped_pairs
 from forerun.testing.exact.verifiers import ChainVerifier, confident_before
 from forerun.testing.exact.walks import Walker, emit_walks, walk_table
 from forerun.theory.tree import TokenTree
@@ -29,13 +29,15 @@ from forerun.theory.tree import TokenTree
 TREE = TokenTree((-1, -1, 0))
 
 
-def some_laws(vocab_size: int = 3, horizon: int = 5, num_laws: int = 16, seed: int = 1) -> Laws:
+def some_pairs(
+    vocab_size: int = 3, horizon: int = 5, num_pairs: int = 16, seed: int = 1
+) -> ModelPairs:
     generator = torch.Generator().manual_seed(seed)
-    return next(random_laws(num_laws, vocab_size, horizon, generator))
+    return next(random_pairs(num_pairs, vocab_size, horizon, generator))
 
 
-def worst_tv(joint: torch.Tensor, laws: Laws) -> float:
-    return float((joint - laws.joint()).abs().sum(-1).max() / 2)
+def worst_tv(joint: torch.Tensor, pairs: ModelPairs) -> float:
+    return float((joint - pairs.joint()).abs().sum(-1).max() / 2)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def told() -> list[str]:
 
 @pytest.fixture(scope="module")
 def report(told: list[str]) -> ExactReport:
-    return run_enumeration(num_laws=24, seed=7, progress=told.append)
+    return run_enumeration(num_pairs=24, seed=7, progress=told.append)
 
 
 def test_every_verifier_is_exact_and_every_planted_bug_caught(report: ExactReport) -> None:
@@ -53,7 +55,7 @@ def test_every_verifier_is_exact_and_every_planted_bug_caught(report: ExactRepor
     assert all(v.worst_tv <= 1e-12 for v in report.verifiers)
     assert all(p.worst_tv > 1e-3 for p in report.planted)
     assert all(v.num_histories > 0 for v in report.verifiers)
-    assert all(v.num_laws >= (5 if shaped(v.name) else 24) for v in report.verifiers)
+    assert all(v.num_pairs >= (5 if shaped(v.name) else 24) for v in report.verifiers)
     names = {v.name for v in report.verifiers}
     assert {f"{rule}, {shape}" for rule in ("token", "block", "walk") for shape in SHAPES} <= names
     assert {"token", "block", "walk, deterministic tree", "coupled, any draft"} <= names
@@ -73,7 +75,7 @@ def test_the_report_goes_to_json_and_terminal(report: ExactReport) -> None:
     data = json.loads(json.dumps(report.to_dict()))
     assert data["ok"] is True
     assert len(data["verifiers"]) == len(report.verifiers)
-    assert {"name", "num_laws", "num_histories", "worst_tv", "ok"} <= set(data["verifiers"][0])
+    assert {"name", "num_pairs", "num_histories", "worst_tv", "ok"} <= set(data["verifiers"][0])
     assert {"name", "worst_tv", "caught"} <= set(data["planted"][0])
     console = Console(width=100, record=True, file=StringIO())
     console.print(render(report))
@@ -84,10 +86,10 @@ def test_the_report_goes_to_json_and_terminal(report: ExactReport) -> None:
 
 
 def test_a_biased_verifier_or_a_missed_bug_fails_the_report() -> None:
-    good = VerifierResult(name="a", num_laws=1, num_histories=1, worst_tv=1e-15)
-    biased = VerifierResult(name="b", num_laws=1, num_histories=1, worst_tv=2e-12, detail="why")
-    caught = PlantedResult(name="c", num_laws=1, worst_tv=0.1)
-    missed = PlantedResult(name="d", num_laws=1, worst_tv=1e-13)
+    good = VerifierResult(name="a", num_pairs=1, num_histories=1, worst_tv=1e-15)
+    biased = VerifierResult(name="b", num_pairs=1, num_histories=1, worst_tv=2e-12, detail="why")
+    caught = PlantedResult(name="c", num_pairs=1, worst_tv=0.1)
+    missed = PlantedResult(name="d", num_pairs=1, worst_tv=1e-13)
     assert ExactReport(seed=0, verifiers=(good,), planted=(caught,)).ok
     assert not ExactReport(seed=0, verifiers=(good, biased), planted=(caught,)).ok
     assert not ExactReport(seed=0, verifiers=(good,), planted=(caught, missed)).ok
@@ -122,30 +124,30 @@ def test_progress_names_every_part(report: ExactReport, told: list[str]) -> None
 
 
 @pytest.mark.parametrize(("name", "verifiers"), PLANTED, ids=[name for name, _ in PLANTED])
-def test_each_planted_bug_biases_random_laws(
+def test_each_planted_bug_biases_random_pairs(
     name: str, verifiers: tuple[ChainVerifier, ...]
 ) -> None:
-    laws = some_laws(num_laws=32)
-    worst = max(worst_tv(emit_chains(laws, verifier, 2).joint, laws) for verifier in verifiers)
+    pairs = some_pairs(num_pairs=32)
+    worst = max(worst_tv(emit_chains(pairs, verifier, 2).joint, pairs) for verifier in verifiers)
     assert worst > 1e-3, name
 
 
 @pytest.mark.parametrize("bug", PLANTED_VIEWS, ids=lambda bug: bug.name)
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_each_bug_in_what_rows_know_biases_random_laws(bug: PlantedView, rule: str) -> None:
-    laws = shaped_laws(some_laws(), SHAPES[bug.shape], 2, bug.view)
-    assert worst_tv(emit_chains(laws, ChainVerifier(rule=rule), 2).joint, laws) > 1e-3
-    walked = shaped_laws(some_laws(), SHAPES[bug.shape], 2, bug.view)
+def test_each_bug_in_what_rows_know_biases_random_pairs(bug: PlantedView, rule: str) -> None:
+    pairs = shaped_pairs(some_pairs(), SHAPES[bug.shape], 2, bug.view)
+    assert worst_tv(emit_chains(pairs, ChainVerifier(rule=rule), 2).joint, pairs) > 1e-3
+    walked = shaped_pairs(some_pairs(), SHAPES[bug.shape], 2, bug.view)
     assert worst_tv(emit_walks(walked, Walker(), TREE).joint, walked) > 1e-3
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_text_shapes_the_laws(name: str) -> None:
+def test_the_text_shapes_the_pairs(name: str) -> None:
     """Otherwise the shaped rows of the report would test nothing new."""
-    laws = some_laws(num_laws=4)
-    shaped = shaped_laws(laws, SHAPES[name], 2)
+    pairs = some_pairs(num_pairs=4)
+    shaped = shaped_pairs(pairs, SHAPES[name], 2)
     assert all(
-        not torch.equal(*rows) for rows in zip(shaped.target[1:], laws.target[1:], strict=True)
+        not torch.equal(*rows) for rows in zip(shaped.target[1:], pairs.target[1:], strict=True)
     )
     for level, rows in enumerate(shaped.target):
         torch.testing.assert_close(shaped.target_rows(level, 0), rows, rtol=0, atol=1e-14)
@@ -156,20 +158,20 @@ def test_the_text_shapes_the_laws(name: str) -> None:
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), [(2, 3), (4, 1), (5, 2)])
 def test_other_sizes_are_exact_too(rule: str, vocab_size: int, num_drafts: int) -> None:
-    laws = some_laws(vocab_size, num_drafts + 3, num_laws=4)
+    pairs = some_pairs(vocab_size, num_drafts + 3, num_pairs=4)
     for verifier in (ChainVerifier(rule=rule), ChainVerifier(rule=rule, keep=confident_before)):
-        assert worst_tv(emit_chains(laws, verifier, num_drafts).joint, laws) <= 1e-12
+        assert worst_tv(emit_chains(pairs, verifier, num_drafts).joint, pairs) <= 1e-12
 
 
 def test_the_stop_rule_makes_chains_ragged() -> None:
     """Otherwise the stop-rule rows of the report would test nothing new."""
-    rows = some_laws().draft[0][:, 0]
+    rows = some_pairs().draft[0][:, 0]
     assert 0 < confident_before(rows, rows[..., 0]).double().mean() < 1
 
 
-def test_structured_laws_are_what_they_say() -> None:
-    laws = structured_laws(3, 2, torch.Generator().manual_seed(0))
-    for target, draft in zip(laws.target, laws.draft, strict=True):
+def test_structured_pairs_are_what_they_say() -> None:
+    pairs = structured_pairs(3, 2, torch.Generator().manual_seed(0))
+    for target, draft in zip(pairs.target, pairs.draft, strict=True):
         for rows in (target, draft):
             torch.testing.assert_close(rows.sum(-1), torch.ones_like(rows[..., 0]))
         assert torch.equal(target[0], draft[0])
@@ -212,7 +214,7 @@ def test_target_noise_keyed_by_depth_alone_is_found_out() -> None:
         return [position_key(request_key, depth) for depth in (0, *tree.depths)]
 
     with pytest.raises(Inexact, match="decided something before"):
-        emit_walks(some_laws(), Walker(keys=keys), TREE)
+        emit_walks(some_pairs(), Walker(keys=keys), TREE)
 
 
 def test_target_noise_shared_with_the_drafts_is_found_out() -> None:
@@ -221,21 +223,21 @@ def test_target_noise_shared_with_the_drafts_is_found_out() -> None:
         return [draft_key(request_key, num_committed, depth) for depth in (0, *tree.depths)]
 
     with pytest.raises(Inexact, match="decided something before"):
-        emit_walks(some_laws(), Walker(keys=keys, sampled=True), TokenTree.chain(2))
+        emit_walks(some_pairs(), Walker(keys=keys, sampled=True), TokenTree.chain(2))
 
 
-def test_a_wrong_walk_law_would_show() -> None:
-    """The walk's law is compared with the target's, not assumed: feed it another target."""
-    laws = some_laws()
-    other = Laws(target=laws.draft, draft=laws.draft)
-    assert worst_tv(emit_walks(other, Walker(), TREE).joint, laws) > 1e-3
+def test_a_wrong_walk_distribution_would_show() -> None:
+    """The walk's distribution is compared with the target's, not assumed: try another."""
+    pairs = some_pairs()
+    other = ModelPairs(target=pairs.draft, draft=pairs.draft)
+    assert worst_tv(emit_walks(other, Walker(), TREE).joint, pairs) > 1e-3
 
 
 # ------------------------------------------------------------------------------ teeth: the coupling
 
 
 def test_coupled_steps_equal_plain_decoding() -> None:
-    compared, different = compare_with_plain(some_laws(num_laws=3), TREE, range(3))
+    compared, different = compare_with_plain(some_pairs(num_pairs=3), TREE, range(3))
     assert compared == 3 * 3 * 3 * 27
     assert different == 0
 
@@ -245,5 +247,5 @@ def test_coupling_with_keys_of_the_step_differs(monkeypatch: pytest.MonkeyPatch)
         return [position_key(request_key, num_committed + 7 * d) for d in (0, *tree.depths)]
 
     monkeypatch.setattr(coupling, "target_keys", keys)
-    _, different = compare_with_plain(some_laws(num_laws=3), TREE, range(3))
+    _, different = compare_with_plain(some_pairs(num_pairs=3), TREE, range(3))
     assert different > 0

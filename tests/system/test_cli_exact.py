@@ -26,8 +26,8 @@ def test_json_reports_every_verifier_and_planted_bug(capsys):
 def test_a_biased_verifier_or_a_missed_bug_fails(worst_tv, planted_tv, word, monkeypatch, capsys):
     report = ExactReport(
         seed=0,
-        verifiers=(VerifierResult(name="v", num_laws=1, num_histories=1, worst_tv=worst_tv),),
-        planted=(PlantedResult(name="p", num_laws=1, worst_tv=planted_tv),),
+        verifiers=(VerifierResult(name="v", num_pairs=1, num_histories=1, worst_tv=worst_tv),),
+        planted=(PlantedResult(name="p", num_pairs=1, worst_tv=planted_tv),),
     )
     monkeypatch.setattr(enumeration, "run_enumeration", lambda *_: report)
     assert main(["exact"]) == 1

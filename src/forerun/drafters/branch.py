@@ -28,7 +28,7 @@ class Branch:
         choice: how its nodes are chosen.
         budget: tokens to draft in this step.
         limit: what set the budget: "budget" of the plan, the draft's own "context", "stop_rule", or
-            "no_law".
+            "invalid_probs".
         stop: the plan's rule for ending the draft before its budget.
         stop_values: what the rule measured before every node; None without one.
         hindsight: which of the last committed tokens would have been proposed; None unless asked.
@@ -73,14 +73,15 @@ class Branch:
     def end(self, values: Sequence[float]) -> None:
         """Cut the budget to the nodes the rule leaves, by what it measured before each.
 
-        A law that is NaN measures nothing: drafting ends before it, as where it was to be drawn
-        from. The first node is there in any case, then without a value anybody could learn from.
+        A distribution that is NaN measures nothing: drafting ends before it, as where it was to be
+        drawn from. The first node is there in any case, then without a value anybody could learn
+        from.
         """
         if self.stop is None:
             return
         for node, value in enumerate(values[: self.budget]):
             if math.isnan(value) or (node > 0 and self.stop.stops(value)):
-                self.limit = "no_law" if math.isnan(value) else "stop_rule"
+                self.limit = "invalid_probs" if math.isnan(value) else "stop_rule"
                 self.budget = max(1, node)
                 values = values[:node]
                 break
@@ -89,14 +90,14 @@ class Branch:
     def may_chain(self, num_tokens: int, max_context: int) -> bool:
         """Whether a chain of `num_tokens`, maybe past its own budget, can be had in one call.
 
-        It must fit, and nothing but the temperature may shape its laws.
+        It must fit, and nothing but the temperature may shape its distributions.
         """
         fits = self.num_committed + num_tokens - 1 <= max_context
         return fits and self.is_shaped_by_temperature_alone
 
     @property
     def is_shaped_by_temperature_alone(self) -> bool:
-        """Whether its laws are the model's own at a temperature, whatever came before."""
+        """Whether its distributions are the model's own at a temperature, whatever came before."""
         return self.request.history is None and not self.params.has_processors
 
     @property

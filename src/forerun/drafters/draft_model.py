@@ -2,7 +2,7 @@
 
 Cost per step: one pass over what the draft has not seen, then K - 1 passes of one row per sequence;
 each pass reads the draft's weights once and scores batch x vocabulary logits. Where nothing but the
-temperature shapes the laws, the model drafts all chains in one call if it can.
+temperature shapes the distributions, the model drafts all chains in one call if it can.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class DraftModel:
         greedy = all(branch.choice is Choice.DETERMINISTIC for branch in branches)
         return Levels(
             tokens=drawn.tokens,
-            laws=None if greedy else drawn.probs,
+            draft_probs=None if greedy else drawn.probs,
             stop_values=() if drawn.stop_values is None else measured(drawn.stop_values),
         )
 
@@ -311,7 +311,7 @@ def greedy_proposal(branch: Branch, chain: Tensor) -> Proposal:
 
 
 def proposals_of(branches: Sequence[Branch], levels: Levels) -> list[Proposal]:
-    """The finished chains, each up to the first law that is NaN.
+    """The finished chains, each up to the first distribution that is NaN.
 
     Where the draft fails may depend on what it drew before. To refuse the whole chain would then be
     to drop drawn tokens for what they are, which biases the text; to end it there is not. A failure
@@ -319,10 +319,10 @@ def proposals_of(branches: Sequence[Branch], levels: Levels) -> list[Proposal]:
     """
     for branch, values in zip(branches, levels.stop_values, strict=False):
         branch.end(values)
-    if levels.laws is None:
+    if levels.draft_probs is None:
         chains = levels.tokens.t().unbind()
         return [greedy_proposal(b, chain) for b, chain in zip(branches, chains, strict=True)]
-    failed = [*zip(*failed_rows(levels.laws).tolist(), strict=True)]
+    failed = [*zip(*failed_rows(levels.draft_probs).tolist(), strict=True)]
     return [
         sampled_proposal(branch, levels, index, failed[index])
         for index, branch in enumerate(branches)
@@ -333,19 +333,19 @@ def sampled_proposal(
     branch: Branch, levels: Levels, index: int, failed: Sequence[bool]
 ) -> Proposal:
     """A chain with the rows it was drawn from, unless it is deterministic after all."""
-    assert levels.laws is not None
+    assert levels.draft_probs is not None
     tokens = levels.tokens[: branch.budget, index]
     if branch.choice is Choice.DETERMINISTIC:
         return greedy_proposal(branch, tokens)
-    num_lawful = next((n for n in range(branch.budget) if failed[n]), branch.budget)
-    length = max(1, num_lawful)
-    tokens, laws = tokens[:length], levels.laws[:length, index]
+    num_valid = next((n for n in range(branch.budget) if failed[n]), branch.budget)
+    length = max(1, num_valid)
+    tokens, draft_probs = tokens[:length], levels.draft_probs[:length, index]
     return Proposal(
         tokens=tokens,
         tree=TokenTree.chain(length),
         choice=branch.choice,
-        draft_probs=laws,
-        stop_reason=branch.limit if length == branch.budget else "no_law",
+        draft_probs=draft_probs,
+        stop_reason=branch.limit if length == branch.budget else "invalid_probs",
         stop_values=None if branch.stop_values is None else branch.stop_values[:length],
-        assurance=Assurance(tokens=tokens, draft_probs=laws) if num_lawful else None,
+        assurance=Assurance(tokens=tokens, draft_probs=draft_probs) if num_valid else None,
     )

@@ -1,4 +1,4 @@
-"""Chains drafted level by level: one pass, one law and one draw per node."""
+"""Chains drafted level by level: one pass, one distribution and one draw per node."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Levels:
 
     Attributes:
         tokens: drafted tokens; meaningless past the budget of a branch.
-        laws: the rows they were drawn from, likewise; None where all chains are deterministic.
+        draft_probs: the rows they were drawn from, likewise; None where all chains are
+            deterministic.
         stop_values: per branch, what its stop rule measured before its draws, up to the first node
             it leaves out; empty where no branch has a rule.
     """
 
     tokens: Int64[Tensor, "levels branches"]
-    laws: Float[Tensor, "levels branches vocab"] | None
+    draft_probs: Float[Tensor, "levels branches vocab"] | None
     stop_values: Sequence[Sequence[float]] = ()
 
 
@@ -52,9 +53,9 @@ def draft_levels(
     num_levels, device = branches[0].budget, model.device
     chooser = Chooser(branches, num_levels, device)
     params = pack_params([branch.params for branch in branches], device)
-    laws = None
+    draft_probs = None
     if any(branch.choice is not Choice.DETERMINISTIC for branch in branches):
-        laws = torch.empty(num_levels, len(branches), vocab_size, device=device)
+        draft_probs = torch.empty(num_levels, len(branches), vocab_size, device=device)
     positions = batch.positions.index_select(0, batch.logit_rows)
     stopping = Stopping(branches, device) if any(b.stop is not None for b in branches) else None
     drafted: list[Tensor] = []
@@ -64,20 +65,20 @@ def draft_levels(
             positions = positions[: len(branches)] + 1
             batch = next_pass(branches, drafted[-1][: len(branches)], positions)
         logits = fit_vocabulary(model.forward(batch).logits, vocab_size)
-        law = target_probs(
+        probs = target_probs(
             logits,
             params.rows(slice(len(branches))),
             row_histories(branches, drafted),
-            out=None if laws is None else laws[level, : len(branches)],
+            out=None if draft_probs is None else draft_probs[level, : len(branches)],
         )
         if stopping is not None:
-            stopping.look(logits, law)
-        drafted.append(chooser.choose(law, level))
+            stopping.look(logits, probs)
+        drafted.append(chooser.choose(probs, level))
         if stopping is not None and stopping.ended(len(branches)):
             break
     return Levels(
         tokens=torch.nn.utils.rnn.pad_sequence(drafted, batch_first=True),
-        laws=None if laws is None else laws[: len(drafted)],
+        draft_probs=None if draft_probs is None else draft_probs[: len(drafted)],
         stop_values=() if stopping is None else stopping.values,
     )
 
@@ -131,23 +132,23 @@ class Chooser:
             self.positions = race_keys(branches, num_levels).to(device)
 
     def choose(
-        self, law: Float[Tensor, "branches vocab"], level: int
+        self, probs: Float[Tensor, "branches vocab"], level: int
     ) -> Int64[Tensor, " branches"]:
         """The next token of every branch that goes on."""
         if len(self.kinds) == 1:
-            return self._choose(self.choices[0], law, level, slice(len(law)))
-        tokens = torch.empty(len(law), dtype=torch.int64, device=law.device)
+            return self._choose(self.choices[0], probs, level, slice(len(probs)))
+        tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
         for choice in self.kinds:
-            rows = [row for row in range(len(law)) if self.choices[row] is choice]
-            tokens[rows] = self._choose(choice, law[rows], level, rows)
+            rows = [row for row in range(len(probs)) if self.choices[row] is choice]
+            tokens[rows] = self._choose(choice, probs[rows], level, rows)
         return tokens
 
-    def _choose(self, choice: Choice, law: Tensor, level: int, rows: slice | list[int]) -> Tensor:
+    def _choose(self, choice: Choice, probs: Tensor, level: int, rows: slice | list[int]) -> Tensor:
         if choice is Choice.DETERMINISTIC:
-            return largest(law)[1]
+            return largest(probs)[1]
         if choice is Choice.SAMPLED:
-            return draw(law, self.uniforms[level, rows])
-        return target_tokens(law, self.positions[level, rows])
+            return draw(probs, self.uniforms[level, rows])
+        return target_tokens(probs, self.positions[level, rows])
 
 
 def row_histories(branches: Sequence[Branch], drafted: Sequence[Tensor]) -> list[RowHistory | None]:

@@ -37,9 +37,11 @@ class Stopping:
         self._is_entropy = torch.tensor(is_entropy, device=device)
         self._is_greedy = torch.tensor(is_greedy, device=device)[:, None]
 
-    def look(self, logits: Float[Tensor, "going vocab"], law: Float[Tensor, "going vocab"]) -> None:
+    def look(
+        self, logits: Float[Tensor, "going vocab"], probs: Float[Tensor, "going vocab"]
+    ) -> None:
         """Measure before the next draw of the first `going` branches."""
-        for index, value in enumerate(self._measured(logits, law)):
+        for index, value in enumerate(self._measured(logits, probs)):
             rule = self.rules[index]
             if rule is None or self._stopped[index]:
                 continue
@@ -50,13 +52,13 @@ class Stopping:
         """Whether all of the first so many branches have stopped."""
         return all(self._stopped[:num_going])
 
-    def _measured(self, logits: Tensor, law: Tensor) -> list[float]:
-        going = len(law)
+    def _measured(self, logits: Tensor, probs: Tensor) -> list[float]:
+        going = len(probs)
         if self._some_greedy:
-            law = torch.where(self._is_greedy[:going], logits.float().softmax(-1), law)
-        values = law.amax(-1)
+            probs = torch.where(self._is_greedy[:going], logits.float().softmax(-1), probs)
+        values = probs.amax(-1)
         if self._some_entropy:
-            entropy = torch.special.entr(law).sum(-1)
+            entropy = torch.special.entr(probs).sum(-1)
             values = torch.where(self._is_entropy[:going], entropy, values)
         measured: list[float] = values.tolist()
         return measured

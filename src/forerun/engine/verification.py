@@ -214,7 +214,7 @@ def verify_sampled(batch: Batch, rule: Rule) -> list[Verdict]:
     verdicts = []
     for index, (turn, rows) in enumerate(batch.rows()):
         num_accepted = found.num_accepted[index]
-        if num_accepted == found.num_lawful[index]:
+        if num_accepted == found.num_valid[index]:
             refuse(turn)
         emitted = (
             *found.tokens[rows.start + 1 : rows.start + 1 + num_accepted],

@@ -1,13 +1,13 @@
 """Verification of sampled chains: token-level rejection and block verification.
 
-Each rule is a law stage (acceptance and residual weights from probabilities and drawn tokens) and a
-draw stage (noise against those weights, strict u < a). `verify_chains` composes them for service;
-`forerun exact` feeds the same law stage every possible draft in fp64 and sums over the noise
-symbolically.
+Each rule is a probability stage (acceptance and residual weights from probabilities and drawn
+tokens) and a draw stage (noise against those weights, strict u < a). `verify_chains` composes them
+for service; `forerun exact` feeds the same probability stage every possible draft in fp64 and sums
+over the noise symbolically.
 
 Shapes: a batch of chains padded to `nodes` drafted tokens, with `rows` = nodes + 1 target rows.
-Row i is the law of the token drafted as node i, the last valid row that of the bonus token. Padding
-is never read into a result, NaN included: `num_drafted` says where each chain ends.
+Row i is the distribution of the token drafted as node i, the last valid row that of the bonus
+token. Padding is never read into a result, NaN included: `num_drafted` says where each chain ends.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def verify_chains(
     """Accept a prefix of every chain and draw the token that follows; exact for sampled chains.
 
     Args:
-        target_probs: laws of the target after each prefix of the chain, the empty one first.
-        draft_probs: the laws the draft tokens were drawn from.
+        target_probs: distributions of the target after each prefix of the chain, the empty one
+            first.
+        draft_probs: the distributions the draft tokens were drawn from.
         tokens: the draft tokens; padding may hold any valid id.
         num_drafted: valid nodes of each chain, 0 to nodes. It may depend on tokens drawn before a
             node, never on the node itself.
@@ -103,7 +104,7 @@ def verify_chains(
     )
 
 
-# ---------------------------------------------------------------------------------------- law stage
+# -------------------------------------------------------------------------------- probability stage
 
 
 def accept_probs(
@@ -179,10 +180,10 @@ def residual_weights(
     draft_row: Float[Tensor, "batch vocab"],
     prefix_ratio: Float64[Tensor, " batch"],
 ) -> Float[Tensor, "batch vocab"]:
-    """Unnormalised law of the final token: [prefix_ratio * target - draft]+.
+    """Unnormalised distribution of the final token: [prefix_ratio * target - draft]+.
 
-    The token rule has ratio 1. Where nothing remains the two laws agree up to rounding, and the
-    target's own row is the limit.
+    The token rule has ratio 1. Where nothing remains the two distributions agree up to rounding,
+    and the target's own row is the limit.
     """
     residual = _residual(target_row, draft_row, prefix_ratio)
     is_nothing = residual.sum(-1, keepdim=True) <= 0

@@ -24,7 +24,7 @@ class DrawnChain:
     """What a chain was drawn from.
 
     Attributes:
-        draft_probs: law of every node; None for a chain of none.
+        draft_probs: distribution of every node; None for a chain of none.
         keys: `noise.chain_keys`: one per node, then RECOVERED and BONUS.
     """
 
@@ -41,20 +41,20 @@ class DrawnChain:
 class ChainVerdicts:
     """Verdicts on the chains of a pass, one entry each.
 
-    A chain ends where the target has no law: the tokens before decide that, so it is no bias. Where
-    all of `num_lawful` rows are accepted there is no final token.
+    A chain ends where the target has no distribution: the tokens before decide that, so it is no
+    bias. Where all of `num_valid` rows are accepted there is no final token.
 
     Attributes:
         num_accepted: leading draft tokens to emit.
         final_tokens: the token after them.
-        num_lawful: rows before the first without a law, of one more than were drafted.
+        num_valid: rows before the first without a distribution, of one more than were drafted.
         expected_accepted: E[num_accepted | draft tokens].
         tokens: fed at every row of the pass.
     """
 
     num_accepted: Sequence[int]
     final_tokens: Sequence[int]
-    num_lawful: Sequence[int]
+    num_valid: Sequence[int]
     expected_accepted: Sequence[float]
     tokens: Sequence[int]
 
@@ -73,9 +73,9 @@ def verify_chain_batch(
         chains: one or more.
         rule: "token" or "block".
     """
-    laws = [chain.draft_probs for chain in chains if chain.draft_probs is not None]
+    draft_probs = [chain.draft_probs for chain in chains if chain.draft_probs is not None]
     kernels = kernels_for(target_probs)
-    if kernels and all(law.is_cpu and law.dtype is torch.float32 for law in laws):
+    if kernels and all(probs.is_cpu and probs.dtype is torch.float32 for probs in draft_probs):
         return _by_kernels(kernels, target_probs, tokens, chains, rule)
     sizes = [chain.num_drafted + 1 for chain in chains]
     starts = [0, *accumulate(sizes)]
@@ -84,11 +84,11 @@ def verify_chain_batch(
         rows = slice(starts[some.start], starts[some.stop])  # so that padded copies stay small
         columns.append(_padded(target_probs[rows], tokens[rows], chains[some], rule))
     together = columns[0] if len(columns) == 1 else map(torch.cat, zip(*columns, strict=True))
-    accepted, final, lawful, expected, fed = on_host(*together, tokens)
+    accepted, final, valid, expected, fed = on_host(*together, tokens)
     return ChainVerdicts(
         num_accepted=accepted,
         final_tokens=final,
-        num_lawful=lawful,
+        num_valid=valid,
         expected_accepted=expected,
         tokens=fed,
     )
@@ -101,19 +101,22 @@ def _by_kernels(
     chains: Sequence[DrawnChain],
     rule: Rule,
 ) -> ChainVerdicts:
-    laws = [chain.draft_probs for chain in chains]
+    draft_probs = [chain.draft_probs for chain in chains]
     found = kernels.verify_chains(
         target_probs,
         tokens.contiguous(),
-        [law if law is None or law.stride(1) == 1 else law.contiguous() for law in laws],
+        [
+            probs if probs is None or probs.stride(1) == 1 else probs.contiguous()
+            for probs in draft_probs
+        ],
         [chain.keys for chain in chains],
         is_block=rule == "block",
     )
-    accepted, final, lawful, expected = zip(*found, strict=True)
+    accepted, final, valid, expected = zip(*found, strict=True)
     return ChainVerdicts(
         num_accepted=accepted,
         final_tokens=final,
-        num_lawful=lawful,
+        num_valid=valid,
         expected_accepted=expected,
         tokens=tokens.tolist(),
     )
@@ -133,16 +136,16 @@ def _padded(
         [none if c.draft_probs is None else c.draft_probs.to(target_probs) for c in chains]
     )
     num_rows = torch.tensor(rows, device=device)
-    num_lawful = (~failed_rows(target)).cumprod(-1).sum(-1).minimum(num_rows)
+    num_valid = (~failed_rows(target)).cumprod(-1).sum(-1).minimum(num_rows)
     outcome = verify_chains(
         target,
         draft,
         fed[:, 1:],
-        (num_rows - 1).minimum(num_lawful),
+        (num_rows - 1).minimum(num_valid),
         torch.tensor([_padded_keys(c.keys, max(lengths)) for c in chains], device=device),
         rule,
     )
-    return outcome.num_accepted, outcome.final_tokens, num_lawful, outcome.expected_accepted
+    return outcome.num_accepted, outcome.final_tokens, num_valid, outcome.expected_accepted
 
 
 def _padded_keys(keys: Sequence[int], num_nodes: int) -> list[int]:

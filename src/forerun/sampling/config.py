@@ -18,9 +18,9 @@ Verification = Literal["auto", "walk", "coupled", "block", "token"]
 Method = Literal["walk", "coupled", "block", "token"]
 
 MIN_TEMPERATURE = 1e-5
-"""Below it the law is greedy for all logits met in practice, and dividing may overflow fp32."""
+"""Below it the distribution is greedy for all practical logits, and dividing may overflow fp32."""
 MAX_SCALE = 1e5
-"""Of what logits are divided or multiplied by: beyond it the law is flat, or fp32 overflows."""
+"""Largest factor or divisor of logits: beyond it the distribution is flat, or fp32 overflows."""
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 """Every token of the output is compared with every stop string."""
@@ -219,7 +219,7 @@ class SamplingParams:
 
     @property
     def has_processors(self) -> bool:
-        """Whether anything but the temperature shapes the law."""
+        """Whether anything but the temperature shapes the distribution."""
         return self.needs_history or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

@@ -69,12 +69,12 @@ class SamplingKernels:
         return best, tokens
 
     def softmax(self, scores: Rows, temperatures: Float32[Tensor, " rows"], out: Rows) -> None:
-        """The laws of `processors.target_probs` where nothing but temperature shapes them.
+        """The distributions of `processors.target_probs` where nothing but temperature shapes them.
 
         Args:
             scores: logits.
             temperatures: 0 is greedy.
-            out: where the laws go; may be `scores`.
+            out: where the distributions go; may be `scores`.
         """
         num_rows, vocab_size = scores.shape
         self.library.forerun_softmax(
@@ -123,23 +123,24 @@ class SamplingKernels:
         """See `chain_batch.verify_chain_batch`.
 
         Returns:
-            Tokens accepted, final token, rows with a law and expected accepted of every chain.
+            Tokens accepted, final token, rows with a distribution and expected accepted of every
+            chain.
         """
         vocab_size, row = target_probs.shape[1], 0
         first_row, first_token = target_probs.data_ptr(), tokens.data_ptr()
         noise = array("q", chain.from_iterable(keys))
         key = noise.buffer_info()[0]
         chains = array("q")
-        for laws, own in zip(drafts, keys, strict=True):
+        for draft_probs, own in zip(drafts, keys, strict=True):
             num_drafted = len(own) - 2
             chains.extend(
                 (
                     first_row + row * vocab_size * FP32_BYTES,
-                    0 if laws is None else laws.data_ptr(),
+                    0 if draft_probs is None else draft_probs.data_ptr(),
                     first_token + (row + 1) * ID_BYTES,
                     key,
                     num_drafted,
-                    0 if laws is None else laws.stride(0),
+                    0 if draft_probs is None else draft_probs.stride(0),
                 )
             )
             row += num_drafted + 1
@@ -163,7 +164,7 @@ class SamplingKernels:
         *,
         is_block: bool,
     ) -> Float64[Tensor, "batch nodes"]:
-        """The acceptance law of `verify_chains` in fp64, for the enumeration."""
+        """The acceptance probabilities of `verify_chains` in fp64, for the enumeration."""
         probs = torch.empty(tokens.shape, dtype=torch.float64)
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
         self.library.forerun_chain_accept(
@@ -181,7 +182,7 @@ class SamplingKernels:
         *,
         is_block: bool,
     ) -> Float64[Tensor, "batch vocab"]:
-        """The law of its final token in fp64, unnormalised, for the enumeration."""
+        """The distribution of its final token in fp64, unnormalised, for the enumeration."""
         weights = torch.empty(len(tokens), target_probs.shape[-1], dtype=torch.float64)
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
         accepted = num_accepted.contiguous()
@@ -192,7 +193,7 @@ class SamplingKernels:
 
 
 def chain_probs_struct(given: Sequence[Tensor], is_block: bool) -> ChainProbsStruct:
-    """Pointers to target and draft laws, tokens and lengths, which must outlive it."""
+    """Pointers to target and draft distributions, tokens and lengths, which must outlive it."""
     target_probs, _, tokens, _ = given
     return ChainProbsStruct(
         *tokens.shape, target_probs.shape[-1], is_block, *(part.data_ptr() for part in given)

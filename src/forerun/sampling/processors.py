@@ -139,9 +139,9 @@ def target_probs(
     *,
     out: Float[Tensor, "rows vocab"] | None = None,
 ) -> Float[Tensor, "rows vocab"]:
-    """The law every row is drawn from. `logits` are left as they are.
+    """The distribution every row is drawn from. `logits` are left as they are.
 
-    It is worked out in fp32; in fp64 where the logits are, as when laws are enumerated.
+    It is worked out in fp32; in fp64 where the logits are, as when distributions are enumerated.
 
     A greedy row is one-hot at its most likely token, the lowest id on ties. A row whose logits are
     NaN or +inf, or leave no token possible, is NaN throughout: see `failed_rows`.
@@ -150,7 +150,7 @@ def target_probs(
         logits: of any floating dtype.
         row_params: from `pack_params`, one entry per row.
         histories: one entry per row, None for requests that need none; empty if none of them does.
-        out: where to put the law.
+        out: where to put the distribution.
     """
     num_rows, vocab_size = logits.shape
     if out is None:
@@ -180,7 +180,8 @@ def _write_probs(
         _penalise(scores, row_params, histories)
     temperatures = row_params.temperatures
     if temperatures is not None and (kernels := kernels_for(out)):
-        # All rows of all batches on the CPU: a neighbour must not move a law by a rounding.
+        # All rows of all batches on the CPU: a neighbour must not move a distribution by a
+        # rounding.
         scores = scores.to(out.dtype).contiguous()
         kernels.softmax(_kept(scores, row_params), temperatures, out)
         return

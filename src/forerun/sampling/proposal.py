@@ -43,10 +43,10 @@ class Proposal:
         tree: topology; a chain is a tree.
         choice: how the nodes were chosen; it decides which verifiers are exact.
         draft_probs: for `SAMPLED`, the very rows drawn from, one per expanded parent; for a chain
-            row i is the law node i was drawn from. A `COUPLED` chain may carry its rows too, for
-            the figures of the trace; verification does not read them. None otherwise.
-        stop_reason: why drafting ended ("budget", "stop_rule", "context", "score"; "no_law": the
-            next law was NaN).
+            row i is the distribution node i was drawn from. A `COUPLED` chain may carry its rows
+            too, for the figures of the trace; verification does not read them. None otherwise.
+        stop_reason: why drafting ended ("budget", "stop_rule", "context", "score";
+            "invalid_probs": the next distribution was NaN).
         stop_values: what a stop rule measured before every node; None without one.
         hindsight: of the last committed tokens, 1 for each the drafter would have proposed and 0
             for each other; None unless a probe looked back.

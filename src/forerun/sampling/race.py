@@ -1,12 +1,14 @@
-"""Races: draws that two laws sharing their noise make alike as often as they agree.
+"""Races: draws that two distributions sharing their noise make alike as often as they agree.
 
 Clocks of rates p ring first with probabilities p (the Gumbel-max trick in the exponential domain),
-and of two laws racing on the same clocks the likelier token of one tends to be that of the other.
+and of two distributions racing on the same clocks the likelier token of one tends to be that of
+the other.
 
 A clock costs a dozen operations, so not every token has its own. First groups of tokens race with
 their added probabilities, then the members of the winning group: P(group) P(token | group) is the
-law itself, at an eighth of the noise. What is lost is a little agreement, where two laws put their
-mass on different members of one group; ids of one group lie far apart, as likely ids do not.
+distribution itself, at an eighth of the noise. What is lost is a little agreement, where two
+distributions put their mass on different members of one group; ids of one group lie far apart, as
+likely ids do not.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def race(
     A token of probability 0 never rings; a one-hot row needs no noise to be right.
 
     Args:
-        probs: laws; of a NaN row any token comes.
+        probs: distributions; of a NaN row any token comes.
         keys: of the draws, `noise.position_key`.
     """
     if kernels := kernels_for(probs):
@@ -82,7 +84,8 @@ def _same_winner(target: Tensor, draft: Tensor, winner: Tensor) -> Tensor:
 
     Both races choose x with probability 1 / sum_y max(target_y / target_x, draft_y / draft_x), for
     x must ring before every y in the two of them; dividing by draft_x conditions on the draft. The
-    laws need not add up to 1: that cancels for the target, and the draft's sum is divided out.
+    distributions need not add up to 1: that cancels for the target, and the draft's sum is divided
+    out.
     """
     target_x, draft_x = target.gather(-1, winner[:, None]), draft.gather(-1, winner[:, None])
     # both sides times target_x: a token impossible under the target then matches with probability 0

@@ -1,8 +1,8 @@
 """The target walk: draw the target's own tokens and follow the draft while it agrees.
 
-Every emitted token is a draw from the target's law given the tokens before it, whatever was
-drafted, so the output law is the target's for deterministic, sampled and coupled proposals, chains
-and trees alike:
+Every emitted token is a draw from the target's distribution given the tokens before it, whatever
+was drafted, so the output distribution is the target's for deterministic, sampled and coupled
+proposals, chains and trees alike:
 
 - deterministic or sampled: the drafts are independent of the target's noise;
 - coupled: the drafts are functions of that noise, but a token is emitted as the target's race on
@@ -52,7 +52,7 @@ def target_tokens(
     """The target's own token at every row.
 
     Args:
-        probs: laws, from `target_probs`.
+        probs: distributions, from `target_probs`.
         keys: position keys of the rows, see `target_keys`; siblings share theirs.
     """
     return race(probs, keys)

@@ -124,8 +124,8 @@ def test_coupled_chains_race_on_the_targets_clocks(model, drafter):
 def test_the_draft_has_its_own_temperature(model, drafter):
     params = SamplingParams(temperature=1.0, draft_temperature=0.5)
     proposal = proposed(drafter, asked([1, 2], params), 1)
-    law = (2 * model.probs([1, 2]).log()).softmax(-1)
-    torch.testing.assert_close(proposal.draft_probs[0], law.float())
+    probs = (2 * model.probs([1, 2]).log()).softmax(-1)
+    torch.testing.assert_close(proposal.draft_probs[0], probs.float())
     greedily = proposed(drafter, asked([3], SamplingParams(draft_temperature=0), name="s"))
     assert greedily.choice is Choice.DETERMINISTIC
     assert greedily.tokens.tolist() == argmax_chain(model, [3], 3)

@@ -219,7 +219,7 @@ def test_a_draft_that_promised_is_looked_at_closely_until_it_does_not(model, dra
 @pytest.mark.parametrize("params", [SAMPLED, PENALISED])
 @pytest.mark.parametrize("num_right", [0, 9])
 @pytest.mark.parametrize("length", [GLANCE, SAMPLED_GLANCE, SAMPLED_GLANCE + 1, 100, 300])
-def test_what_shapes_its_laws_reads_so_much_whatever_it_promises_and_says_nothing(
+def test_what_shapes_its_distributions_reads_so_much_whatever_it_promises_and_says_nothing(
     model, drafter, params, num_right, length
 ):
     request = request_of(text(model, length, num_right), 5, params)

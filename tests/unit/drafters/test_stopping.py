@@ -1,4 +1,5 @@
-"""Stop rules in every path that drafts: the chain without a rule, ended by a law before a draw."""
+"""Stop rules in every path that drafts: the chain without a rule, ended by a distribution before a
+draw."""
 
 from __future__ import annotations
 
@@ -58,10 +59,10 @@ def drafted(drafter: DraftModel, request: DraftRequest, rule: StopRule | None) -
     return proposal
 
 
-def measured(measure: str, law: torch.Tensor) -> float:
+def measured(measure: str, probs: torch.Tensor) -> float:
     if measure == "entropy":
-        return float(torch.special.entr(law).sum())
-    return float(law.max())
+        return float(torch.special.entr(probs).sum())
+    return float(probs.max())
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -191,8 +192,8 @@ def test_what_a_rule_cut_off_leaves_no_trace(network, name, wrap):
     assert min(lengths) < K
 
 
-def test_a_rule_reads_the_law_that_is_drawn_from():
-    """With top_k=1 the law is certain, whatever the logits were."""
+def test_a_rule_reads_the_distribution_that_is_drawn_from():
+    """With top_k=1 the distribution is certain, whatever the logits were."""
     request = replace(asked("sampled", [1, 2], 8), params=SamplingParams(top_k=1))
     rule = StopRule(measure="entropy", threshold=0.0)
     proposal = drafted(DraftModel(tiny.tabular(3), 8), request, rule)
@@ -202,10 +203,10 @@ def test_a_rule_reads_the_law_that_is_drawn_from():
 
 
 def failing_after(model: TabularModel, tokens: tuple[int, int]) -> TabularModel:
-    """The model without a law behind these two tokens."""
-    law = model.log_probs.clone()
-    law[model.state_of(tokens)] = torch.nan
-    return TabularModel(log_probs=law, order=model.order, store=model.store)
+    """The model without a distribution behind these two tokens."""
+    probs = model.log_probs.clone()
+    probs[model.state_of(tokens)] = torch.nan
+    return TabularModel(log_probs=probs, order=model.order, store=model.store)
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled", "coupled", "penalised"])
@@ -221,10 +222,10 @@ def test_drafting_ends_where_nothing_can_be_measured(name):
     ended = drafted(DraftModel(sick, 8), asked(name, [1, 2], 8), rule)
     assert ended.tokens.tolist() == whole.tokens[:node].tolist()
     assert ended.stop_values == whole.stop_values[:node]
-    assert ended.stop_reason == "no_law"
+    assert ended.stop_reason == "invalid_probs"
 
 
-def test_a_draft_without_a_first_law_has_measured_nothing():
+def test_a_draft_without_a_first_distribution_has_measured_nothing():
     sick = failing_after(tiny.tabular(3), (1, 2))
     rule = StopRule(measure="top_probability", threshold=0.5)
     proposal = drafted(DraftModel(sick, 8), asked("greedy", [1, 2], 8), rule)

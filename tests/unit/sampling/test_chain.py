@@ -22,7 +22,7 @@ from forerun.sampling.noise import Purpose, chain_keys, draw, step_key, uniform
 RULES: tuple[Rule, ...] = ("token", "block")
 
 
-def laws(*shape: int, seed: int = 0) -> Tensor:
+def random_probs(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.empty(*shape, dtype=torch.float64).exponential_(generator=generator)
     return weights / weights.sum(-1, keepdim=True)
@@ -30,7 +30,7 @@ def laws(*shape: int, seed: int = 0) -> Tensor:
 
 def chains(batch: int = 20, nodes: int = 4, vocab: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     tokens = (torch.arange(batch * nodes) * 7 % vocab).reshape(batch, nodes)
-    return laws(batch, nodes + 1, vocab), laws(batch, nodes, vocab, seed=1), tokens
+    return random_probs(batch, nodes + 1, vocab), random_probs(batch, nodes, vocab, seed=1), tokens
 
 
 def full(tokens: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def test_zeros_on_either_side_give_no_nan(rule: Rule) -> None:
     tokens = torch.tensor([[0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 2]])
     found = accept_probs(target, draft, tokens, full(tokens), rule)
     assert found.isfinite().all()
-    assert found[0].tolist() == [1, 1, 1]  # identical one-hot laws: 0 / 0 counts as 1
+    assert found[0].tolist() == [1, 1, 1]  # identical one-hot distributions: 0 / 0 counts as 1
     assert found[1].tolist() == [0, 0, 0]
     assert num_accepted(found, torch.zeros_like(found), rule).tolist() == [3, 0, 1, 1]
 
@@ -111,7 +111,7 @@ def test_an_impossible_token_ends_a_block_for_good() -> None:
     assert found.tolist() == [[0, 0, 0]]
 
 
-def test_identical_laws_accept_everything() -> None:
+def test_identical_distributions_accept_everything() -> None:
     target, _, tokens = chains()
     for rule in RULES:
         found = accept_probs(target, target[:, :-1], tokens, full(tokens), rule)
@@ -209,8 +209,8 @@ def test_a_batch_is_verified_as_each_chain_alone(rule: Rule) -> None:
 def test_sampled_frequencies_follow_the_target(rule: Rule) -> None:
     """End to end in fp32 with real noise: drafts drawn, verified, first token counted."""
     num = 6_000
-    target = laws(1, 3, 4).float().expand(num, 3, 4)
-    draft = laws(1, 2, 4, seed=1).float().expand(num, 2, 4)
+    target = random_probs(1, 3, 4).float().expand(num, 3, 4)
+    draft = random_probs(1, 2, 4, seed=1).float().expand(num, 2, 4)
     draws = [[step_key(i, 0, node, Purpose.DRAFT) for node in range(2)] for i in range(num)]
     noise = uniform(torch.tensor(draws))
     tokens = torch.stack([draw(draft[:, node], noise[:, node]) for node in range(2)], 1)

@@ -43,7 +43,7 @@ def keys() -> Tensor:
     return torch.randint(-(2**62), 2**62, (len(TEMPERATURES),), generator=generator)
 
 
-def laws_of(logits: Tensor) -> Tensor:
+def probs_of_logits(logits: Tensor) -> Tensor:
     params = [SamplingParams(temperature=temperature) for temperature in TEMPERATURES]
     return processors.target_probs(logits, processors.pack_params(params))
 
@@ -60,64 +60,64 @@ def test_other_rows_are_torchs_business(rows):
     assert kernels_for(rows) is None
 
 
-def test_laws_are_as_close_to_the_truth_as_torchs(logits, by_torch):
-    ours, torchs = laws_of(logits), by_torch(lambda: laws_of(logits))
+def test_distributions_are_as_close_to_the_truth_as_torchs(logits, by_torch):
+    ours, torchs = probs_of_logits(logits), by_torch(lambda: probs_of_logits(logits))
     scaled = logits.double() / torch.tensor([t or 1e-9 for t in TEMPERATURES])[:, None].double()
     truth = scaled.softmax(-1)
-    error, allowed = ((law - truth).abs().amax() for law in (ours, torchs))
+    error, allowed = ((probs - truth).abs().amax() for probs in (ours, torchs))
     assert error <= 2 * allowed + 1e-7
     assert torch.equal(ours[2], torchs[2])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_without_a_law_is_nan_throughout(value, by_torch):
+def test_a_row_without_a_distribution_is_nan_throughout(value, by_torch):
     scores = torch.zeros(len(TEMPERATURES), 40)
     scores[1:] = torch.randn(len(TEMPERATURES) - 1, 40)
     scores[0] = value
     scores[3, 33] = value
-    ours, torchs = laws_of(scores), by_torch(lambda: laws_of(scores))
+    ours, torchs = probs_of_logits(scores), by_torch(lambda: probs_of_logits(scores))
     assert torch.equal(ours.isnan(), torchs.isnan())
     assert ours[0].isnan().all()
     assert not ours[1].isnan().any()
 
 
-def test_large_logits_have_a_law_at_the_lowest_temperature():
+def test_large_logits_have_a_distribution_at_the_lowest_temperature():
     logits = 1e8 * torch.randn(20, 40, generator=torch.Generator().manual_seed(0))
     params = processors.pack_params([SamplingParams(temperature=1e-4)] * len(logits))
-    laws = processors.target_probs(logits, params)
-    assert torch.equal(laws, torch.nn.functional.one_hot(logits.argmax(-1), 40).float())
+    probs = processors.target_probs(logits, params)
+    assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 40).float())
 
 
 def test_impossible_tokens_stay_impossible():
     scores = torch.full((4, 50), -torch.inf)
     scores[:, 17] = 3.0
     scores[:, 40] = 2.0
-    laws = laws_of(scores)
-    assert (laws > 0).nonzero()[:, 1].unique().tolist() == [17, 40]
+    probs = probs_of_logits(scores)
+    assert (probs > 0).nonzero()[:, 1].unique().tolist() == [17, 40]
 
 
 def test_a_row_does_not_depend_on_its_neighbours(logits, keys):
-    laws = laws_of(logits)
-    tokens = race.race(laws, keys)
-    drawn = noise.draw(laws, noise.uniform(keys))
+    probs = probs_of_logits(logits)
+    tokens = race.race(probs, keys)
+    drawn = noise.draw(probs, noise.uniform(keys))
     for row in range(len(logits)):
         one = slice(row, row + 1)
-        assert torch.equal(race.race(laws[one].contiguous(), keys[one]), tokens[one])
-        assert torch.equal(noise.draw(laws[one], noise.uniform(keys[one])), drawn[one])
+        assert torch.equal(race.race(probs[one].contiguous(), keys[one]), tokens[one])
+        assert torch.equal(noise.draw(probs[one], noise.uniform(keys[one])), drawn[one])
         alone = processors.target_probs(
             logits[one], processors.pack_params([SamplingParams(temperature=TEMPERATURES[row])])
         )
-        assert torch.equal(alone, laws[one])
+        assert torch.equal(alone, probs[one])
 
 
 def test_draws_races_and_maxima_are_torchs(logits, by_torch):
-    laws = laws_of(logits)
+    probs = probs_of_logits(logits)
     for seed in range(50):
         generator = torch.Generator().manual_seed(seed)
-        keys = torch.randint(-(2**62), 2**62, (len(laws),), generator=generator)
+        keys = torch.randint(-(2**62), 2**62, (len(probs),), generator=generator)
         for function in (
-            lambda keys=keys: race.race(laws, keys),
-            lambda keys=keys: noise.draw(laws, noise.uniform(keys)),
+            lambda keys=keys: race.race(probs, keys),
+            lambda keys=keys: noise.draw(probs, noise.uniform(keys)),
         ):
             assert torch.equal(function(), by_torch(function))
     for ours, torchs in zip(
@@ -141,7 +141,7 @@ def test_the_first_of_equals_is_the_largest():
 
 
 def test_coupled_matches_are_torchs(logits, by_torch):
-    target, draft = laws_of(logits), laws_of(logits + torch.randn(logits.shape[1]))
+    target, draft = probs_of_logits(logits), probs_of_logits(logits + torch.randn(logits.shape[1]))
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.multinomial(draft, 1, generator=generator)[:, 0]
@@ -166,21 +166,21 @@ def test_verdicts_are_torchs(rule, vocab_size, by_torch):
         ours, torchs = verify(), by_torch(verify)
         assert list(ours.num_accepted) == list(torchs.num_accepted)
         assert list(ours.final_tokens) == list(torchs.final_tokens)
-        assert list(ours.num_lawful) == list(torchs.num_lawful) == [n + 1 for n in lengths]
+        assert list(ours.num_valid) == list(torchs.num_valid) == [n + 1 for n in lengths]
         assert ours.expected_accepted == pytest.approx(torchs.expected_accepted, abs=1e-6)
         assert list(ours.tokens) == list(torchs.tokens)
 
 
 LAYOUTS = {
-    "rows apart": lambda law: torch.stack([law, law.flip(0)], dim=1)[:, 0],
-    "tokens apart": lambda law: law.t().contiguous().t(),
-    "fp64": lambda law: law.double(),
+    "rows apart": lambda probs: torch.stack([probs, probs.flip(0)], dim=1)[:, 0],
+    "tokens apart": lambda probs: probs.t().contiguous().t(),
+    "fp64": lambda probs: probs.double(),
 }
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_laws_may_lie_in_memory_as_they_like(rule, layout):
+def test_distributions_may_lie_in_memory_as_they_like(rule, layout):
     generator = torch.Generator().manual_seed(0)
     target, tokens, chains = random_chains([4, 2, 1, 5] * 8, 40, generator)
     laid = [replace(chain, draft_probs=layout(chain.draft_probs)) for chain in chains]
@@ -191,7 +191,7 @@ def test_laws_may_lie_in_memory_as_they_like(rule, layout):
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_a_chain_ends_where_the_target_has_no_law(rule, by_torch):
+def test_a_chain_ends_where_the_target_has_no_distribution(rule, by_torch):
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         target, tokens, chains = random_chains([4, 4, 4], 40, generator)
@@ -202,11 +202,11 @@ def test_a_chain_ends_where_the_target_has_no_law(rule, by_torch):
             return verify_chain_batch(target, tokens, chains, rule)
 
         ours, torchs = verify(), by_torch(verify)
-        assert list(ours.num_lawful) == list(torchs.num_lawful) == [2, 0, 5]
+        assert list(ours.num_valid) == list(torchs.num_valid) == [2, 0, 5]
         assert list(ours.num_accepted) == list(torchs.num_accepted)
         assert ours.num_accepted[1] == 0
         for chain in (0, 2):
-            if ours.num_accepted[chain] < ours.num_lawful[chain]:
+            if ours.num_accepted[chain] < ours.num_valid[chain]:
                 assert ours.final_tokens[chain] == torchs.final_tokens[chain]
 
 

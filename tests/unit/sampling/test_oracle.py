@@ -125,7 +125,7 @@ def penalties_and_warpers(params: SamplingParams) -> Iterator[LogitsProcessor]:
 
 
 def oracle(logits: Tensor, text: Sequence[int], fields: Fields) -> Tensor:
-    """The law after `text`, prompt included."""
+    """The distribution after `text`, prompt included."""
     params = params_of(fields)
     grammar = [only(permitted_after(text[len(PROMPT) :]))] if "mask" in fields else []
     chain = LogitsProcessorList([*masks(params), *grammar, *penalties_and_warpers(params)])
@@ -164,7 +164,7 @@ def rows_of(history: History | None, tree: TokenTree, tokens: list[int]) -> list
 @pytest.mark.parametrize(
     ("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.float64)], ids=str
 )
-def test_every_node_has_the_law_of_its_own_text(seed: int, dtype: torch.dtype) -> None:
+def test_every_node_has_the_distribution_of_its_own_text(seed: int, dtype: torch.dtype) -> None:
     """All cases are one batch, each over a tree of its own, so neighbours are tested as well."""
     generator = torch.Generator().manual_seed(seed)
     trees = [random_tree(generator) for _ in CASES]
@@ -189,14 +189,14 @@ def test_every_node_has_the_law_of_its_own_text(seed: int, dtype: torch.dtype) -
 
 
 def test_the_cases_tell_apart_what_they_should() -> None:
-    """Each parameter alone changes the law of the root already."""
+    """Each parameter alone changes the distribution of the root already."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.empty(VOCAB).normal_(0, 2, generator=generator)
-    laws = {name: oracle(logits, (*PROMPT, *OUTPUT), fields) for name, fields in CASES.items()}
+    rows = {name: oracle(logits, (*PROMPT, *OUTPUT), fields) for name, fields in CASES.items()}
     plain = oracle(logits, (*PROMPT, *OUTPUT), {})
     assert len(CASES) > 100
     for name in SINGLES:
-        assert not torch.equal(laws[name], plain), name
+        assert not torch.equal(rows[name], plain), name
 
 
 @pytest.mark.parametrize("name", ["repetition", "presence", "frequency", "min_tokens", "mask"])

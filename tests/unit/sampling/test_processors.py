@@ -41,14 +41,14 @@ def oracle(scores: Tensor, *chain: LogitsProcessor, ids: tuple[int, ...] = (0,))
     return LogitsProcessorList(chain)(context, scores.clone()).softmax(-1)
 
 
-def assert_same_law(found: Tensor, expected: Tensor) -> None:
+def assert_same_probs(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
 def assert_same_up_to_ties(found: Tensor, expected: Tensor) -> None:
     """Which of equal logits top_p drops is up to the sort; how many is not."""
-    assert_same_law(found.sort(-1).values, expected.sort(-1).values)
+    assert_same_probs(found.sort(-1).values, expected.sort(-1).values)
 
 
 @pytest.mark.parametrize("decimals", [None, 0], ids=["distinct", "ties"])
@@ -78,7 +78,7 @@ def test_warpers_agree_with_transformers(
     params: SamplingParams, warpers: list[LogitsProcessor], decimals: int | None
 ) -> None:
     scores = logits(50, decimals=decimals)
-    same = assert_same_law if decimals is None else assert_same_up_to_ties
+    same = assert_same_probs if decimals is None else assert_same_up_to_ties
     same(probs_of(scores, params), oracle(scores, *warpers))
 
 
@@ -94,7 +94,7 @@ def test_ties_at_a_threshold_are_kept_by_transformers_and_here(
     params: SamplingParams, warper: LogitsProcessor
 ) -> None:
     scores = logits(50, decimals=0)
-    assert_same_law(probs_of(scores, params), oracle(scores, warper))
+    assert_same_probs(probs_of(scores, params), oracle(scores, warper))
 
 
 def test_top_p_keeps_the_same_of_equal_logits_in_any_batch() -> None:
@@ -106,7 +106,7 @@ def test_top_p_keeps_the_same_of_equal_logits_in_any_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 0.2, 1.0])
-def test_a_law_does_not_depend_on_what_neighbours_ask_for(temperature, dtype) -> None:
+def test_a_distribution_does_not_depend_on_what_neighbours_ask_for(temperature, dtype) -> None:
     scores = logits(3).to(dtype)
     own = SamplingParams(temperature=temperature)
     alone = probs_of(scores[:1], own)
@@ -130,7 +130,7 @@ def test_a_greedy_row_is_the_lowest_of_equals_whatever_top_p_would_keep() -> Non
     assert found.sum() == 1
 
 
-def test_a_uniform_law_is_cut_to_as_many_tokens_as_by_transformers() -> None:
+def test_a_uniform_distribution_is_cut_to_as_many_tokens_as_by_transformers() -> None:
     for vocab_size in (10, 8):  # of eight, some have half of the mass exactly
         scores = torch.zeros(1, vocab_size)
         for top_p in (0.55, 0.5, 0.05):
@@ -145,7 +145,7 @@ def test_repetition_penalty_agrees_with_transformers_over_prompt_and_output() ->
         history.append(token)
     scores = logits(20)
     expected = oracle(scores, RepetitionPenaltyLogitsProcessor(1.3), ids=(3, 3, 17, 5, 17, 40))
-    assert_same_law(probs_of(scores, params, history), expected)
+    assert_same_probs(probs_of(scores, params, history), expected)
 
 
 def test_frequency_and_presence_penalties_count_output_only() -> None:
@@ -157,7 +157,7 @@ def test_frequency_and_presence_penalties_count_output_only() -> None:
     expected = scores.clone()
     expected[:, 5] -= 2 * 0.5 + 1.25
     expected[:, 9] -= 0.5 + 1.25
-    assert_same_law(probs_of(scores, params, history), expected.softmax(-1))
+    assert_same_probs(probs_of(scores, params, history), expected.softmax(-1))
 
 
 def test_masks_and_bias() -> None:
@@ -169,7 +169,7 @@ def test_masks_and_bias() -> None:
     expected[:, 1] = scores[:, 1]
     expected[:, 2] = scores[:, 2] + 1.5
     history = History.of(params, [0], vocab_size=VOCAB)
-    assert_same_law(probs_of(scores, params, history), expected.softmax(-1))
+    assert_same_probs(probs_of(scores, params, history), expected.softmax(-1))
 
 
 def test_order_bias_then_penalty_then_temperature_then_warpers() -> None:
@@ -185,7 +185,7 @@ def test_order_bias_then_penalty_then_temperature_then_warpers() -> None:
     scores = torch.tensor([[-1.0, 1.0, 0.2]])
     # token 0: (-1 + 4) / 2 = 1.5; token 1: 1 / 2 - 1 = -0.5; token 2 untouched; all over 0.5
     expected = torch.tensor([[3.0, -torch.inf, 0.4]]).softmax(-1)
-    assert_same_law(probs_of(scores, params, history), expected)
+    assert_same_probs(probs_of(scores, params, history), expected)
 
 
 def test_every_row_has_the_history_of_its_own_path() -> None:
@@ -200,7 +200,7 @@ def test_every_row_has_the_history_of_its_own_path() -> None:
         alone = History.of(params, [8], vocab_size=VOCAB, eos_token_ids=(2,))
         for token in (4, *path):
             alone.append(token)
-        assert_same_law(found[row : row + 1], probs_of(scores[row : row + 1], params, alone))
+        assert_same_probs(found[row : row + 1], probs_of(scores[row : row + 1], params, alone))
         assert (found[row, 2] == 0) == (1 + len(path) < 3)
 
 

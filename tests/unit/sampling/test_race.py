@@ -1,4 +1,4 @@
-"""Races: whatever they share, each law draws from itself."""
+"""Races: whatever they share, each distribution draws from itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keys(num: int, request: int = 7) -> torch.Tensor:
     return torch.tensor([position_key(request, n) for n in range(num)])
 
 
-def law(vocab_size: int, seed: int, scale: float = 1.5) -> torch.Tensor:
+def random_probs(vocab_size: int, seed: int, scale: float = 1.5) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     probs = torch.empty(vocab_size).normal_(0, scale, generator=generator).softmax(-1)
     probs[seed % vocab_size] = 0
@@ -40,7 +40,7 @@ def deviation(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 8, 9, 24, 61])
 def test_draws_follow_the_probabilities(vocab_size: int) -> None:
-    probs = law(vocab_size, 1)
+    probs = random_probs(vocab_size, 1)
     counts = torch.bincount(draws(probs), minlength=vocab_size).double()
     assert counts[1] == 0
     if vocab_size > 2:
@@ -48,7 +48,7 @@ def test_draws_follow_the_probabilities(vocab_size: int) -> None:
 
 
 def test_group_and_member_race_on_clocks_of_their_own() -> None:
-    """With shared clocks the members of a group that won early would not follow their law."""
+    """With shared clocks the members of a group that won early would not be fair."""
     probs = torch.full((24,), 1 / 24)
     tokens = draws(probs)
     for group in range(3):
@@ -58,13 +58,13 @@ def test_group_and_member_race_on_clocks_of_their_own() -> None:
 
 
 def test_small_vocabularies_race_token_by_token() -> None:
-    probs = law(8, 3).expand(50, 8)
+    probs = random_probs(8, 3).expand(50, 8)
     clocks = exponential(keys(50), 9)[:, 1:]
     assert torch.equal(race(probs, keys(50)), (clocks / probs).argmin(-1))
 
 
 def test_a_draw_depends_on_its_row_and_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    probs = torch.stack([law(1000, seed) for seed in range(9)])
+    probs = torch.stack([random_probs(1000, seed) for seed in range(9)])
     together = race(probs, keys(9))
     alone = [race(probs[i : i + 1], keys(9)[i : i + 1]) for i in range(9)]
     assert torch.equal(torch.cat(alone), together)
@@ -81,14 +81,14 @@ def test_tiny_probabilities_cannot_overflow_a_race() -> None:
     assert set(race(probs, keys(200)).tolist()) == {1}
 
 
-def test_a_row_without_a_law_yields_an_id_nevertheless() -> None:
+def test_a_row_without_a_distribution_yields_an_id_nevertheless() -> None:
     (token,) = race(torch.full((1, 9), torch.nan), keys(1)).tolist()
     assert 0 <= token < 9
 
 
 @pytest.mark.parametrize("vocab_size", [4, 20])
 def test_races_match_as_often_as_predicted(vocab_size: int) -> None:
-    target, draft = law(vocab_size, 1), law(vocab_size, 2)
+    target, draft = random_probs(vocab_size, 1), random_probs(vocab_size, 2)
     drafted, drawn = draws(draft), draws(target)
     rows = (target.expand(vocab_size, -1), draft.expand(vocab_size, -1))
     predicted = coupled_match_probs(*rows, torch.arange(vocab_size))
@@ -104,6 +104,6 @@ def test_races_match_as_often_as_predicted(vocab_size: int) -> None:
 
 
 def test_a_draft_equal_to_the_target_always_matches() -> None:
-    probs = torch.stack([law(20, 4), torch.eye(20)[7]])
+    probs = torch.stack([random_probs(20, 4), torch.eye(20)[7]])
     matches = coupled_match_probs(probs, probs, torch.tensor([1, 7]))
     assert matches.tolist() == pytest.approx([1, 1])

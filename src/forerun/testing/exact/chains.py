@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.sampling.noise import request_key
 from forerun.testing.exact.histories import Histories
-from forerun.testing.exact.laws import Laws
+from forerun.testing.exact.pairs import ModelPairs
 from forerun.testing.exact.verifiers import ChainRows, ChainVerifier, decisive_tests
 
 __all__ = ["Drafted", "Emitted", "draft_chain", "emit_chains"]
@@ -23,14 +23,14 @@ NUM_PROMPT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Emitted:
-    """The output law of some steps.
+    """The output distribution of some steps.
 
     Attributes:
-        joint: law of the first `horizon` tokens under each law.
-        num_histories: possible histories summed over, all laws together.
+        joint: distribution of the first `horizon` tokens under each pair.
+        num_histories: possible histories summed over, all pairs together.
     """
 
-    joint: Float64[Tensor, "laws texts"]
+    joint: Float64[Tensor, "pairs texts"]
     num_histories: int
 
 
@@ -40,50 +40,50 @@ class Drafted:
 
     histories: Histories
     tokens: Int64[Tensor, "histories nodes"]
-    num_drafted: Int64[Tensor, "laws histories"]
-    target: Float64[Tensor, "laws histories rows vocab"]
-    draft: Float64[Tensor, "laws histories rows vocab"]
+    num_drafted: Int64[Tensor, "pairs histories"]
+    target: Float64[Tensor, "pairs histories rows vocab"]
+    draft: Float64[Tensor, "pairs histories rows vocab"]
 
     def rows(self) -> ChainRows:
-        """Flattened over laws and histories, as the engine's functions want them."""
-        num_laws = len(self.num_drafted)
+        """Flattened over pairs and histories, as the engine's functions want them."""
+        num_pairs = len(self.num_drafted)
         return ChainRows(
             target=self.target.flatten(0, 1),
             draft=self.draft.flatten(0, 1),
-            tokens=self.tokens.repeat(num_laws, 1),
+            tokens=self.tokens.repeat(num_pairs, 1),
             num_drafted=self.num_drafted.flatten(),
         )
 
 
-def emit_chains(laws: Laws, verifier: ChainVerifier, num_drafts: int) -> Emitted:
-    """Output law of two steps and the target's continuation to the horizon.
+def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> Emitted:
+    """Output distribution of two steps and the target's continuation to the horizon.
 
     The K of the second step depends on what the first one accepted: it then tells of the noise of
     the first, which is what noise used twice needs to do harm.
 
     Args:
-        laws: target and draft, given every prefix.
+        pairs: target and draft, given every prefix.
         verifier: how to draft and verify.
         num_drafts: K of the first step.
     """
     mass: dict[int, Tensor] = {}
     num_histories = 0
-    for accepted, first in step(laws, verifier, Histories.begin(laws.num_laws), num_drafts):
-        room = laws.horizon - 1 - first.length
+    for accepted, first in step(pairs, verifier, Histories.begin(pairs.num_pairs), num_drafts):
+        room = pairs.horizon - 1 - first.length
         for _, second in step(
-            laws, verifier, first, min(verifier.next_k(num_drafts, accepted), room)
+            pairs, verifier, first, min(verifier.next_k(num_drafts, accepted), room)
         ):
-            found = second.mass(laws.vocab_size**second.length)
+            found = second.mass(pairs.vocab_size**second.length)
             mass[second.length] = mass.get(second.length, 0.0) + found
             num_histories += int(second.weights.count_nonzero())
-    return Emitted(joint=laws.complete(mass), num_histories=num_histories)
+    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
 
 
 def step(
-    laws: Laws, verifier: ChainVerifier, histories: Histories, num_drafts: int
+    pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
 ) -> Iterator[tuple[int, Histories]]:
     """One step from `histories`: number accepted, and the histories that end so."""
-    drafted = draft_chain(laws, verifier, histories, num_drafts)
+    drafted = draft_chain(pairs, verifier, histories, num_drafts)
     rows = drafted.rows()
     shape = drafted.num_drafted.shape
     accept = verifier.accept(rows, verifier.rule).reshape(*shape, num_drafts)
@@ -91,7 +91,7 @@ def step(
     for accepted, tests in enumerate(decisive_tests(verifier.rule, num_drafts)):
         # the row after `accepted` tokens; shorter proposals have weight 0 but must be valid input
         counts = torch.full_like(rows.num_drafted, accepted).minimum(rows.num_drafted)
-        final = verifier.final(rows, counts, verifier.rule).reshape(*shape, laws.vocab_size)
+        final = verifier.final(rows, counts, verifier.rule).reshape(*shape, pairs.vocab_size)
         at_hand = drafted.histories
         for node, passed in tests:
             at_hand = at_hand.compare(keys[node], accept[..., node], passed)
@@ -99,7 +99,7 @@ def step(
         for kind, key in ((recovered, keys[-2]), (bonus, keys[-1])):
             if kind.any():
                 ended = at_hand.masked(kind).draw(key, final)
-                yield accepted, committed(ended, drafted.tokens[:, :accepted], laws.vocab_size)
+                yield accepted, committed(ended, drafted.tokens[:, :accepted], pairs.vocab_size)
 
 
 def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
@@ -110,15 +110,15 @@ def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
 
 
 def draft_chain(
-    laws: Laws, verifier: ChainVerifier, histories: Histories, num_drafts: int
+    pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
 ) -> Drafted:
     """Every chain of `num_drafts` tokens from every history."""
-    vocab_size, start = laws.vocab_size, histories.length
+    vocab_size, start = pairs.vocab_size, histories.length
     paths = histories.prefixes
     tokens = torch.empty(len(paths), 0, dtype=torch.int64)
     kept = torch.ones(*histories.weights.shape, 0, dtype=torch.bool)
     for node in range(num_drafts):
-        rows = laws.draft[start + node][:, paths]
+        rows = pairs.draft[start + node][:, paths]
         key = verifier.draft_key(REQUEST, NUM_PROMPT + start, node)
         histories = histories.draw(key, rows)
         drawn = torch.arange(vocab_size).repeat(len(paths))
@@ -131,6 +131,6 @@ def draft_chain(
         histories=histories,
         tokens=tokens,
         num_drafted=kept.cumprod(-1).sum(-1),
-        target=torch.stack([laws.target_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
-        draft=torch.stack([laws.draft[start + i][:, p] for i, p in enumerate(prefixes)], 2),
+        target=torch.stack([pairs.target_rows(start, i)[:, p] for i, p in enumerate(prefixes)], 2),
+        draft=torch.stack([pairs.draft[start + i][:, p] for i, p in enumerate(prefixes)], 2),
     )

@@ -3,7 +3,7 @@
 Every distinct noise key is an independent uniform. What a history has decided confines the uniform
 of each key to an interval: `u < a` cuts it at a, an inverse-CDF draw at the running sums. A key
 that comes back is still confined to what it decided before, so noise used twice shows as a biased
-output law.
+output distribution.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ class Inexact(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histories:
-    """All histories that used the same keys and committed equally many tokens, for a batch of laws.
+    """Histories that used the same keys and committed equally many tokens, per pair of models.
 
     Children of one history are consecutive, so an interval recorded for the ancestors of these
     histories applies to equal runs of them.
 
     Attributes:
-        weights: probability of each history under each law.
-        prefixes: the tokens each history committed (see `laws` for the numbering).
+        weights: probability of each history under each pair.
+        prefixes: the tokens each history committed (see `pairs` for the numbering).
         length: how many tokens that is.
-        intervals: by key, where its uniform lies: lower and upper ends, (laws, ancestors).
+        intervals: by key, where its uniform lies: lower and upper ends, (pairs, ancestors).
     """
 
-    weights: Float64[Tensor, "laws histories"]
+    weights: Float64[Tensor, "pairs histories"]
     prefixes: Int64[Tensor, " histories"]
     length: int
     intervals: Mapping[int, Interval]
 
     @classmethod
-    def begin(cls, num_laws: int) -> Histories:
+    def begin(cls, num_pairs: int) -> Histories:
         """The one history in which nothing has happened."""
         return cls(
-            weights=torch.ones(num_laws, 1, dtype=torch.float64),
+            weights=torch.ones(num_pairs, 1, dtype=torch.float64),
             prefixes=torch.zeros(1, dtype=torch.int64),
             length=0,
             intervals={},
@@ -66,7 +66,7 @@ class Histories:
         return replace(self, weights=self.weights * kept)
 
     def compare(
-        self, key: int, threshold: Float64[Tensor, "laws histories"], passed: bool
+        self, key: int, threshold: Float64[Tensor, "pairs histories"], passed: bool
     ) -> Histories:
         """The histories in which `u < threshold` turns out as `passed`."""
         low, high = self.interval(key)
@@ -77,7 +77,7 @@ class Histories:
             intervals={**self.intervals, key: inside},
         )
 
-    def draw(self, key: int, weights: Float64[Tensor, "laws histories vocab"]) -> Histories:
+    def draw(self, key: int, weights: Float64[Tensor, "pairs histories vocab"]) -> Histories:
         """Every history once per token of an inverse-CDF draw, token x at n * vocab + x."""
         vocab_size = weights.shape[-1]
         sums = weights.cumsum(-1)
@@ -100,7 +100,7 @@ class Histories:
             prefixes = prefixes * vocab_size + column
         return replace(self, prefixes=prefixes, length=self.length + tokens.shape[1])
 
-    def mass(self, num_texts: int) -> Float64[Tensor, "laws texts"]:
+    def mass(self, num_texts: int) -> Float64[Tensor, "pairs texts"]:
         """Probability of each committed text."""
         total = torch.zeros(len(self.weights), num_texts, dtype=torch.float64)
         return total.index_add_(1, self.prefixes, self.weights)

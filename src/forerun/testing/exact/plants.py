@@ -38,7 +38,7 @@ def final_from_next_row(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor
 
 
 def bonus_from_draft(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """Draw the bonus token from the draft's law."""
+    """Draw the bonus token from the draft's distribution."""
     right = engine_final(rows, accepted, rule)
     draft_row = rows.draft[torch.arange(len(accepted)), accepted]
     return torch.where((accepted == rows.num_drafted)[:, None], draft_row, right)
@@ -82,7 +82,7 @@ class PlantedView:
 
     Attributes:
         name: of the bug.
-        shape: of the laws that depend on it, see `shaped.SHAPES`.
+        shape: of the distributions that depend on it, see `shaped.SHAPES`.
         view: the flawed history of a row.
     """
 

@@ -21,15 +21,15 @@ class VerifierResult:
 
     Attributes:
         name: which.
-        num_laws: pairs of target and draft laws enumerated.
-        num_histories: possible histories summed over, all laws together; steps for `coupled`.
-        worst_tv: largest total variation to the target's joint law; for `coupled`, the share of
-            steps that differ from plain decoding.
+        num_pairs: pairs of target and draft distributions enumerated.
+        num_histories: possible histories summed over, all pairs together; steps for `coupled`.
+        worst_tv: largest total variation to the target's joint distribution; for `coupled`, the
+            share of steps that differ from plain decoding.
         detail: the property found missing, if one was.
     """
 
     name: str
-    num_laws: int
+    num_pairs: int
     num_histories: int
     worst_tv: float
     detail: str = ""
@@ -46,12 +46,12 @@ class PlantedResult:
 
     Attributes:
         name: which.
-        num_laws: pairs of laws it was tried on.
+        num_pairs: pairs of distributions it was tried on.
         worst_tv: largest total variation it caused.
     """
 
     name: str
-    num_laws: int
+    num_pairs: int
     worst_tv: float
 
     @property
@@ -65,7 +65,7 @@ class ExactReport:
     """Outcome of `run_enumeration`.
 
     Attributes:
-        seed: of the random laws.
+        seed: of the random pairs.
         verifiers: results for the engine's own verifiers.
         planted: results for planted bugs.
     """
@@ -94,14 +94,14 @@ def render(report: ExactReport) -> Table:
     """The report as a table for a terminal."""
     table = Table(title="Total variation between emitted text and the target, two steps, fp64")
     table.add_column("verifier or planted bug")
-    for heading in ("laws", "histories", "worst TV"):
+    for heading in ("pairs", "histories", "worst TV"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for found in report.verifiers:
         verdict = "exact" if found.ok else f"NOT EXACT {found.detail}".rstrip()
         table.add_row(
             found.name,
-            f"{found.num_laws:,}",
+            f"{found.num_pairs:,}",
             f"{found.num_histories:,}",
             f"{found.worst_tv:.1e}",
             Text(verdict, style="green" if found.ok else "bold red"),
@@ -110,7 +110,7 @@ def render(report: ExactReport) -> Table:
     for bug in report.planted:
         table.add_row(
             f"planted: {bug.name}",
-            f"{bug.num_laws:,}",
+            f"{bug.num_pairs:,}",
             "",
             f"{bug.worst_tv:.1e}",
             Text("caught" if bug.caught else "MISSED", style="green" if bug.caught else "bold red"),

@@ -1,4 +1,4 @@
-"""The enumeration suite: every verifier over random and structured laws, then the planted bugs."""
+"""The enumeration suite: every verifier on random and structured models, then the planted bugs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from forerun.testing.exact.adaptive import goodput_k
 from forerun.testing.exact.chains import Emitted, emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
 from forerun.testing.exact.histories import Inexact
-from forerun.testing.exact.laws import Laws, random_laws, structured_laws
+from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
 from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS
 from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
-from forerun.testing.exact.shaped import SHAPES, Shape, View, shaped_laws
+from forerun.testing.exact.shaped import SHAPES, Shape, View, shaped_pairs
 from forerun.testing.exact.verifiers import (
     ChainVerifier,
     certain_before,
@@ -33,11 +33,11 @@ from forerun.theory.tree import TokenTree
 __all__ = ["run_enumeration"]
 
 Progress = Callable[[str], None]
-Emit = Callable[[Laws, TokenTree], Emitted]
-LawSets = Iterator[tuple[Laws, TokenTree]]
-NUM_PLANTED_LAWS = 64
+Emit = Callable[[ModelPairs, TokenTree], Emitted]
+PairSets = Iterator[tuple[ModelPairs, TokenTree]]
+NUM_PLANTED_PAIRS = 64
 SHAPED_SHARE = 5
-"""Laws shaped by the text are worked out row by row; one for so many others."""
+"""Pairs shaped by the text are computed row by row, so there is one for so many others."""
 NUM_COUPLED_SEEDS = 2
 
 
@@ -64,25 +64,25 @@ TREES = (
 
 
 def run_enumeration(
-    num_laws: int = 500, seed: int = 0, progress: Progress | None = None
+    num_pairs: int = 500, seed: int = 0, progress: Progress | None = None
 ) -> ExactReport:
-    """Enumerate the output law of the engine's verifiers, and of planted bugs.
+    """Enumerate the output distribution of the engine's verifiers, and of planted bugs.
 
-    Every verifier meets `num_laws` random laws, spread over vocabularies of 3 and 4 tokens and
-    proposals of depth 1 to 3, and eight structured ones of each size; a fifth as many laws are
-    shaped by penalties and by a mask. Two consecutive steps, all drafts, all acceptance outcomes,
-    the noise symbolic under the engine's real keys.
+    Every verifier meets `num_pairs` random pairs, spread over vocabularies of 3 and 4 tokens and
+    proposals of depth 1 to 3, and eight structured ones of each size; a fifth as many
+    distributions are shaped by penalties and by a mask. Two consecutive steps, all drafts, all
+    acceptance outcomes, the noise symbolic under the engine's real keys.
 
     Args:
-        num_laws: random laws per verifier.
-        seed: of the random laws.
+        num_pairs: random distributions per verifier.
+        seed: of the random pairs.
         progress: told the name of what is enumerated next.
     """
     tell = progress or (lambda name: None)
     with _one_thread():
         return ExactReport(
             seed=seed,
-            verifiers=tuple(_check_verifiers(num_laws, seed, tell)),
+            verifiers=tuple(_check_verifiers(num_pairs, seed, tell)),
             planted=tuple(_check_planted(seed, tell)),
         )
 
@@ -98,33 +98,33 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _check_verifiers(num_laws: int, seed: int, tell: Progress) -> Iterator[VerifierResult]:
+def _check_verifiers(num_pairs: int, seed: int, tell: Progress) -> Iterator[VerifierResult]:
     for name, settings, emit in _verifiers():
         tell(name)
-        yield _check(name, emit, _law_sets(settings, num_laws, seed))
+        yield _check(name, emit, _pair_sets(settings, num_pairs, seed))
     for shape in SHAPES:
         for rule, settings, emit in _shaped_verifiers():
             tell(f"{rule}, {shape}")
-            sets = _shaped_sets(settings, -(-num_laws // SHAPED_SHARE), seed, SHAPES[shape])
+            sets = _shaped_sets(settings, -(-num_pairs // SHAPED_SHARE), seed, SHAPES[shape])
             yield _check(f"{rule}, {shape}", emit, sets)
     tell("coupled, any draft")
-    yield _check_coupled(_law_sets(CHAINS[1:2] + TREES[2:], num_laws, seed))
+    yield _check_coupled(_pair_sets(CHAINS[1:2] + TREES[2:], num_pairs, seed))
 
 
 def _check_planted(seed: int, tell: Progress) -> Iterator[PlantedResult]:
     for name, flawed in PLANTED:
         tell(f"planted: {name}")
         found = [
-            _check(name, _chains(verifier), _law_sets(CHAINS[1:], NUM_PLANTED_LAWS, seed))
+            _check(name, _chains(verifier), _pair_sets(CHAINS[1:], NUM_PLANTED_PAIRS, seed))
             for verifier in flawed
         ]
         worst = max(result.worst_tv for result in found)
-        yield PlantedResult(name=name, num_laws=found[0].num_laws, worst_tv=worst)
+        yield PlantedResult(name=name, num_pairs=found[0].num_pairs, worst_tv=worst)
     for bug in PLANTED_VIEWS:
         tell(f"planted: {bug.name}")
-        sets = _shaped_sets(CHAINS[1:2], NUM_PLANTED_LAWS, seed, SHAPES[bug.shape], bug.view)
+        sets = _shaped_sets(CHAINS[1:2], NUM_PLANTED_PAIRS, seed, SHAPES[bug.shape], bug.view)
         result = _check(bug.name, _chains(ChainVerifier(rule="block")), sets)
-        yield PlantedResult(name=bug.name, num_laws=result.num_laws, worst_tv=result.worst_tv)
+        yield PlantedResult(name=bug.name, num_pairs=result.num_pairs, worst_tv=result.worst_tv)
 
 
 def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
@@ -151,67 +151,67 @@ def _shaped_verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
 
 
 def _chains(verifier: ChainVerifier) -> Emit:
-    return lambda laws, tree: emit_chains(laws, verifier, len(tree.parents))
+    return lambda pairs, tree: emit_chains(pairs, verifier, len(tree.parents))
 
 
 def _walks(walker: Walker) -> Emit:
-    return lambda laws, tree: emit_walks(laws, walker, tree)
+    return lambda pairs, tree: emit_walks(pairs, walker, tree)
 
 
-def _law_sets(settings: tuple[Setting, ...], num_laws: int, seed: int) -> LawSets:
-    """`num_laws` random laws over all settings, with the structured ones of each."""
+def _pair_sets(settings: tuple[Setting, ...], num_pairs: int, seed: int) -> PairSets:
+    """`num_pairs` random pairs over all settings, with the structured ones of each."""
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
         sizes = (setting.vocab_size, setting.horizon)
-        share = (num_laws + index) // len(settings)
-        for laws in random_laws(share, *sizes, generator):
-            yield laws, setting.tree
-        yield structured_laws(*sizes, generator), setting.tree
+        share = (num_pairs + index) // len(settings)
+        for pairs in random_pairs(share, *sizes, generator):
+            yield pairs, setting.tree
+        yield structured_pairs(*sizes, generator), setting.tree
 
 
 def _shaped_sets(
     settings: tuple[Setting, ...],
-    num_laws: int,
+    num_pairs: int,
     seed: int,
     shape: Shape,
     view: View = History.at,
-) -> LawSets:
-    """`num_laws` random laws over all settings, their targets shaped by the text."""
+) -> PairSets:
+    """`num_pairs` random pairs over all settings, their targets shaped by the text."""
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
-        share = (num_laws + index) // len(settings)
-        for laws in random_laws(share, setting.vocab_size, setting.horizon, generator):
-            yield shaped_laws(laws, shape, max(setting.tree.depths), view), setting.tree
+        share = (num_pairs + index) // len(settings)
+        for pairs in random_pairs(share, setting.vocab_size, setting.horizon, generator):
+            yield shaped_pairs(pairs, shape, max(setting.tree.depths), view), setting.tree
 
 
-def _check(name: str, emit: Emit, sets: LawSets) -> VerifierResult:
-    num_laws = num_histories = 0
+def _check(name: str, emit: Emit, sets: PairSets) -> VerifierResult:
+    num_pairs = num_histories = 0
     worst, detail = 0.0, ""
-    for laws, tree in sets:
-        num_laws += laws.num_laws
+    for pairs, tree in sets:
+        num_pairs += pairs.num_pairs
         try:
-            emitted = emit(laws, tree)
+            emitted = emit(pairs, tree)
         except Inexact as error:
             worst, detail = 1.0, str(error)
             continue
         num_histories += emitted.num_histories
-        tv = (emitted.joint - laws.joint()).abs().sum(-1) / 2
+        tv = (emitted.joint - pairs.joint()).abs().sum(-1) / 2
         worst = max(worst, float(tv.nan_to_num(1.0).max()))
     return VerifierResult(
-        name=name, num_laws=num_laws, num_histories=num_histories, worst_tv=worst, detail=detail
+        name=name, num_pairs=num_pairs, num_histories=num_histories, worst_tv=worst, detail=detail
     )
 
 
-def _check_coupled(sets: LawSets) -> VerifierResult:
-    num_laws = num_compared = num_different = 0
-    for laws, tree in sets:
-        compared, different = compare_with_plain(laws, tree, range(NUM_COUPLED_SEEDS))
-        num_laws += laws.num_laws
+def _check_coupled(sets: PairSets) -> VerifierResult:
+    num_pairs = num_compared = num_different = 0
+    for pairs, tree in sets:
+        compared, different = compare_with_plain(pairs, tree, range(NUM_COUPLED_SEEDS))
+        num_pairs += pairs.num_pairs
         num_compared += compared
         num_different += different
     return VerifierResult(
         name="coupled, any draft",
-        num_laws=num_laws,
+        num_pairs=num_pairs,
         num_histories=num_compared,
         worst_tv=num_different / num_compared,
         detail="differs from plain decoding" if num_different else "",

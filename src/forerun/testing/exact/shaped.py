@@ -1,8 +1,9 @@
-"""Laws that processors make of the text before them: definitions, and what the engine's rows say.
+"""Distributions shaped by penalties and masks: by definition, and as the engine computes them.
 
-The logits are free, given every prefix; penalties and masks shape them. The target's law is written
-down here once more, one text at a time. What verification sees comes from the engine's processors,
-every row under the history the engine gives it: committed tokens counted, draft tokens as a path.
+The logits are free, given every prefix; penalties and masks shape them. The target's distribution
+is written down here once more, one text at a time. What verification sees comes from the engine's
+processors, every row under the history the engine gives it: committed tokens counted, draft tokens
+as a path.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.mask import TokenMask
 from forerun.sampling.processors import pack_params, target_probs
-from forerun.testing.exact.laws import Laws
+from forerun.testing.exact.pairs import ModelPairs
 
-__all__ = ["SHAPES", "Shape", "ShapedLaws", "View", "shaped_laws"]
+__all__ = ["SHAPES", "Shape", "ShapedPairs", "View", "shaped_pairs"]
 
 Text = tuple[int, ...]
 View = Callable[[History, Text], RowHistory]
@@ -59,11 +60,11 @@ class NoRepeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One way for the text to shape the law.
+    """One way for the text to shape the distribution.
 
     Attributes:
         params: what a request asks for.
-        define: logits of one prefix, (laws, vocab), and the output so far to shaped ones.
+        define: logits of one prefix, (pairs, vocab), and the output so far to shaped ones.
         mask: a mask at the beginning of the output, from the size of the vocabulary.
     """
 
@@ -102,8 +103,8 @@ SHAPES: Mapping[str, Shape] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShapedLaws(Laws):
-    """Laws by definition, with what verification sees of them.
+class ShapedPairs(ModelPairs):
+    """Distributions by definition, with what verification sees of them.
 
     Attributes:
         seen: by committed tokens and draft tokens above the row, the rows for every prefix.
@@ -116,47 +117,49 @@ class ShapedLaws(Laws):
         return self.seen[num_committed, depth]
 
 
-def shaped_laws(laws: Laws, shape: Shape, max_depth: int, view: View = History.at) -> ShapedLaws:
-    """Shape the target of `laws`; the draft knows nothing of it and proposes the impossible too.
+def shaped_pairs(
+    pairs: ModelPairs, shape: Shape, max_depth: int, view: View = History.at
+) -> ShapedPairs:
+    """Shape the target of every pair; the draft stays unshaped and may propose what is impossible.
 
     Args:
-        laws: without zeros, for a mask has to leave something.
-        shape: what the text does to the law.
+        pairs: without zeros, for a mask has to leave something.
+        shape: what the text does to the distribution.
         max_depth: of the proposals that will be verified.
         view: the history of a row; a bug may be planted here.
     """
-    vocab_size = laws.vocab_size
-    logits = [rows.log() + OFFSET for rows in laws.target]
-    texts = [list(product(range(vocab_size), repeat=level)) for level in range(laws.horizon)]
+    vocab_size = pairs.vocab_size
+    logits = [rows.log() + OFFSET for rows in pairs.target]
+    texts = [list(product(range(vocab_size), repeat=level)) for level in range(pairs.horizon)]
     target = tuple(
         torch.stack([shape.define(rows[:, i], text) for i, text in enumerate(of_level)], 1)
         for rows, of_level in zip(logits, texts, strict=True)
     )
-    return ShapedLaws(
+    return ShapedPairs(
         target=tuple(rows.softmax(-1) for rows in target),
-        draft=laws.draft,
+        draft=pairs.draft,
         seen={
             (level - depth, depth): seen_rows(logits[level], texts[level], depth, shape, view)
-            for level in range(laws.horizon)
+            for level in range(pairs.horizon)
             for depth in range(min(level, max_depth) + 1)
         },
     )
 
 
 def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view: View) -> Tensor:
-    """Laws after `texts`, the last `depth` tokens of which are drafted, the others committed."""
-    num_laws, num_texts, vocab_size = logits.shape
+    """The engine's rows after `texts`, of which the last `depth` tokens are drafted."""
+    num_pairs, num_texts, vocab_size = logits.shape
     bases: dict[Text, History] = {}
     histories: list[RowHistory | None] = []
     for text in texts:
         committed, path = text[: len(text) - depth], text[len(text) - depth :]
         if committed not in bases:
             bases[committed] = history_after(committed, shape, vocab_size)
-        histories += [view(bases[committed], path)] * num_laws
+        histories += [view(bases[committed], path)] * num_pairs
     rows = logits.transpose(0, 1).flatten(0, 1)
     packed = pack_params([shape.params], rows=[0] * len(rows))
     found = target_probs(rows, packed, histories)
-    return found.view(num_texts, num_laws, vocab_size).transpose(0, 1)
+    return found.view(num_texts, num_pairs, vocab_size).transpose(0, 1)
 
 
 def history_after(committed: Text, shape: Shape, vocab_size: int) -> History:

@@ -36,7 +36,7 @@ Decision = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainRows:
-    """What verification sees, flattened over laws and histories.
+    """What verification sees, flattened over pairs and histories.
 
     Attributes:
         target: after every prefix of the chain.
@@ -52,7 +52,7 @@ class ChainRows:
 
 
 def engine_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """The engine's acceptance law."""
+    """The engine's acceptance probabilities."""
     return accept_probs(rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted, rule)
 
 
@@ -63,15 +63,15 @@ def engine_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
 
 
 def kernel_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """The acceptance law of the CPU kernels, as the engine runs it there but in fp64."""
-    laws = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
-    return loaded_kernels().chain_accept(*laws, is_block=rule == "block")
+    """The acceptance probabilities of the CPU kernels, as the engine runs it there but in fp64."""
+    inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
+    return loaded_kernels().chain_accept(*inputs, is_block=rule == "block")
 
 
 def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
     """The weights of the final token from the CPU kernels."""
-    laws = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
-    return loaded_kernels().chain_weights(*laws, accepted, is_block=rule == "block")
+    inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
+    return loaded_kernels().chain_weights(*inputs, accepted, is_block=rule == "block")
 
 
 def loaded_kernels() -> SamplingKernels:
@@ -92,12 +92,12 @@ def keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
 
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """A legitimate stop rule: it looks at the law before the draw, never at what was drawn."""
+    """A legitimate stop rule: it reads the distribution before the draw, never the drawn token."""
     return going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
 
 
 def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """The same by the entropy of the law."""
+    """The same by the entropy of the distribution."""
     entropy = torch.special.entr(draft_row).sum(-1)
     return going_on(StopRule(measure="entropy", threshold=0.8), entropy)
 
@@ -119,11 +119,11 @@ class ChainVerifier:
 
     Attributes:
         rule: the engine's rule.
-        accept: acceptance law, from rows and rule.
+        accept: acceptance probabilities, from rows and rule.
         final: weights of the final token, from rows, number accepted and rule.
         draft_key: key of a draft draw, from request key, committed tokens and node.
         verify_keys: keys of verification, from request key, committed tokens and number of nodes.
-        keep: whether drafting goes on through a node, from its law and the drawn token's
+        keep: whether drafting goes on through a node, from its distribution and the drawn token's
             probability.
         next_k: K of the second step, from that of the first and how many it accepted.
     """

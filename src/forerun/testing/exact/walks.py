@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.sampling.walk import target_keys, walk
 from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted, draft_chain
 from forerun.testing.exact.histories import Histories, Inexact
-from forerun.testing.exact.laws import Laws
+from forerun.testing.exact.pairs import ModelPairs
 from forerun.testing.exact.verifiers import ChainVerifier
 from forerun.theory.tree import TokenTree
 
@@ -59,11 +59,11 @@ class WalkTable:
     visited: dict[int, set[Rows]]
 
 
-def emit_walks(laws: Laws, walker: Walker, tree: TokenTree) -> Emitted:
-    """Output law of two steps and the target's continuation to the horizon.
+def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
+    """Output distribution of two steps and the target's continuation to the horizon.
 
     Args:
-        laws: target and draft, given every prefix.
+        pairs: target and draft, given every prefix.
         walker: the walk and how proposals are chosen.
         tree: topology of the first proposal. The second has the same, or is a chain of one more
             node than were accepted where proposals are sampled, as far as the horizon allows.
@@ -73,47 +73,47 @@ def emit_walks(laws: Laws, walker: Walker, tree: TokenTree) -> Emitted:
     """
     mass: dict[int, Tensor] = {}
     num_histories = 0
-    for first, used in step(laws, walker, Histories.begin(laws.num_laws), frozenset(), tree):
-        room = laws.horizon - 1 - first.length
+    for first, used in step(pairs, walker, Histories.begin(pairs.num_pairs), frozenset(), tree):
+        room = pairs.horizon - 1 - first.length
         fits = not walker.sampled and max(tree.depths) <= room
         next_tree = tree if fits else TokenTree.chain(min(first.length, room))
-        for second, _ in step(laws, walker, first, used, next_tree):
-            found = second.mass(laws.vocab_size**second.length)
+        for second, _ in step(pairs, walker, first, used, next_tree):
+            found = second.mass(pairs.vocab_size**second.length)
             mass[second.length] = mass.get(second.length, 0.0) + found
             num_histories += int(second.weights.count_nonzero())
-    return Emitted(joint=laws.complete(mass), num_histories=num_histories)
+    return Emitted(joint=pairs.complete(mass), num_histories=num_histories)
 
 
 def step(
-    laws: Laws, walker: Walker, histories: Histories, used: frozenset[int], tree: TokenTree
+    pairs: ModelPairs, walker: Walker, histories: Histories, used: frozenset[int], tree: TokenTree
 ) -> Iterator[tuple[Histories, frozenset[int]]]:
     """One step: the histories by number of emitted tokens, and the target keys used up by then."""
     keys = walker.keys(REQUEST, NUM_PROMPT + histories.length, tree)
-    drafted, drafts = draft(laws, walker, histories, tree)
+    drafted, drafts = draft(pairs, walker, histories, tree)
     num_drafts = drafted.weights.shape[1] // histories.weights.shape[1]
-    table = walk_table(walker.walk, tree, laws.vocab_size)
+    table = walk_table(walker.walk, tree, pairs.vocab_size)
     for num_emitted, emits in table.emits.items():
         spent = used
         for rows in table.visited[num_emitted]:
             spent |= consume([keys[row] for row in rows], used | set(drafted.intervals))
         possible = emits[drafts]
         owners, texts = possible.any(0).nonzero(as_tuple=True)
-        drawn = target_texts(laws, histories, num_emitted)[:, owners // num_drafts, texts]
+        drawn = target_texts(pairs, histories, num_emitted)[:, owners // num_drafts, texts]
         probs = drawn * possible[:, owners, texts]
-        prefixes = drafted.prefixes[owners] * laws.vocab_size**num_emitted + texts
+        prefixes = drafted.prefixes[owners] * pairs.vocab_size**num_emitted + texts
         weights = drafted.weights[:, owners] * probs
         length = drafted.length + num_emitted
         yield replace(drafted, weights=weights, prefixes=prefixes, length=length), spent
 
 
 def draft(
-    laws: Laws, walker: Walker, histories: Histories, tree: TokenTree
+    pairs: ModelPairs, walker: Walker, histories: Histories, tree: TokenTree
 ) -> tuple[Histories, Int64[Tensor, "some drafts"]]:
-    """The histories after drafting, and what each drafted as a number (under each law, or any)."""
+    """The histories after drafting, and what each drafted as a number (under each pair, or any)."""
     if not walker.sampled:
-        return histories, top_tokens(laws, histories, tree)
-    drafted = draft_chain(laws, ChainVerifier(rule="token"), histories, len(tree.parents))
-    return drafted.histories, number(drafted.tokens, laws.vocab_size)[None]
+        return histories, top_tokens(pairs, histories, tree)
+    drafted = draft_chain(pairs, ChainVerifier(rule="token"), histories, len(tree.parents))
+    return drafted.histories, number(drafted.tokens, pairs.vocab_size)[None]
 
 
 def consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
@@ -164,33 +164,35 @@ def walk_outcomes(
     return outcomes
 
 
-def top_tokens(laws: Laws, histories: Histories, tree: TokenTree) -> Int64[Tensor, "laws drafts"]:
+def top_tokens(
+    pairs: ModelPairs, histories: Histories, tree: TokenTree
+) -> Int64[Tensor, "pairs drafts"]:
     """The draft's most likely tokens as one number per history: siblings take ranks 0, 1, ..."""
-    of_law = torch.arange(laws.num_laws)[:, None]
+    pair_index = torch.arange(pairs.num_pairs)[:, None]
     root = histories.prefixes.expand_as(histories.weights)
     paths: list[Tensor] = []
     drafts = torch.zeros_like(root)
     for node, parent in enumerate(tree.parents):
         before = paths[parent] if parent >= 0 else root
         level = histories.length + tree.depths[node] - 1
-        ranked = laws.draft[level][of_law, before].argsort(stable=True, descending=True)
+        ranked = pairs.draft[level][pair_index, before].argsort(stable=True, descending=True)
         token = ranked[..., tree.children(parent).index(node)]
-        paths.append(before * laws.vocab_size + token)
-        drafts = drafts * laws.vocab_size + token
+        paths.append(before * pairs.vocab_size + token)
+        drafts = drafts * pairs.vocab_size + token
     return drafts
 
 
 def target_texts(
-    laws: Laws, histories: Histories, num_tokens: int
-) -> Float64[Tensor, "laws histories texts"]:
+    pairs: ModelPairs, histories: Histories, num_tokens: int
+) -> Float64[Tensor, "pairs histories texts"]:
     """The target's probability of every next `num_tokens` tokens after each history."""
-    vocab = torch.arange(laws.vocab_size)
+    vocab = torch.arange(pairs.vocab_size)
     probs = torch.ones_like(histories.weights)[..., None]
     paths = histories.prefixes[:, None]
     for offset in range(num_tokens):
-        rows = laws.target_rows(histories.length, offset)[:, paths]
+        rows = pairs.target_rows(histories.length, offset)[:, paths]
         probs = (probs[..., None] * rows).flatten(2)
-        paths = (paths[..., None] * laws.vocab_size + vocab).flatten(1)
+        paths = (paths[..., None] * pairs.vocab_size + vocab).flatten(1)
     return probs
 
 

@@ -1,7 +1,7 @@
-"""Random and structured target and draft laws over a tiny vocabulary, given every prefix.
+"""Random and structured target and draft distributions over a tiny vocabulary, given every prefix.
 
 A prefix is the integer its tokens spell in base `vocab_size`, first token first; level l of a table
-holds one row per prefix of length l. All tables are fp64 and carry a leading axis of laws,
+holds one row per prefix of length l. All tables are fp64 and carry a leading axis of pairs,
 enumerated at once.
 """
 
@@ -14,19 +14,19 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-__all__ = ["Laws", "random_laws", "structured_laws"]
+__all__ = ["ModelPairs", "random_pairs", "structured_pairs"]
 
 Table = tuple[Tensor, ...]
 BATCH = 64
-"""Laws enumerated together: tensors stay in cache."""
+"""Pairs enumerated together: tensors stay in cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Laws:
-    """A batch of target laws, each with a draft law.
+class ModelPairs:
+    """A batch of target distributions, each with a draft distribution.
 
     Attributes:
-        target: per level, shape (laws, vocab^level, vocab).
+        target: per level, shape (pairs, vocab^level, vocab).
         draft: likewise.
     """
 
@@ -34,8 +34,8 @@ class Laws:
     draft: Table
 
     @property
-    def num_laws(self) -> int:
-        """Laws in this batch."""
+    def num_pairs(self) -> int:
+        """Pairs in this batch."""
         return len(self.target[0])
 
     @property
@@ -45,7 +45,7 @@ class Laws:
 
     @property
     def horizon(self) -> int:
-        """Tokens whose joint law the tables determine."""
+        """Tokens whose joint distribution the tables determine."""
         return len(self.target)
 
     def target_rows(self, num_committed: int, depth: int) -> Tensor:
@@ -57,15 +57,15 @@ class Laws:
         """
         return self.target[num_committed + depth]
 
-    def joint(self) -> Float64[Tensor, "laws texts"]:
-        """The target's law of the first `horizon` tokens."""
+    def joint(self) -> Float64[Tensor, "pairs texts"]:
+        """The target's distribution of the first `horizon` tokens."""
         return self.complete({0: torch.ones_like(self.target[0][..., 0])})
 
-    def complete(self, mass: Mapping[int, Tensor]) -> Float64[Tensor, "laws texts"]:
+    def complete(self, mass: Mapping[int, Tensor]) -> Float64[Tensor, "pairs texts"]:
         """Extend texts to the horizon by the target's own continuation.
 
         Args:
-            mass: probability of every text, shape (laws, vocab^length), by length of the texts.
+            mass: probability of every text, shape (pairs, vocab^length), by length of the texts.
         """
         total = mass.get(0, torch.zeros_like(self.target[0][..., 0]))
         for level, rows in enumerate(self.target):
@@ -74,12 +74,12 @@ class Laws:
         return total
 
 
-def random_laws(
-    num_laws: int, vocab_size: int, horizon: int, generator: torch.Generator
-) -> Iterator[Laws]:
-    """Laws from nearly uniform to nearly one-hot, target and draft more or less related."""
-    for start in range(0, num_laws, BATCH):
-        count = min(BATCH, num_laws - start)
+def random_pairs(
+    num_pairs: int, vocab_size: int, horizon: int, generator: torch.Generator
+) -> Iterator[ModelPairs]:
+    """Pairs from nearly uniform to nearly one-hot, target and draft more or less alike."""
+    for start in range(0, num_pairs, BATCH):
+        count = min(BATCH, num_pairs - start)
         sharpness, kinship = (
             torch.empty(count, 1, 1, dtype=torch.float64).uniform_(*ends, generator=generator)
             for ends in ((0.3, 4.0), (0.0, 1.0))
@@ -90,11 +90,11 @@ def random_laws(
             common, own = (_clocks(shape, generator) for _ in range(2))
             target.append(_normalised(common**sharpness))
             draft.append(_normalised(common ** (sharpness * kinship) * own ** (1 - kinship)))
-        yield Laws(target=tuple(target), draft=tuple(draft))
+        yield ModelPairs(target=tuple(target), draft=tuple(draft))
 
 
-def structured_laws(vocab_size: int, horizon: int, generator: torch.Generator) -> Laws:
-    """One batch of corner cases: what a random law meets with probability 0.
+def structured_pairs(vocab_size: int, horizon: int, generator: torch.Generator) -> ModelPairs:
+    """One batch of corner cases: what a random distribution meets with probability 0.
 
     In order: identical; one-hot target; one-hot draft; both one-hot, sometimes agreeing; zero
     overlap, the target on one token; zero overlap, the draft on one token; zeros in the target;
@@ -109,7 +109,7 @@ def structured_laws(vocab_size: int, horizon: int, generator: torch.Generator) -
         holes = _normalised(second * (1 - other))
         target.append(torch.stack([first, one, first, one, one, without, without, without]))
         draft.append(torch.stack([first, second, one, other, without, one, second, holes]))
-    return Laws(target=tuple(target), draft=tuple(draft))
+    return ModelPairs(target=tuple(target), draft=tuple(draft))
 
 
 def _clocks(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -1,4 +1,5 @@
-"""The law of whole texts out of the running engine, where no seed ties them to plain decoding.
+"""The distribution of texts from the running engine, where no seed ties them to plain
+decoding.
 
 Verifiers are enumerated elsewhere; here they are wired to drafts, noise keys, batches and KV. The
 noise is fixed, so a test passes always or never; the same test must reject a drafter that lies.
@@ -52,18 +53,18 @@ def target() -> TabularModel:
 
 @pytest.fixture
 def draft(target: TabularModel) -> TabularModel:
-    law = tiny.tabular(7, vocab_size=VOCAB_SIZE, num_slots=BATCH)
-    mixed = (0.5 * target.log_probs + 0.7 * law.log_probs).log_softmax(-1)
-    return TabularModel(log_probs=mixed, order=2, store=law.store)
+    probs = tiny.tabular(7, vocab_size=VOCAB_SIZE, num_slots=BATCH)
+    mixed = (0.5 * target.log_probs + 0.7 * probs.log_probs).log_softmax(-1)
+    return TabularModel(log_probs=mixed, order=2, store=probs.store)
 
 
 def engine_over(target: TabularModel, drafter: Drafter, k: int = 3) -> Engine:
     return tiny.engine_over(target, drafter, k=k, max_batch=BATCH, max_waiting=2000)
 
 
-def penalised(law: torch.Tensor, params: SamplingParams, output: tuple[int, ...]) -> torch.Tensor:
+def penalised(probs: torch.Tensor, params: SamplingParams, output: tuple[int, ...]) -> torch.Tensor:
     """Penalties by their definitions; what they leave has yet to be normalised."""
-    logits = law.log()
+    logits = probs.log()
     for token in {*PROMPT, *output}:
         factor = params.repetition_penalty
         logits[token] = logits[token] * (factor if logits[token] < 0 else 1 / factor)
@@ -72,11 +73,11 @@ def penalised(law: torch.Tensor, params: SamplingParams, output: tuple[int, ...]
     return logits.exp()
 
 
-def text_law(
+def text_probs(
     target: TabularModel, params: SamplingParams, mask: Automaton | None = None
 ) -> dict[tuple[int, ...], float]:
     """Probability of every text of LENGTH tokens, by the chain rule."""
-    law: dict[tuple[int, ...], float] = {}
+    probs: dict[tuple[int, ...], float] = {}
     for text in itertools.product(range(VOCAB_SIZE), repeat=LENGTH):
         probability = 1.0
         for end, token in enumerate(text):
@@ -90,8 +91,8 @@ def text_law(
                 row = torch.where(row < row.topk(params.top_k).values[-1], 0.0, row)
             probability *= float(row[token] / row.sum())
         if probability > 0:
-            law[text] = probability
-    return law
+            probs[text] = probability
+    return probs
 
 
 def texts_of(engine: Engine, params: SamplingParams, num_samples: int) -> Counter[tuple[int, ...]]:
@@ -108,12 +109,12 @@ def masked_texts_of(
     return Counter(c.token_ids for c in engine.take_output(request_id).completions)
 
 
-def p_value(texts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+def p_value(texts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
     """Pearson's chi-square; texts expected fewer than five times are taken together."""
-    if texts.keys() - law.keys():
+    if texts.keys() - probs.keys():
         return 0.0
     num_samples = texts.total()
-    cells = [(texts[text], num_samples * probability) for text, probability in law.items()]
+    cells = [(texts[text], num_samples * probability) for text, probability in probs.items()]
     common = [cell for cell in cells if cell[1] >= 5]
     rare = [cell for cell in cells if cell[1] < 5]
     if rare:
@@ -123,7 +124,7 @@ def p_value(texts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) 
     return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2).double()))
 
 
-LAWS = {
+CASES = {
     "block": BASE,
     "token": replace(BASE, verification="token"),
     "block, shaped": replace(BASE, temperature=0.7, top_k=2, draft_temperature=1.3),
@@ -134,22 +135,22 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("params", LAWS.values(), ids=LAWS)
-def test_texts_follow_the_targets_law(target, draft, params):
+@pytest.mark.parametrize("params", CASES.values(), ids=CASES)
+def test_texts_follow_the_targets_distribution(target, draft, params):
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
-    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
 
 
 NO_TWO_ALIKE = Automaton([{0: 1, 1: 2, 2: 3}, {1: 2, 2: 3}, {0: 1, 2: 3}, {0: 1, 1: 2}], VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("verification", ["block", "token", "auto"])
-def test_masked_texts_follow_the_masked_law(target, draft, verification):
+def test_masked_texts_follow_the_masked_distribution(target, draft, verification):
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
     params = replace(BASE, verification=verification)
-    law = text_law(target, params, NO_TWO_ALIKE)
-    assert len(law) == 3 * 2**3
-    assert p_value(masked_texts_of(engine, params, 1500, NO_TWO_ALIKE), law) > SMALLEST_P
+    probs = text_probs(target, params, NO_TWO_ALIKE)
+    assert len(probs) == 3 * 2**3
+    assert p_value(masked_texts_of(engine, params, 1500, NO_TWO_ALIKE), probs) > SMALLEST_P
 
 
 def at_the_root(history: History, path: Sequence[int] = ()) -> RowHistory:
@@ -167,18 +168,18 @@ def test_counts_that_end_at_the_root_are_caught(target, draft, verification, mon
     monkeypatch.setattr(History, "along", along_the_root)
     params = replace(BASE, verification=verification, frequency_penalty=0.8, repetition_penalty=1.5)
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
-    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) < 1e-6
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) < 1e-6
 
 
 def test_texts_without_a_seed_follow_it_too(target, draft, monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
     params = replace(BASE, seed=None, verification="auto")
     engine = engine_over(target, DraftModel(draft, VOCAB_SIZE), k=2)
-    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
 
 
 class Sapling:
-    """Two guesses and one that follows the first of them, all drawn from the draft's laws."""
+    """Two guesses and one that follows the first of them, all drawn from the draft."""
 
     method = "sapling"
     TREE = TokenTree((-1, -1, 0))
@@ -222,7 +223,7 @@ def test_sampled_trees_are_walked(target, draft, seed, monkeypatch):
     engine = engine_over(target, Sapling(draft))
     sources: Counter[TokenSource] = Counter()
     engine.on_record = lambda record: sources.update([record.last_token_source])
-    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
     assert len(sources) == 2, "branches were accepted to their ends, and rejected"
 
 
@@ -256,7 +257,7 @@ class Restless:
             self.told = finalise(self.told + seen)
 
 
-@pytest.mark.parametrize("params", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("params", CASES.values(), ids=CASES)
 def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, draft, params):
     stranger = tiny.tabular(9, vocab_size=VOCAB_SIZE, num_slots=BATCH)
     drafters = {
@@ -274,7 +275,7 @@ def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, dr
     )
     records: list[StepRecord] = []
     engine.on_record = records.append
-    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
     assert {record.method for record in records if record.num_drafted} == set(drafters)
     assert any(record.stop_reason == "stop_rule" for record in records)
 
@@ -282,12 +283,12 @@ def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, dr
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_a_draft_that_fails_after_some_tokens_does_not_bias_the_text(target, draft, verification):
     """Failing after token 0 says that 0 was drawn: such chains must end there, not be dropped."""
-    law = draft.log_probs.clone()
-    law[:: VOCAB_SIZE + 1] = torch.nan
-    sick = TabularModel(log_probs=law, order=2, store=draft.store)
+    probs = draft.log_probs.clone()
+    probs[:: VOCAB_SIZE + 1] = torch.nan
+    sick = TabularModel(log_probs=probs, order=2, store=draft.store)
     params = replace(BASE, verification=verification)
     engine = engine_over(target, DraftModel(sick, VOCAB_SIZE))
-    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) > SMALLEST_P
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
 
 
 def test_as_much_is_accepted_as_is_expected(target, draft):
@@ -343,7 +344,7 @@ class Pruning(DraftModel):
 def test_the_same_test_catches_a_drafter_that_breaks_the_rules(target, draft, kind, verification):
     params = replace(BASE, verification=verification)
     engine = engine_over(target, kind(draft, VOCAB_SIZE))
-    assert p_value(texts_of(engine, params, 1500), text_law(target, params)) < 1e-6
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", [Lying, Pruning])
