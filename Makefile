@@ -40,8 +40,7 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## bring generated lists up to date: modules, causes of a diagnosis
-	$(BIN)/python recipes/docs/modules.py
+docs: $(STAMP)  ## bring the generated list of causes in docs/diagnose.md up to date
 	$(BIN)/python recipes/docs/causes.py
 
 exact: $(STAMP)  ## enumerate every verifier's output law
