@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.control.beliefs import Beliefs, Way
+from forerun.control.beliefs import Beliefs, DraftVariant
 from forerun.control.config import BeliefConfig
 from forerun.control.fixed import FixedController
 from forerun.engine.config import EngineConfig
@@ -38,7 +38,7 @@ PER_KIND = 4
 DEEPEST = 8
 LOOKAHEADS = (1, 2, 4)
 PROSE_CHARS, PROSE_STEP = 600, 20_000
-WAY = Way("draft_model", stops=False)
+WAY = DraftVariant("draft_model", stops=False)
 
 
 class SharedBudget(Controller):

@@ -18,7 +18,7 @@ from pathlib import Path
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.goodput import GoodputController
-from forerun.control.named import Means, build_controller
+from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.safety import SafeController
 from forerun.provenance import collect
 from forerun.theory.cost import CostTable
@@ -62,7 +62,9 @@ def controllers() -> dict[str, Callable[[], Controller]]:
     two = {"draft_model": Costs(), "suffix": Costs()}
 
     def named(name: str) -> Controller:
-        means = Means(methods=("draft_model",), num_speculative_tokens=MAX_K, costs=costs)
+        means = ControllerInputs(
+            methods=("draft_model",), num_speculative_tokens=MAX_K, costs=costs
+        )
         return build_controller(name, means)  # type: ignore[arg-type]  # names are listed below
 
     stop = GoodputConfig(stop="top_probability")

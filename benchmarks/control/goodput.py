@@ -41,7 +41,7 @@ from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.goodput import GoodputController
 from forerun.control.safety import SafeController
 from forerun.engine.engine import Engine
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
 
@@ -73,7 +73,7 @@ class ModelClock:
         costs: of drafters by their methods.
     """
 
-    def __init__(self, costs: Mapping[str, Costs]) -> None:
+    def __init__(self, costs: Mapping[str, DraftCosts]) -> None:
         self.costs = costs
 
     def seconds(self, record: StepRecord, temperature: float) -> tuple[float, float, float]:
@@ -158,7 +158,12 @@ def add_modelled(block: dict[str, Any], clock: ModelClock) -> None:
 
 
 def arms_of(
-    target: Engine, workload: str, costs: Mapping[str, Costs], first: Item, *, is_modelled: bool
+    target: Engine,
+    workload: str,
+    costs: Mapping[str, DraftCosts],
+    first: Item,
+    *,
+    is_modelled: bool,
 ) -> list[Arm]:
     """Plain decoding, every drafter at every K, and the controllers; the models are warm."""
     names = WORKLOADS[workload]
@@ -169,13 +174,13 @@ def arms_of(
     return [*fixed, *adaptive_arms(target, loaded, costs, is_modelled=is_modelled)]
 
 
-def costs_of(place: Place, names: Sequence[str]) -> dict[str, Costs]:
+def costs_of(place: Place, names: Sequence[str]) -> dict[str, DraftCosts]:
     """Of drafters by their methods."""
     return {METHODS[name]: read_costs(place, name) for name in names}
 
 
 def adaptive_arms(
-    target: Engine, loaded: Engine, costs: Mapping[str, Costs], *, is_modelled: bool
+    target: Engine, loaded: Engine, costs: Mapping[str, DraftCosts], *, is_modelled: bool
 ) -> Iterator[Arm]:
     """Controllers over all the drafters, which they share as far as one request at a time does."""
     assert loaded.drafter is not None

@@ -39,9 +39,9 @@ from served import (
 from texts import halves
 
 from forerun.plan.acceptance import counted
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.plan.drafts import Drafts
-from forerun.plan.option import Candidate, Option, option_at
+from forerun.plan.option import DraftCandidate, Option, option_at
 from forerun.theory.intervals import bootstrap_ratio
 
 CELLS: Mapping[str, tuple[str, ...]] = {
@@ -150,7 +150,7 @@ def rows_of(place: Place, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str,
             )
             costs = read_costs(place, name)
             table = costs.at(float(cell[-1]))
-            candidate = Candidate(name=name, table=table, acceptance=acceptance)
+            candidate = DraftCandidate(name=name, table=table, acceptance=acceptance)
             reading = reading_of(own, costs) / table.plain_step_s(context)
             for k in LOOKAHEADS:
                 option = option_at(candidate, k, batch=1, context=context)
@@ -158,7 +158,7 @@ def rows_of(place: Place, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return rows
 
 
-def reading_of(own: Sequence[Mapping[str, Any]], costs: Costs) -> float:
+def reading_of(own: Sequence[Mapping[str, Any]], costs: DraftCosts) -> float:
     """Seconds per decoded token that the draft reads prompts."""
     if costs.reading is None:
         return 0.0

@@ -13,7 +13,7 @@ from served import DRAFTS, LOOKAHEADS, Place, fixed_arms, items_of, serve, warm_
 from texts import edit_texts, halves
 
 from forerun.engine.config import EngineConfig
-from forerun.plan.costs import Costs, with_draft_cost
+from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import estimates_of, measure_pair
 from forerun.probe.pair import facts_of, load_pair
@@ -98,14 +98,14 @@ def measure_copying(place: Place, num_threads: int, *, anew: bool) -> None:
     path.write_text(json.dumps([*before, found]) + "\n", encoding="utf-8")
 
 
-def read_costs(place: Place, name: str) -> Costs:
+def read_costs(place: Place, name: str) -> DraftCosts:
     """Costs of a drafter; of copying, those of a pair whose cycles take what copying took."""
     costs = load_profile(profile_path(place, "domain" if name == "suffix" else name)).costs
     if name != "suffix":
         return costs
     sittings = json.loads(profile_path(place, name).read_text(encoding="utf-8"))
     copying = {name: fmean(found[name] for found in sittings) for name in ("draft_s", "overhead_s")}
-    return Costs(
+    return DraftCosts(
         greedy=with_draft_cost(costs.greedy, **copying),
         sampled=with_draft_cost(costs.sampled, **copying),
     )

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.control.base import Plan
 from forerun.control.fixed import FixedController
-from forerun.control.named import Means, build_controller
+from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.safety import SafeController
 from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
 from forerun.engine.config import EngineConfig
@@ -122,7 +122,9 @@ class Bench:
 
     def auto(self, drafter: Drafter) -> tuple[Engine, SafeController]:
         """An engine whose controller knows nothing yet."""
-        means = Means(methods=("draft_model",), num_speculative_tokens=MAX_K, costs=self.costs)
+        means = ControllerInputs(
+            methods=("draft_model",), num_speculative_tokens=MAX_K, costs=self.costs
+        )
         controller = build_controller("auto", means)
         assert isinstance(controller, SafeController)
         return self.plain.with_draft(drafter, controller=controller), controller

@@ -29,9 +29,9 @@ from forerun.engine.results import RequestOutput
 from forerun.engine.thread import EngineThread
 from forerun.engine.tracing import request_records
 from forerun.models.zoo.catalog import held_out_prompts
-from forerun.plan.costs import Costs
-from forerun.plan.simulation.comparison import Comparison
-from forerun.plan.simulation.config import ServerConfig, Slo
+from forerun.plan.costs import DraftCosts
+from forerun.plan.simulation.comparison import ControllerComparison
+from forerun.plan.simulation.config import SimulatedServerConfig, Slo
 from forerun.plan.simulation.correction import corrected, correction_of
 from forerun.plan.simulation.recorded import workload_of
 from forerun.probe.profile_file import load_profile
@@ -184,7 +184,7 @@ def served_figures(submitted_s: Sequence[float], outputs: Sequence[RequestOutput
     }
 
 
-def both(case: Case, costs: Costs, path: Path) -> dict[str, Any]:
+def both(case: Case, costs: DraftCosts, path: Path) -> dict[str, Any]:
     """Repeat a trace with the profile's costs, and with those costs as the trace corrects them."""
     correction = correction_of(read_trace(path), costs, case.temperature, str(path))
     return {
@@ -194,12 +194,15 @@ def both(case: Case, costs: Costs, path: Path) -> dict[str, Any]:
     }
 
 
-def simulated(case: Case, costs: Costs, path: Path) -> Figures:
+def simulated(case: Case, costs: DraftCosts, path: Path) -> Figures:
     """Repeat a trace."""
-    server = ServerConfig(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, max_k=max(case.k, 1))
+    server = SimulatedServerConfig(
+        max_batch=MAX_BATCH, max_context=MAX_CONTEXT, max_k=max(case.k, 1)
+    )
     workload = workload_of(read_trace(path), str(path), server, Slo(), case.temperature)
     found = [
-        Comparison(workload, costs, seed=seed).run(f"fixed:{case.k}") for seed in range(NUM_SEEDS)
+        ControllerComparison(workload, costs, seed=seed).run(f"fixed:{case.k}")
+        for seed in range(NUM_SEEDS)
     ]
     return {
         "duration_s": median(result.total_s for result in found),
@@ -212,7 +215,7 @@ def simulated(case: Case, costs: Costs, path: Path) -> Figures:
 
 
 def one_round(
-    services: Sequence[Service], costs: Costs, repeats: int, keep: Path
+    services: Sequence[Service], costs: DraftCosts, repeats: int, keep: Path
 ) -> list[dict[str, Any]]:
     """Every case simulated once and served often, in turns."""
     paths = [keep / f"{case.workload}-{case.k}.jsonl" for case in CASES]

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from forerun.plan.costs import Costs
-from forerun.plan.simulation.comparison import Comparison
+from forerun.plan.costs import DraftCosts
+from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Workload
 from forerun.plan.simulation.workload_file import load_workload
 from forerun.probe.profile_file import load_profile
@@ -39,19 +39,21 @@ def rates(count: int, times: int, run: Callable[[], object]) -> dict[str, object
     return {"requests": count, "requests_per_s": median(found), "samples": found}
 
 
-def measured(workload: Workload, costs: Costs, million: int) -> dict[str, object]:
+def measured(workload: Workload, costs: DraftCosts, million: int) -> dict[str, object]:
     """Every controller in the fine mode, fixed K in the coarse one."""
     found: dict[str, object] = {}
     for name, times in FINE:
         found[name] = rates(
             workload.requests,
             times,
-            lambda name=name: Comparison(workload, costs, seed=1).run(name),
+            lambda name=name: ControllerComparison(workload, costs, seed=1).run(name),
         )
     many = replace(workload, requests=million)
     for name in ("plain", "fixed:4"):
         found[f"coarse {name}"] = rates(
-            million, 1, lambda name=name: Comparison(many, costs, seed=1, coarse=True).run(name)
+            million,
+            1,
+            lambda name=name: ControllerComparison(many, costs, seed=1, coarse=True).run(name),
         )
     return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.control.fixed import FixedController
-from forerun.plan.simulation.config import Phase, ServerConfig, Workload
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds.config import Constant, Fixed
 from forerun.plan.simulation.simulate import simulate
 from forerun.plan.simulation.times import Times
@@ -101,7 +101,7 @@ def simulated_s(parameters: Parameters, k: int, alpha: float, num_requests: int 
         prompt_tokens=Fixed(tokens=1),
         output_tokens=Fixed(tokens=NUM_TOKENS + 1),  # the first comes with the prompt
         phases=(Phase(share=1.0, acceptance=Constant(alpha=alpha)),),
-        server=ServerConfig(max_batch=1, max_k=USELESS_K),
+        server=SimulatedServerConfig(max_batch=1, max_k=USELESS_K),
     )
     times = Times(parameters.table())
     found = simulate(workload, traffic_of(workload, 0), times, FixedController(k), "fixed")

@@ -14,7 +14,7 @@ from tests.simulated import Tables, table
 from forerun.control.base import Capacity, Controller, Plan, RequestState
 from forerun.control.config import CONTROLLER_NAMES, GoodputConfig
 from forerun.control.goodput import GoodputController
-from forerun.control.named import Means, build_controller
+from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.safety import SafeController
 from forerun.theory.record import StepRecord
 
@@ -26,7 +26,7 @@ COSTS = {"d": Tables(table(batches=BATCHES)), "e": Tables(table(batches=BATCHES,
 
 
 def named(name: str) -> Callable[[], Controller]:
-    means = Means(methods=tuple(COSTS), num_speculative_tokens=MAX_K, costs=COSTS)
+    means = ControllerInputs(methods=tuple(COSTS), num_speculative_tokens=MAX_K, costs=COSTS)
     return lambda: build_controller(name, means)
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forerun.control.base import Plan
-from forerun.plan.simulation.config import Phase, ServerConfig, Workload
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds.config import Bursty, Clustered, Listed
 from forerun.plan.simulation.schedules import SCHEDULES
 from forerun.plan.simulation.simulate import simulate
@@ -79,7 +79,7 @@ def test_everybody_gets_every_token(
         prompt_tokens=Listed(values=prompts),
         output_tokens=Listed(values=outputs),
         phases=(Phase(share=1.0, acceptance=Clustered(alpha=0.6, spread=0.2)),),
-        server=ServerConfig(
+        server=SimulatedServerConfig(
             max_batch=max_batch, max_k=5, prefill_chunk=chunk, max_prefill_rows=prefill,
             max_step_rows=max_batch * 6,
         ),

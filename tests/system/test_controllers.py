@@ -14,7 +14,7 @@ from tests.simulated import Tables, table
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES, GoodputConfig, SafetyConfig
 from forerun.control.goodput import GoodputController
-from forerun.control.named import Means, build_controller
+from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.safety import SafeController
 from forerun.drafters.several import SeveralDrafters
 from forerun.drafters.suffix.drafter import SuffixDrafter
@@ -41,7 +41,7 @@ REQUESTS = [(prompt, params) for params in PARAMS for prompt in tiny.PROMPTS]
 
 
 def named(name: str) -> Callable[[], Controller]:
-    means = Means(methods=tuple(COSTS), num_speculative_tokens=K, costs=COSTS)
+    means = ControllerInputs(methods=tuple(COSTS), num_speculative_tokens=K, costs=COSTS)
     return lambda: build_controller(name, means)
 
 
@@ -99,7 +99,7 @@ def test_stop_rules_end_drafts_and_say_so(target):
         tiny.drafting(tiny.adapted(tiny.network(jitter=0.02))),
         k=K,
         controller=build_controller(
-            "confidence", Means(methods=("draft_model",), num_speculative_tokens=K)
+            "confidence", ControllerInputs(methods=("draft_model",), num_speculative_tokens=K)
         ),
     )
     records: list[StepRecord] = []

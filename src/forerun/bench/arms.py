@@ -10,7 +10,7 @@ from forerun.bench.config import DraftArms
 from forerun.control.config import ControllerName
 from forerun.engine.controlling import default_controller
 from forerun.engine.engine import Engine
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["adaptive_arms", "draft_arms", "plain_arm", "warm_up"]
@@ -43,7 +43,7 @@ def adaptive_arms(
     target: Engine,
     arms: Sequence[BenchArm],
     controllers: Sequence[ControllerName],
-    costs: Mapping[str, Costs],
+    costs: Mapping[str, DraftCosts],
 ) -> tuple[BenchArm, ...]:
     """One arm per draft and controller, which chooses up to the largest K of the draft's arms.
 
@@ -66,7 +66,7 @@ def adaptive_arms(
 
 
 def under(
-    target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, Costs]
+    target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
 ) -> Engine:
     """The engine of an arm under a controller."""
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None

@@ -21,7 +21,7 @@ from forerun.bench.threads import on_best_threads
 from forerun.bench.tracing import BenchTrace
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
 
@@ -64,7 +64,7 @@ class BenchComparison:
         self.arms: tuple[BenchArm, ...] = ()
         self.trace: BenchTrace | None = None
         self.num_threads: int | None = None
-        self.costs: dict[str, Costs] = {}
+        self.costs: dict[str, DraftCosts] = {}
         self.blocks: dict[BenchCell, list[Block]] = {
             BenchCell(temperature=temperature, batch=batch): []
             for batch in config.batches
@@ -109,7 +109,7 @@ class BenchComparison:
         engine = replace(config.engine, num_threads=num_threads)
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
-    def run(self, costs: Mapping[str, Costs]) -> None:
+    def run(self, costs: Mapping[str, DraftCosts]) -> None:
         """Measure block by block; needs `load`.
 
         Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from forerun.bench.summary import ArmSummary
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.theory.intervals import Interval
 
 __all__ = ["BenchPrediction", "predict"]
@@ -36,7 +36,7 @@ class BenchPrediction:
 
 
 def predict(
-    summary: ArmSummary, costs: Costs, *, temperature: float, batch: int
+    summary: ArmSummary, costs: DraftCosts, *, temperature: float, batch: int
 ) -> BenchPrediction | None:
     """Speedup of an arm from how much was accepted and what its cycles should cost.
 

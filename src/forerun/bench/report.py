@@ -12,7 +12,7 @@ from forerun.bench.exactness import ExactnessReport
 from forerun.bench.prediction import BenchPrediction, predict
 from forerun.bench.summary import ArmSummary, measurable, summarise
 from forerun.bench.verdict import verdict
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.provenance import Provenance
 
 __all__ = ["BenchReport", "CellReport", "DemoReport"]
@@ -71,7 +71,12 @@ class CellReport:
 
     @classmethod
     def of(
-        cls, blocks: Sequence[Block], *, temperature: float, batch: int, costs: Mapping[str, Costs]
+        cls,
+        blocks: Sequence[Block],
+        *,
+        temperature: float,
+        batch: int,
+        costs: Mapping[str, DraftCosts],
     ) -> CellReport:
         """Figures of the blocks so far."""
         enough = len(measurable(blocks)) >= LEAST_BLOCKS

@@ -13,7 +13,7 @@ from forerun.align.config import AlignConfig
 from forerun.bench.threads import on_best_threads
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import facts_of, load_pair, setup_of
@@ -43,7 +43,7 @@ class PairCosts:
         self.config = config
         self.num_threads = num_threads
         self.profile = profile
-        self._costs: Costs | None = None
+        self._costs: DraftCosts | None = None
 
     def __call__(self, draft: Path, temperature: float, target_hash: str) -> CostTable:
         """The table at a temperature.

@@ -23,7 +23,7 @@ from forerun.replacing import replacing
 if TYPE_CHECKING:
     from forerun.bench.comparison import BenchComparison
     from forerun.bench.tracing import BenchTrace
-    from forerun.plan.costs import Costs
+    from forerun.plan.costs import DraftCosts
     from forerun.trace.writer import TraceWriter
 
 __all__ = ["COMMAND", "BenchOptions"]
@@ -168,7 +168,7 @@ def texts_of(options: BenchOptions) -> list[str]:
 
 def costs_of(
     options: BenchOptions, comparison: BenchComparison, tell: Callable[[str], None]
-) -> Mapping[str, Costs]:
+) -> Mapping[str, DraftCosts]:
     """Cost tables per draft: given, measured now, or none."""
     if options.no_prediction:
         return {}

@@ -14,7 +14,7 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.models.load import load_tokenizer
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import LoadedPair, ModelFacts, facts_of, setup_of
@@ -26,7 +26,9 @@ BUDGET_S = 6.0
 """Per draft: a prediction needs less than a profile that is kept."""
 
 
-def measured_costs(comparison: BenchComparison, tell: Callable[[str], None]) -> Mapping[str, Costs]:
+def measured_costs(
+    comparison: BenchComparison, tell: Callable[[str], None]
+) -> Mapping[str, DraftCosts]:
     """Measure the pair of every draft, on the very models that will be compared."""
     found = {}
     for draft, arm in by_draft(comparison).items():
@@ -42,7 +44,7 @@ def measured_costs(comparison: BenchComparison, tell: Callable[[str], None]) -> 
     return found
 
 
-def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[str, Costs]:
+def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[str, DraftCosts]:
     """Costs from profiles, each matched to the draft it was made with.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from forerun.cli.flags import PairFlags
-from forerun.control.step_times import Costs as AnyCosts
+from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
@@ -14,7 +14,7 @@ from forerun.drafters.several import SeveralDrafters
 from forerun.engine.controlling import default_controller
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import Costs, with_draft_cost
+from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.probe.pair import LoadedPair, facts_of, setup_of
 from forerun.probe.profile import ProfileSetup
 from forerun.probe.profile_file import check_setup, load_profile
@@ -48,7 +48,7 @@ def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
     return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
 
 
-def costs_of(engine: Engine, pair: PairFlags) -> dict[str, AnyCosts]:
+def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
     """Costs by drafter, from profiles that were made here, of this pair."""
     named = dict(zip(drafters_of(engine), pair.draft_names, strict=True))
     setups = setups_of(engine, pair)
@@ -57,7 +57,7 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, AnyCosts]:
             "--profile is of a target and a draft model, and the draft is "
             f"{' and '.join(pair.draft_names)}"
         )
-    found: dict[str, Costs] = {}
+    found: dict[str, DraftCosts] = {}
     for path in pair.profile:
         profile = load_profile(path)
         same = [m for m, setup in setups.items() if setup.draft_hash == profile.setup.draft_hash]
@@ -67,7 +67,7 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, AnyCosts]:
             raise InvalidRequest(f"{path} is a second profile of {named[method]}")
         found[method] = profile.costs
     beside = next(iter(found.values()))
-    free = Costs(
+    free = DraftCosts(
         greedy=with_draft_cost(beside.greedy, draft_s=0.0),
         sampled=with_draft_cost(beside.sampled, draft_s=0.0),
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from forerun.plan.advice import Advice
     from forerun.plan.config import PlanConfig
-    from forerun.plan.option import Candidate
+    from forerun.plan.option import DraftCandidate
     from forerun.plan.what_if import Scenario
 
 __all__ = ["COMMAND", "PlanOptions"]
@@ -81,7 +81,7 @@ def run(options: PlanOptions) -> int:
     return 0
 
 
-def origin(options: PlanOptions, candidates: Sequence[Candidate]) -> list[str]:
+def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[str]:
     """What the plan rests on."""
     machine = options.machine.chosen
     costs = "costs: " + (
@@ -93,7 +93,7 @@ def origin(options: PlanOptions, candidates: Sequence[Candidate]) -> list[str]:
     return [costs, *(f"acceptance of {c.name}: {source(c, options)}" for c in candidates)]
 
 
-def source(candidate: Candidate, options: PlanOptions) -> str:
+def source(candidate: DraftCandidate, options: PlanOptions) -> str:
     """Where its acceptance is from."""
     return str(options.trace) if candidate.acceptance.num_requests else "given"
 
@@ -102,7 +102,7 @@ def content(
     advice: Advice,
     what_if: Sequence[Scenario],
     config: PlanConfig,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[DraftCandidate],
     options: PlanOptions,
 ) -> dict[str, object]:
     """As JSON wants it."""

@@ -13,7 +13,7 @@ from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import Acceptance, counted, given
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_draft_cost
-from forerun.plan.option import Candidate
+from forerun.plan.option import DraftCandidate
 from forerun.plan.roofline import Machine, cost_table
 from forerun.plan.traced import TracedDrafts, drafts_in
 from forerun.plan.what_if import BATCH_FACTORS, CONTEXT_FACTORS
@@ -36,7 +36,7 @@ ROOFLINE_CONTEXT = 1024
 """Where nobody says."""
 
 
-def candidates_of(options: PlanOptions) -> tuple[list[Candidate], PlanConfig]:
+def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfig]:
     """Every drafter asked for, and where the plan is to hold.
 
     Raises:
@@ -56,7 +56,7 @@ def candidates_of(options: PlanOptions) -> tuple[list[Candidate], PlanConfig]:
     names = options.draft or tuple(tables)
     figures = given_by(options, names)
     candidates = [
-        Candidate(
+        DraftCandidate(
             name=name,
             table=table_for(name, tables, traced),
             acceptance=acceptance_for(name, figures, traced, options),

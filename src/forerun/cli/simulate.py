@@ -14,7 +14,7 @@ from forerun.cli.paths import check_picture
 from forerun.errors import InvalidRequest, InvalidTrace
 
 if TYPE_CHECKING:
-    from forerun.plan.costs import Costs
+    from forerun.plan.costs import DraftCosts
     from forerun.plan.simulation.config import Workload
     from forerun.plan.simulation.regret import Oracle
     from forerun.plan.simulation.result import Result
@@ -86,7 +86,7 @@ def run(options: SimulateOptions) -> int:
     return 0
 
 
-def as_traced(costs: Costs, profile: Profile, path: Path, temperature: float) -> Costs:
+def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: float) -> DraftCosts:
     """The costs as a trace has them; says on stderr by how much they differ.
 
     Raises:
@@ -117,12 +117,12 @@ def as_traced(costs: Costs, profile: Profile, path: Path, temperature: float) ->
 
 
 def simulated(
-    options: SimulateOptions, workload: Workload, costs: Costs
+    options: SimulateOptions, workload: Workload, costs: DraftCosts
 ) -> tuple[list[Result], Oracle | None]:
     """Every controller, and the oracle where it is wanted."""
-    from forerun.plan.simulation.comparison import Comparison
+    from forerun.plan.simulation.comparison import ControllerComparison
 
-    comparison = Comparison(
+    comparison = ControllerComparison(
         workload, costs, seed=options.seed, overlap=options.overlap, coarse=options.coarse
     )
     comparison.check(options.controllers)

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from forerun.control.ladder import Ladder
-from forerun.control.pricing import Allocation, Candidate, Pricing
+from forerun.control.ladder import SingleRequestAllocator
+from forerun.control.pricing import Allocation, Pricing, RequestCandidate
 from forerun.theory.budget import Node, ranked_nodes
 
-__all__ = ["Allocator", "Crowd", "allocator"]
+__all__ = ["Allocator", "BatchAllocator", "allocator"]
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class Allocator(Protocol):
         """What given K would bring; cut to what every request may draft."""
 
 
-class Way(NamedTuple):
+class DraftCosting(NamedTuple):
     """What adding nodes to one request does; looked up once, for nodes are many."""
 
     drafted: Sequence[float]
@@ -48,7 +48,7 @@ class Way(NamedTuple):
     active: list[int]
 
 
-class Crowd:
+class BatchAllocator:
     """Several requests in one step.
 
     Args:
@@ -65,7 +65,7 @@ class Crowd:
         "wishes",
     )  # fmt: skip
 
-    def __init__(self, candidates: Sequence[Candidate], pricing: Pricing) -> None:
+    def __init__(self, candidates: Sequence[RequestCandidate], pricing: Pricing) -> None:
         self.candidates = candidates
         self.pricing = pricing
         self.times = pricing.times[candidates[0].method]
@@ -88,11 +88,13 @@ class Crowd:
         self.saved_s = saved_s
         self.row_s = 0.0 if saved_s else seldom * self.times.least_row_s * pricing.factor
         self.actives = [active for _, _, active in common.values()]
-        self.ways: list[Way] = []
+        self.ways: list[DraftCosting] = []
         for candidate in candidates:
             deltas_s, overheads_s, active = common[candidate.method]
             missed = 0.0 if candidate.was else pricing.catch_up
-            self.ways.append(Way(candidate.curve.drafted, deltas_s, missed, overheads_s, active))
+            self.ways.append(
+                DraftCosting(candidate.curve.drafted, deltas_s, missed, overheads_s, active)
+            )
 
     def best(self, max_nodes: int) -> Allocation:
         """See `Allocator`."""
@@ -109,7 +111,7 @@ class Crowd:
         scratch = {1 << n for n in range(deepest.bit_length())}
         untried = {min(was, deepest)} if was else scratch
         for times in self.pricing.times.values():
-            untried = untried | {min(depth, deepest) for depth in times.landmarks}
+            untried = untried | {min(depth, deepest) for depth in times.candidate_depths}
         tried: set[int] = set()
         while untried:
             for depth in sorted(untried):
@@ -195,11 +197,11 @@ class Crowd:
             yield tokens, draft_s + overhead_s + rest_s * factor
 
 
-def allocator(candidates: Sequence[Candidate], pricing: Pricing) -> Allocator:
+def allocator(candidates: Sequence[RequestCandidate], pricing: Pricing) -> Allocator:
     """For the requests of a step, at least one."""
     if len(candidates) == 1:
-        return Ladder(candidates[0], pricing)
-    return Crowd(candidates, pricing)
+        return SingleRequestAllocator(candidates[0], pricing)
+    return BatchAllocator(candidates, pricing)
 
 
 def depths_of(nodes: Iterable[Node], num_requests: int) -> tuple[int, ...]:

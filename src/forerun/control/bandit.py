@@ -17,14 +17,14 @@ from forerun.theory.record import StepRecord
 __all__ = ["BanditController"]
 
 
-class Arm(NamedTuple):
+class BanditArm(NamedTuple):
     """One configuration."""
 
     method: str
     k: int
 
 
-class Play:
+class ArmTotals:
     """What an arm has earned."""
 
     __slots__ = ("num_steps", "seconds", "tokens")
@@ -54,11 +54,11 @@ class BanditController:
         self.config = config or BanditConfig()
         ks = sorted({min(k, max_k) for k in self.config.ks if k > 0} - {0})
         self.arms = (
-            *((Arm("plain", 0),) if 0 in self.config.ks else ()),
-            *(Arm(method, k) for method in methods for k in ks),
+            *((BanditArm("plain", 0),) if 0 in self.config.ks else ()),
+            *(BanditArm(method, k) for method in methods for k in ks),
         )
-        self._plays: dict[int, dict[Arm, Play]] = {}
-        self._playing: tuple[int, Arm] | None = None
+        self._plays: dict[int, dict[BanditArm, ArmTotals]] = {}
+        self._playing: tuple[int, BanditArm] | None = None
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         """One arm for all of them."""
@@ -66,7 +66,7 @@ class BanditController:
             return []
         batch = len(states)
         share = capacity.max_rows // batch - 1
-        plays = self._plays.setdefault(batch, {arm: Play() for arm in self.arms})
+        plays = self._plays.setdefault(batch, {arm: ArmTotals() for arm in self.arms})
         arm = self._best([arm for arm in self.arms if arm.k <= max(0, share)], plays)
         if arm is None or arm.k == 0:
             self._playing = None if arm is None else (batch, arm)
@@ -74,7 +74,9 @@ class BanditController:
         self._playing = batch, arm
         return [Plan(method=arm.method, num_speculative_tokens=arm.k)] * batch
 
-    def _best(self, arms: Sequence[Arm], plays: dict[Arm, Play]) -> Arm | None:
+    def _best(
+        self, arms: Sequence[BanditArm], plays: dict[BanditArm, ArmTotals]
+    ) -> BanditArm | None:
         """The arm of highest upper bound; one never played before all others."""
         fresh = next((arm for arm in arms if plays[arm].seconds == 0.0), None)
         if fresh is not None or not arms:

@@ -13,10 +13,10 @@ from forerun.control.config import BeliefConfig
 from forerun.theory.posterior import Prospects
 from forerun.theory.record import StepRecord
 
-__all__ = ["Beliefs", "Curve", "Kind", "News", "Way"]
+__all__ = ["AcceptanceCurve", "Beliefs", "DraftVariant", "RequestClass", "UnreadText"]
 
 
-class Way(NamedTuple):
+class DraftVariant(NamedTuple):
     """A way to draft: what is learnt of one says nothing about another.
 
     Attributes:
@@ -28,7 +28,7 @@ class Way(NamedTuple):
     stops: bool
 
 
-class Curve(NamedTuple):
+class AcceptanceCurve(NamedTuple):
     """What drafting deeper brings and costs, for positions 1, 2, ...
 
     Attributes:
@@ -40,11 +40,11 @@ class Curve(NamedTuple):
     drafted: list[float]
 
 
-Kind = tuple[tuple[str, ...], float]
+RequestClass = tuple[tuple[str, ...], float]
 """Requests that are taken to be alike: by their tags and temperature."""
 
 
-class News(NamedTuple):
+class UnreadText(NamedTuple):
     """How much of a request there is to learn from.
 
     Attributes:
@@ -53,13 +53,13 @@ class News(NamedTuple):
         missed: tokens that a draft has to catch up with.
     """
 
-    kind: Kind
+    kind: RequestClass
     tokens: int
     missed: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class RequestBelief:
     """One request as it is remembered.
 
     Attributes:
@@ -69,10 +69,10 @@ class Request:
         ways: what its own drafts have shown.
     """
 
-    kind: Kind
+    kind: RequestClass
     num_begun: int = 0
     num_read: int = 0
-    ways: dict[Way, Prospects] = field(default_factory=dict)
+    ways: dict[DraftVariant, Prospects] = field(default_factory=dict)
 
 
 class Beliefs:
@@ -84,10 +84,10 @@ class Beliefs:
 
     def __init__(self, config: BeliefConfig) -> None:
         self.config = config
-        self._requests: dict[str, Request] = {}
-        self._pools: dict[tuple[Kind, Way], Prospects] = {}
+        self._requests: dict[str, RequestBelief] = {}
+        self._pools: dict[tuple[RequestClass, DraftVariant], Prospects] = {}
 
-    def curve(self, state: RequestState, way: Way, num_positions: int) -> Curve:
+    def curve(self, state: RequestState, way: DraftVariant, num_positions: int) -> AcceptanceCurve:
         """What is expected of a request's next draft."""
         config = self.config
         request = self._request(state)
@@ -95,16 +95,16 @@ class Beliefs:
         accepted = pool.accepted.means(config.prior, num_positions)
         survival = list(accumulate(own.accepted.means_given(accepted), mul))
         if not pool.drafted.rates:
-            return Curve(survival, [1.0] * num_positions)
+            return AcceptanceCurve(survival, [1.0] * num_positions)
         drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
-        return Curve(survival, list(accumulate(drafted, mul)))
+        return AcceptanceCurve(survival, list(accumulate(drafted, mul)))
 
-    def news(self, state: RequestState) -> News:
+    def news(self, state: RequestState) -> UnreadText:
         """Tokens since the request was first asked about, and since it drafted last."""
         request, num_ids = self._request(state), state.num_committed
-        return News(request.kind, num_ids - request.num_begun, num_ids - request.num_read)
+        return UnreadText(request.kind, num_ids - request.num_begun, num_ids - request.num_read)
 
-    def observe(self, record: StepRecord, way: Way) -> None:
+    def observe(self, record: StepRecord, way: DraftVariant) -> None:
         """Learn from a step in which a request was allowed to draft."""
         request = self._requests.get(record.request_id)
         if request is None:
@@ -116,7 +116,7 @@ class Beliefs:
                 prospects.observe(1, 1, foreseen)
             prospects.observe(record.k_budget, record.depth_drafted, record.num_accepted)
 
-    def fade(self, records: Sequence[StepRecord], way: Way, share: float) -> None:
+    def fade(self, records: Sequence[StepRecord], way: DraftVariant, share: float) -> None:
         """Believe less firmly what was learnt of these requests, and of those they are like.
 
         Args:
@@ -131,23 +131,23 @@ class Beliefs:
         for kind in {request.kind for request in known}:
             self._pool(kind, way).fade(share)
 
-    def _request(self, state: RequestState) -> Request:
+    def _request(self, state: RequestState) -> RequestBelief:
         request = self._requests.get(state.request_id)
         if request is None:
             kind = state.tags, round(state.temperature, 1)
-            request = Request(kind=kind, num_begun=state.num_committed)
+            request = RequestBelief(kind=kind, num_begun=state.num_committed)
             self._requests[state.request_id] = request
             if len(self._requests) > self.config.most_requests:
                 del self._requests[next(iter(self._requests))]
         return request
 
-    def _own(self, request: Request, way: Way) -> Prospects:
+    def _own(self, request: RequestBelief, way: DraftVariant) -> Prospects:
         own = request.ways.get(way)
         if own is None:
             own = request.ways[way] = Prospects(self.config.request, self.config.strength)
         return own
 
-    def _pool(self, kind: Kind, way: Way) -> Prospects:
+    def _pool(self, kind: RequestClass, way: DraftVariant) -> Prospects:
         pool = self._pools.get((kind, way))
         if pool is None:
             pool = self._pools[kind, way] = Prospects(self.config.pool, self.config.strength)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 
 from forerun.control.base import Plan
-from forerun.control.beliefs import Kind, News
+from forerun.control.beliefs import RequestClass, UnreadText
 from forerun.control.config import GoodputConfig
 
 __all__ = ["Exploration"]
@@ -70,8 +70,8 @@ class Exploration:
         self._probing_method = ""
         self._num_explored = 0
         self._debts: defaultdict[str, float] = defaultdict(float)
-        self._shares: dict[tuple[Kind | None, str], float] = {}
-        self._kind: Kind | None = None
+        self._shares: dict[tuple[RequestClass | None, str], float] = {}
+        self._kind: RequestClass | None = None
         self._owed = 0.0
         self._follows = False
         self._num_waited = 0
@@ -99,7 +99,7 @@ class Exploration:
         self,
         plans: list[Plan],
         most: Sequence[int],
-        news: Callable[[int], News],
+        news: Callable[[int], UnreadText],
         methods: Sequence[str],
         max_nodes: int,
         num_steps: int = 1,

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from forerun.control.allocation import Allocator, allocator
 from forerun.control.base import Capacity, Plan, RequestState
-from forerun.control.beliefs import Beliefs, Way
+from forerun.control.beliefs import Beliefs, DraftVariant
 from forerun.control.calibration import Calibration
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import Exploration
-from forerun.control.ladder import Ladder, break_even
-from forerun.control.pricing import Allocation, Candidate, Pricing
-from forerun.control.punctuality import wish_s
-from forerun.control.scenes import Scenes
-from forerun.control.settled import MOST_PATIENCE, NUM_COLD, PLAIN_PATIENCE, Settled
-from forerun.control.step_times import Costs
+from forerun.control.ladder import SingleRequestAllocator, break_even
+from forerun.control.pricing import Allocation, Pricing, RequestCandidate
+from forerun.control.punctuality import tpot_limit_s
+from forerun.control.scenes import OperatingPoints
+from forerun.control.settled import MOST_PATIENCE, NUM_COLD, PLAIN_PATIENCE, ActivePlan
+from forerun.control.step_times import CostSource
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
@@ -68,12 +68,12 @@ class GoodputController:
     """
 
     def __init__(
-        self, costs: Mapping[str, Costs], max_k: int, config: GoodputConfig | None = None
+        self, costs: Mapping[str, CostSource], max_k: int, config: GoodputConfig | None = None
     ) -> None:
         self.config = config or GoodputConfig()
         self.methods = tuple(costs)
         self.max_k = max_k
-        self.scenes = Scenes(costs, max_k)
+        self.scenes = OperatingPoints(costs, max_k)
         self.beliefs = Beliefs(self.config.beliefs)
         self.exploration = Exploration(self.config)
         stop = self.config.stop
@@ -81,7 +81,7 @@ class GoodputController:
         self._chosen: dict[str, Plan] = {}
         self._unread: list[tuple[list[StepRecord], bool]] = []
         self._probe: Probe | None = None
-        self._settled: Settled | None = None
+        self._settled: ActivePlan | None = None
         self._num_settled = 0
         self._num_idle = 0
         self._drafted = False
@@ -136,7 +136,7 @@ class GoodputController:
         return settled.followed if varied is plans else varied
 
     def _try(
-        self, states: Sequence[RequestState], settled: Settled, varied: Sequence[Plan]
+        self, states: Sequence[RequestState], settled: ActivePlan, varied: Sequence[Plan]
     ) -> list[Plan]:
         """Note what other plans are expected to lose, or what a probe is to be compared with."""
         allocation = settled.allocation
@@ -160,18 +160,20 @@ class GoodputController:
             return list(varied)
         return [self._measuring(plan) for plan in varied]
 
-    def _stands(self, settled: Settled, states: Sequence[RequestState], capacity: Capacity) -> bool:
+    def _stands(
+        self, settled: ActivePlan, states: Sequence[RequestState], capacity: Capacity
+    ) -> bool:
         """Whether what was settled is cut short, for the same requests, and nobody has drafted."""
         return settled.is_cut_short and not self._drafted and settled.holds(states, capacity)
 
-    def _settle_anew(self, states: Sequence[RequestState], capacity: Capacity) -> Settled:
+    def _settle_anew(self, states: Sequence[RequestState], capacity: Capacity) -> ActivePlan:
         """The best plans by what is believed now."""
         self._num_settled += 1
         names = [state.request_id for state in states]
         scene = self.scenes.at(states)
         pricing = scene.pricing(self.config.catch_up / self.config.horizon)
-        wishes_s = [wish_s(state) for state in states]
-        candidates = self._candidates(states, wishes_s, pricing)
+        tpot_limits_s = [tpot_limit_s(state) for state in states]
+        candidates = self._candidates(states, tpot_limits_s, pricing)
         room = allocator(candidates, pricing)
         max_nodes = max(0, capacity.max_rows - len(states))
         allocation = self._settle(candidates, room, max_nodes)
@@ -184,9 +186,9 @@ class GoodputController:
         patience, last = 1, self._settled
         if last is not None and last.plans == plans and (is_plain or last.names == names):
             patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
-        return Settled(
+        return ActivePlan(
             names=names,
-            wishes_s=wishes_s,
+            tpot_limits_s=tpot_limits_s,
             plans=plans,
             max_rows=capacity.max_rows,
             patience=patience,
@@ -221,7 +223,7 @@ class GoodputController:
         for records, is_steady in self._unread:
             for record in records:
                 if record.k_budget:
-                    self.beliefs.observe(record, Way(record.method, stops))
+                    self.beliefs.observe(record, DraftVariant(record.method, stops))
                     if self.calibration is not None:
                         self.calibration.observe(record)
             if is_steady:
@@ -229,13 +231,16 @@ class GoodputController:
         self._unread.clear()
 
     def _candidates(
-        self, states: Sequence[RequestState], wishes_s: Sequence[float | None], pricing: Pricing
-    ) -> list[Candidate]:
+        self,
+        states: Sequence[RequestState],
+        tpot_limits_s: Sequence[float | None],
+        pricing: Pricing,
+    ) -> list[RequestCandidate]:
         late = None
         found = []
-        for at, (state, limit_s) in enumerate(zip(states, wishes_s, strict=True)):
+        for at, (state, limit_s) in enumerate(zip(states, tpot_limits_s, strict=True)):
             if limit_s is not None:
-                late = late or self.scenes.punctuality.p95
+                late = late or self.scenes.step_time_ratios.p95
                 limit_s /= late
             is_due = (self._num_settled + at) % ROUTE_EVERY == 0
             found.append(self._route(state, pricing, len(states), limit_s, is_due=is_due))
@@ -249,20 +254,20 @@ class GoodputController:
         limit_s: float | None,
         *,
         is_due: bool,
-    ) -> Candidate:
+    ) -> RequestCandidate:
         """The drafter of most expected length per cost, and what it is expected to do."""
         most = max(0, min(self.max_k, state.max_new - 1))
         stops = self.calibration is not None
         was = self._chosen.get(state.request_id, PLAIN)
 
-        def candidate(method: str) -> Candidate:
-            curve = self.beliefs.curve(state, Way(method, stops), most)
+        def candidate(method: str) -> RequestCandidate:
+            curve = self.beliefs.curve(state, DraftVariant(method, stops), most)
             k = was.num_speculative_tokens if was.method == method else 0
-            return Candidate(method, curve, limit_s, k)
+            return RequestCandidate(method, curve, limit_s, k)
 
-        def worth(candidate: Candidate) -> float:
-            loyalty = 1.0 + self.config.hysteresis * (was.method == candidate.method)
-            return loyalty * Ladder(candidate, pricing, batch).best_rate
+        def worth(candidate: RequestCandidate) -> float:
+            switch_margin = 1.0 + self.config.hysteresis * (was.method == candidate.method)
+            return switch_margin * SingleRequestAllocator(candidate, pricing, batch).best_rate
 
         if was.num_speculative_tokens and not is_due:
             return candidate(was.method)
@@ -271,7 +276,7 @@ class GoodputController:
         return max(map(candidate, self.methods), key=worth)
 
     def _settle(
-        self, candidates: Sequence[Candidate], room: Allocator, max_nodes: int
+        self, candidates: Sequence[RequestCandidate], room: Allocator, max_nodes: int
     ) -> Allocation:
         """The best allocation, or the last one where the best is hardly better."""
         best = room.best(max_nodes)
@@ -299,7 +304,7 @@ class GoodputController:
     def _varied_price(
         self,
         states: Sequence[RequestState],
-        candidates: Sequence[Candidate],
+        candidates: Sequence[RequestCandidate],
         pricing: Pricing,
         plans: Sequence[Plan],
     ) -> Allocation:
@@ -307,7 +312,7 @@ class GoodputController:
         trial = list(candidates)
         for at, (candidate, plan) in enumerate(zip(candidates, plans, strict=True)):
             if plan.num_speculative_tokens and plan.method != candidate.method:
-                way = Way(plan.method, self.calibration is not None)
+                way = DraftVariant(plan.method, self.calibration is not None)
                 curve = self.beliefs.curve(states[at], way, len(candidate.curve.survival))
                 trial[at] = candidate._replace(method=plan.method, curve=curve)
         return allocator(trial, pricing).at([plan.num_speculative_tokens for plan in plans])
@@ -325,7 +330,7 @@ class GoodputController:
         probed = [r for r in records if r.k_budget and r.request_id in probe.names]
         if not probed:
             return
-        way = Way(probed[0].method, self.calibration is not None)
+        way = DraftVariant(probed[0].method, self.calibration is not None)
         self.beliefs.fade(probed, way, IDLE_MEMORY**probe.num_idle)
         first, longer_s, without = records[0], probe.longer_s, probe.without
         if first.num_prefill_rows == 0:

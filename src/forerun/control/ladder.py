@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.control.beliefs import Curve
-from forerun.control.pricing import Allocation, Candidate, Pricing
+from forerun.control.beliefs import AcceptanceCurve
+from forerun.control.pricing import Allocation, Pricing, RequestCandidate
 
-__all__ = ["Ladder", "break_even"]
+__all__ = ["SingleRequestAllocator", "break_even"]
 
 HALVINGS = 6
 """Of the range that a rate is looked for in."""
 
 
-class Ladder:
+class SingleRequestAllocator:
     """Every K of a request from 0 on: tokens expected of a step, and what it takes.
 
     Args:
@@ -24,7 +24,7 @@ class Ladder:
 
     __slots__ = ("limit_s", "steps_s", "tokens")
 
-    def __init__(self, candidate: Candidate, pricing: Pricing, batch: int = 1) -> None:
+    def __init__(self, candidate: RequestCandidate, pricing: Pricing, batch: int = 1) -> None:
         self.limit_s = candidate.limit_s
         times = pricing.times[candidate.method]
         own_factor = pricing.draft_factors.get(candidate.method, 1.0)
@@ -91,8 +91,8 @@ def break_even(method: str, pricing: Pricing, batch: int, max_k: int) -> float:
     for _ in range(HALVINGS):
         rate = (low + high) / 2.0
         survival = [rate**depth for depth in range(1, max_k + 1)]
-        curve = Curve(survival, [1.0] * max_k)
-        ladder = Ladder(Candidate(method, curve, was=max_k), pricing, batch)
+        curve = AcceptanceCurve(survival, [1.0] * max_k)
+        ladder = SingleRequestAllocator(RequestCandidate(method, curve, was=max_k), pricing, batch)
         if ladder.best_rate > 1.0 / ladder.steps_s[0]:
             high = rate
         else:

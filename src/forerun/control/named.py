@@ -13,14 +13,14 @@ from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
 from forerun.control.heuristic import ConfidenceController, HeuristicController
 from forerun.control.safety import SafeController
-from forerun.control.step_times import Costs
+from forerun.control.step_times import CostSource
 from forerun.errors import InvalidRequest
 
-__all__ = ["CONTROLLERS", "Means", "build_controller"]
+__all__ = ["CONTROLLERS", "ControllerInputs", "build_controller"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class ControllerInputs:
     """What a controller has to work with.
 
     Attributes:
@@ -31,30 +31,30 @@ class Means:
 
     methods: Sequence[str]
     num_speculative_tokens: int
-    costs: Mapping[str, Costs] = field(default_factory=dict)
+    costs: Mapping[str, CostSource] = field(default_factory=dict)
 
 
-def auto(means: Means) -> Controller:
+def auto(means: ControllerInputs) -> Controller:
     """The safe goodput controller where costs are known, else K at every step."""
     return SafeController(goodput(means)) if means.costs else fixed(means)
 
 
-def fixed(means: Means) -> Controller:
+def fixed(means: ControllerInputs) -> Controller:
     """K of the first drafter at every step."""
     return FixedController(means.num_speculative_tokens, means.methods[0])
 
 
-def heuristic(means: Means) -> Controller:
+def heuristic(means: ControllerInputs) -> Controller:
     """K grows by 2 and shrinks by 1, as in transformers."""
     return HeuristicController(means.methods[0], means.num_speculative_tokens)
 
 
-def confidence(means: Means) -> Controller:
+def confidence(means: ControllerInputs) -> Controller:
     """K, left where the draft is unsure, as in transformers."""
     return ConfidenceController(means.methods[0], means.num_speculative_tokens)
 
 
-def goodput(means: Means) -> Controller:
+def goodput(means: ControllerInputs) -> Controller:
     """Most expected tokens per second.
 
     Raises:
@@ -70,12 +70,12 @@ def goodput(means: Means) -> Controller:
     return GoodputController(costs, means.num_speculative_tokens)
 
 
-def bandit(means: Means) -> Controller:
+def bandit(means: ControllerInputs) -> Controller:
     """A bandit over K and drafters."""
     return BanditController(means.methods, means.num_speculative_tokens)
 
 
-CONTROLLERS: Mapping[ControllerName, Callable[[Means], Controller]] = MappingProxyType(
+CONTROLLERS: Mapping[ControllerName, Callable[[ControllerInputs], Controller]] = MappingProxyType(
     {
         "auto": auto,
         "fixed": fixed,
@@ -87,7 +87,7 @@ CONTROLLERS: Mapping[ControllerName, Callable[[Means], Controller]] = MappingPro
 )
 
 
-def build_controller(name: ControllerName, means: Means) -> Controller:
+def build_controller(name: ControllerName, means: ControllerInputs) -> Controller:
     """The controller of a name.
 
     Raises:

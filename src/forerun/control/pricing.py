@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from forerun.control.beliefs import Curve
+from forerun.control.beliefs import AcceptanceCurve
 from forerun.control.step_times import StepTimes
 
-__all__ = ["Allocation", "Candidate", "Pricing"]
+__all__ = ["Allocation", "Pricing", "RequestCandidate"]
 
 
-class Candidate(NamedTuple):
+class RequestCandidate(NamedTuple):
     """One request that may draft.
 
     Attributes:
@@ -23,7 +23,7 @@ class Candidate(NamedTuple):
     """
 
     method: str
-    curve: Curve
+    curve: AcceptanceCurve
     limit_s: float | None = None
     was: int = 0
 

@@ -7,13 +7,13 @@ from collections import deque
 
 from forerun.control.base import RequestState
 
-__all__ = ["Punctuality", "wish_s"]
+__all__ = ["StepTimeRatios", "tpot_limit_s"]
 
 QUANTILE = 0.95
 NUM_STEPS = 64
 
 
-def wish_s(state: RequestState) -> float | None:
+def tpot_limit_s(state: RequestState) -> float | None:
     """Seconds per token a request should stay below; None without a wish.
 
     A deadline is met for certain where every token it may still emit comes in time.
@@ -25,7 +25,7 @@ def wish_s(state: RequestState) -> float | None:
     return in_time_s if target_s is None else min(target_s, in_time_s)
 
 
-class Punctuality:
+class StepTimeRatios:
     """Measured over expected step times, of late."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class Switch:
     reason: str
 
 
-class Bucket:
+class SpeedupBucket:
     """What is known of steps with about the same batch and context.
 
     Args:
@@ -92,7 +92,7 @@ class Bucket:
         return speedup * (1.0 - error), speedup * (1.0 + error)
 
 
-class Held(NamedTuple):
+class FollowedPlans(NamedTuple):
     """What becomes of the inner controller's plans, for as long as it repeats them.
 
     Attributes:
@@ -105,7 +105,7 @@ class Held(NamedTuple):
 
     inner: list[Plan]
     plans: list[Plan]
-    bucket: Bucket
+    bucket: SpeedupBucket
     name: tuple[int, int]
     kind: Kind
 
@@ -132,11 +132,11 @@ class SafeController:
         self.num_probes = 0
         self.num_refused = 0
         self.num_steps = 0
-        self._buckets: dict[tuple[int, int], Bucket] = {}
-        self._held: Held | None = None
+        self._buckets: dict[tuple[int, int], SpeedupBucket] = {}
+        self._held: FollowedPlans | None = None
         self._steps_held = 0
         self._steps_left = 0
-        self._asked: Held | None = None
+        self._asked: FollowedPlans | None = None
         self._wants_drafts = False
         self._num_plain = 0
 
@@ -158,13 +158,15 @@ class SafeController:
         self._asked = held
         return held.plans
 
-    def _decide_anew(self, name: tuple[int, int], inner: list[Plan], num_steps: int) -> Held:
+    def _decide_anew(
+        self, name: tuple[int, int], inner: list[Plan], num_steps: int
+    ) -> FollowedPlans:
         num_steps += self._steps_held - self._steps_left
         self._steps_held = self._steps_left = 0
         is_repeated = self._held is not None and self._held.inner is inner
         bucket = self._buckets.get(name)
         if bucket is None:
-            bucket = self._buckets[name] = Bucket(self.config)
+            bucket = self._buckets[name] = SpeedupBucket(self.config)
         bucket.lost *= LOSS_MEMORY**num_steps
         plans, kind = inner, kind_of(inner)
         if kind != "probe":
@@ -185,7 +187,7 @@ class SafeController:
             if kind == "speculative":
                 most = min(MOST_PATIENCE, bucket.gap - bucket.since_plain)
             self._steps_held = self._steps_left = max(0, most - 1)
-        return Held(inner, plans, bucket, name, kind)
+        return FollowedPlans(inner, plans, bucket, name, kind)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn how fast the step was, and judge."""
@@ -210,11 +212,11 @@ class SafeController:
             if bucket.plain.num_pairs >= self.config.num_plain:
                 bucket.since_plain, bucket.gap = 0, self._gap()
 
-    def _in_a_row(self, held: Held) -> int:
+    def _in_a_row(self, held: FollowedPlans) -> int:
         """Plain steps so far; the first ones take longer than plain decoding alone."""
         return self._num_plain + held.plans[0].num_steps
 
-    def _judge(self, name: tuple[int, int], bucket: Bucket) -> None:
+    def _judge(self, name: tuple[int, int], bucket: SpeedupBucket) -> None:
         config, num_steps = self.config, bucket.speculative.num_pairs
         if not bucket.on or bucket.plain.num_pairs < config.num_plain:
             return
@@ -229,17 +231,17 @@ class SafeController:
             else:
                 bucket.num_failures = 0
 
-    def _turn_off(self, name: tuple[int, int], bucket: Bucket, reason: str) -> None:
+    def _turn_off(self, name: tuple[int, int], bucket: SpeedupBucket, reason: str) -> None:
         bucket.off_since = self.num_steps
         bucket.num_failures += 1
         bucket.speculative = DiscountedRatio(self.config.memory)
         self._switch(name, bucket, on=False, reason=reason)
 
-    def _probes_too_much(self, bucket: Bucket) -> bool:
+    def _probes_too_much(self, bucket: SpeedupBucket) -> bool:
         config = self.config
         return bucket.lost * (1.0 - LOSS_MEMORY) > config.probe_loss
 
-    def _steps_off(self, bucket: Bucket) -> int:
+    def _steps_off(self, bucket: SpeedupBucket) -> int:
         """How long speculation stays off; 0 or less where it may be tried again."""
         config = self.config
         patience: int = config.retry_after << min(16, max(0, bucket.num_failures - 1))
@@ -250,7 +252,9 @@ class SafeController:
         share = share_of(finalise(~self.num_probes * INCREMENT))
         return 1 + int(2.0 * NUM_IN_A_ROW * share / self.config.probe_share)
 
-    def _switch(self, name: tuple[int, int], bucket: Bucket, *, on: bool, reason: str) -> None:
+    def _switch(
+        self, name: tuple[int, int], bucket: SpeedupBucket, *, on: bool, reason: str
+    ) -> None:
         bucket.on = on
         self.num_switches["on" if on else "off"] += 1
         self.switches.append(Switch(step=self.num_steps, bucket=name, on=on, reason=reason))

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from forerun.control.base import RequestState
 from forerun.control.pricing import Pricing
-from forerun.control.punctuality import Punctuality
-from forerun.control.step_times import Correction, Costs, Place, StepTimes, Tables
+from forerun.control.punctuality import StepTimeRatios
+from forerun.control.step_times import CostCell, CostSource, StepTimes, Tables, TimeCorrection
 from forerun.theory.record import StepRecord
 
-__all__ = ["Scene", "Scenes"]
+__all__ = ["OperatingPoint", "OperatingPoints"]
 
 
-class Scene(NamedTuple):
+class OperatingPoint(NamedTuple):
     """What a step is decided in.
 
     Attributes:
@@ -24,10 +24,10 @@ class Scene(NamedTuple):
         correction: of those times.
     """
 
-    place: Place
+    place: CostCell
     greedy: bool
     times: dict[str, StepTimes]
-    correction: Correction
+    correction: TimeCorrection
 
     def pricing(self, catch_up: float) -> Pricing:
         """What steps take here.
@@ -46,7 +46,7 @@ class Scene(NamedTuple):
         )
 
 
-class Scenes:
+class OperatingPoints:
     """Places that steps are taken at, and how what they take differs from the tables.
 
     Args:
@@ -57,25 +57,25 @@ class Scenes:
         punctuality: how much longer than expected steps take.
     """
 
-    def __init__(self, costs: Mapping[str, Costs], max_k: int) -> None:
+    def __init__(self, costs: Mapping[str, CostSource], max_k: int) -> None:
         self.tables = Tables(costs, max_k)
-        self.punctuality = Punctuality()
-        self._corrections: dict[int, Correction] = {}
-        self._last: Scene | None = None
+        self.step_time_ratios = StepTimeRatios()
+        self._corrections: dict[int, TimeCorrection] = {}
+        self._last: OperatingPoint | None = None
 
-    def at(self, states: Sequence[RequestState]) -> Scene:
+    def at(self, states: Sequence[RequestState]) -> OperatingPoint:
         """Where these requests are; most often where they were before."""
         batch, context, greedy = len(states), 0, True
         for state in states:
             context += state.num_committed
             greedy = greedy and state.temperature == 0
-        place = Place.of(batch, context / batch)
+        place = CostCell.of(batch, context / batch)
         scene = self._last
         if scene is None or scene.place != place or scene.greedy != greedy:
-            correction = self._corrections.setdefault(batch, Correction())
+            correction = self._corrections.setdefault(batch, TimeCorrection())
             methods = self.tables.costs
             times = {method: self.tables.at(method, place, greedy=greedy) for method in methods}
-            scene = self._last = Scene(place, greedy, times, correction)
+            scene = self._last = OperatingPoint(place, greedy, times, correction)
         return scene
 
     def observe(self, records: Sequence[StepRecord]) -> None:
@@ -95,7 +95,7 @@ class Scenes:
         correction = scene.correction
         if not depths:
             plain_s = next(iter(scene.times.values())).plain_s
-            self.punctuality.observe(rest_s, plain_s * correction.plain_factor)
+            self.step_time_ratios.observe(rest_s, plain_s * correction.plain_factor)
             correction.plain.observe(rest_s, plain_s)
             correction.fade()
             return
@@ -104,7 +104,7 @@ class Scenes:
         for method, overhead_s in overheads_s.items():
             believed_s += (drafts_s[method] + overhead_s) * correction.draft_factor(method)
             expected_rest_s += overhead_s
-        self.punctuality.observe(first.draft_s + rest_s, believed_s)
+        self.step_time_ratios.observe(first.draft_s + rest_s, believed_s)
         correction.rests.observe(rest_s, expected_rest_s)
         if first.verify_s > 0.0:
             correction.passes.observe(first.verify_s, pass_s)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.control.base import Capacity, Plan, RequestState
-from forerun.control.pricing import Allocation, Candidate, Pricing
-from forerun.control.punctuality import wish_s
+from forerun.control.pricing import Allocation, Pricing, RequestCandidate
+from forerun.control.punctuality import tpot_limit_s
 
-__all__ = ["MOST_LONG", "MOST_PATIENCE", "NUM_COLD", "PLAIN_PATIENCE", "Settled"]
+__all__ = ["MOST_LONG", "MOST_PATIENCE", "NUM_COLD", "PLAIN_PATIENCE", "ActivePlan"]
 
 MOST_PATIENCE = 8
 """Steps that plans are kept for, where they have turned out the same again and again."""
@@ -19,17 +19,17 @@ MOST_LONG = 32
 """Plain steps that are settled together, at most: the first is asked about, the last told."""
 NUM_COLD = 4
 """Plain steps after drafting that take longer than others, for it has left caches cold."""
-HURRY = 0.98
+TPOT_TOLERANCE = 0.98
 """Share of the seconds per token a request wished for, below which a new wish is another one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Settled:
+class ActivePlan:
     """What was decided, and from what. It holds for a few steps while the requests are the same.
 
     Attributes:
         names: of the requests.
-        wishes_s: seconds per token that each should stay below, None without a wish.
+        tpot_limits_s: seconds per token that each should stay below, None without a wish.
         plans: of all of them.
         followed: the same, as they are handed out, once that is known.
         max_rows: there was room for.
@@ -42,12 +42,12 @@ class Settled:
     """
 
     names: list[str]
-    wishes_s: list[float | None]
+    tpot_limits_s: list[float | None]
     plans: list[Plan]
     followed: list[Plan] = field(init=False)
     max_rows: int
     patience: int
-    candidates: list[Candidate]
+    candidates: list[RequestCandidate]
     pricing: Pricing
     allocation: Allocation
     num_steps: int = 0
@@ -57,12 +57,14 @@ class Settled:
         """Whether it may be followed once more: by the same requests, in no greater hurry."""
         if self.max_rows != capacity.max_rows or len(states) != len(self.names):
             return False
-        settled = zip(states, self.names, self.plans, self.wishes_s, strict=True)
-        for state, name, plan, wished_s in settled:
+        settled = zip(states, self.names, self.plans, self.tpot_limits_s, strict=True)
+        for state, name, plan, limit_s in settled:
             if state.request_id != name or state.max_new <= plan.num_speculative_tokens:
                 return False
-            wish = wish_s(state)
-            if wish != wished_s and (wish is None or wished_s is None or wish < HURRY * wished_s):
+            wish = tpot_limit_s(state)
+            if wish != limit_s and (
+                wish is None or limit_s is None or wish < TPOT_TOLERANCE * limit_s
+            ):
                 return False
         return True
 
@@ -76,6 +78,6 @@ class Settled:
         self.num_steps = self.steps_left = num_steps
         self.followed = self.plans
         drafts = any([plan.num_speculative_tokens for plan in self.plans])
-        if num_steps and not drafts and not any(self.wishes_s):
+        if num_steps and not drafts and not any(self.tpot_limits_s):
             num_parts = -(-(num_steps + 1) // MOST_LONG)
             self.followed = [Plan(num_steps=-(-(num_steps + 1) // num_parts))] * len(self.plans)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from forerun.theory.cost import CostTable
 
-__all__ = ["Correction", "Costs", "Factor", "Place", "StepTimes", "Tables"]
+__all__ = ["CostCell", "CostSource", "StepTimes", "Tables", "TimeCorrection", "TimeFactor"]
 
 CONTEXT_BUCKET = 256
 MOST_SURPRISE = 0.7
@@ -27,14 +27,14 @@ NOTHING_S = 1e-9
 
 
 @runtime_checkable
-class Costs(Protocol):
+class CostSource(Protocol):
     """Cost tables of one drafter, by how its nodes are chosen."""
 
     def at(self, temperature: float) -> CostTable:
         """The table that holds at a temperature."""
 
 
-class Place(NamedTuple):
+class CostCell(NamedTuple):
     """Where one cost table was read: batch, and a bucket of contexts.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     bucket: int
 
     @classmethod
-    def of(cls, batch: int, mean_context: float) -> Place:
+    def of(cls, batch: int, mean_context: float) -> CostCell:
         """The place of a batch."""
         return cls(batch, int(mean_context) // CONTEXT_BUCKET)
 
@@ -67,7 +67,7 @@ class StepTimes:
         verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
         least_row_s: the least that one more drafted node adds to it.
         least_level_s: the least that one more level adds to the overhead; below 0 where it falls.
-        landmarks: depths on either side of levels that are dearer than later ones.
+        candidate_depths: depths on either side of levels that are dearer than later ones.
         draft_s: one more drafted level, by how many sequences go on: entry b of b + 1 sequences.
         draft_deltas_s: by how much each entry of draft_s is above the one before.
     """
@@ -78,12 +78,12 @@ class StepTimes:
     verify_s: tuple[float, ...]
     least_row_s: float
     least_level_s: float
-    landmarks: tuple[int, ...]
+    candidate_depths: tuple[int, ...]
     draft_s: tuple[float, ...]
     draft_deltas_s: tuple[float, ...]
 
     @classmethod
-    def read(cls, table: CostTable, place: Place, max_k: int) -> StepTimes:
+    def read(cls, table: CostTable, place: CostCell, max_k: int) -> StepTimes:
         """Read the table for every size up to `max_k`."""
         batch, context = place.batch, place.context
         # More sequences never take less, whatever noise there was between measured batches.
@@ -101,7 +101,7 @@ class StepTimes:
             verify_s=verify_s,
             least_row_s=max(0.0, min((b - a for a, b in pairwise(verify_s)), default=0.0)),
             least_level_s=min(overhead_deltas_s, default=0.0),
-            landmarks=landmarks_of(overhead_deltas_s),
+            candidate_depths=candidate_depths_of(overhead_deltas_s),
             draft_s=draft_s,
             draft_deltas_s=tuple(b - a for a, b in pairwise((0.0, *draft_s))),
         )
@@ -123,12 +123,12 @@ class Tables:
         max_k: largest K that may be planned.
     """
 
-    def __init__(self, costs: Mapping[str, Costs], max_k: int) -> None:
+    def __init__(self, costs: Mapping[str, CostSource], max_k: int) -> None:
         self.costs = costs
         self.max_k = max_k
-        self._read: dict[tuple[str, bool, Place], StepTimes] = {}
+        self._read: dict[tuple[str, bool, CostCell], StepTimes] = {}
 
-    def at(self, method: str, place: Place, *, greedy: bool) -> StepTimes:
+    def at(self, method: str, place: CostCell, *, greedy: bool) -> StepTimes:
         """What steps of a method take at a place."""
         key = (method, greedy, place)
         times = self._read.get(key)
@@ -138,7 +138,7 @@ class Tables:
         return times
 
 
-class Factor:
+class TimeFactor:
     """By what something takes longer than the table says, learnt from one step after the other."""
 
     __slots__ = ("count", "log")
@@ -164,7 +164,7 @@ class Factor:
         return math.exp((self.log + STRENGTH * prior) / (self.count + STRENGTH))
 
 
-class Correction:
+class TimeCorrection:
     """How much longer steps take than the table says.
 
     Plain steps, the target's passes over drafted nodes, and what every drafter's steps take besides
@@ -181,10 +181,10 @@ class Correction:
     """
 
     def __init__(self) -> None:
-        self.plain = Factor()
-        self.rests = Factor()
-        self.passes = Factor()
-        self.drafts: defaultdict[str, Factor] = defaultdict(Factor)
+        self.plain = TimeFactor()
+        self.rests = TimeFactor()
+        self.passes = TimeFactor()
+        self.drafts: defaultdict[str, TimeFactor] = defaultdict(TimeFactor)
 
     @property
     def plain_factor(self) -> float:
@@ -229,7 +229,7 @@ def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:
     return (*inner, by_rows[-1])
 
 
-def landmarks_of(deltas_s: Sequence[float]) -> tuple[int, ...]:
+def candidate_depths_of(deltas_s: Sequence[float]) -> tuple[int, ...]:
     """Where to look for the best depth besides going up or down level by level.
 
     A level that costs more than the next ends such a search before its time. So there is one depth

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from forerun.control.base import Controller
 from forerun.control.fixed import FixedController
-from forerun.control.named import Means, build_controller
-from forerun.control.step_times import Costs
+from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.several import SeveralDrafters
 from forerun.engine.config import EngineConfig
@@ -16,7 +16,7 @@ __all__ = ["default_controller"]
 
 
 def default_controller(
-    config: EngineConfig, drafter: Drafter | None, costs: Mapping[str, Costs]
+    config: EngineConfig, drafter: Drafter | None, costs: Mapping[str, CostSource]
 ) -> Controller:
     """The controller that the settings name; without a draft there is nothing to control.
 
@@ -32,5 +32,5 @@ def default_controller(
     if drafter is None or k == 0:
         return FixedController(0)
     methods = tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
-    means = Means(methods=methods, num_speculative_tokens=k, costs=costs)
+    means = ControllerInputs(methods=methods, num_speculative_tokens=k, costs=costs)
     return build_controller(config.controller, means)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forerun.control.base import Controller
-from forerun.control.step_times import Costs
+from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.controlling import default_controller
@@ -53,7 +53,7 @@ class Engine:
         tokenizer: Tokenizer,
         drafter: Drafter | None = None,
         controller: Controller | None = None,
-        costs: Mapping[str, Costs] | None = None,
+        costs: Mapping[str, CostSource] | None = None,
         config: EngineConfig | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         on_record: OnRecord | None = None,
@@ -91,7 +91,7 @@ class Engine:
         device: str = "auto",
         config: EngineConfig | None = None,
         controller: Controller | None = None,
-        costs: Mapping[str, Costs] | None = None,
+        costs: Mapping[str, CostSource] | None = None,
     ) -> Engine:
         """Load a target, and a draft if one is given, from a local folder, the hub or the zoo.
 
@@ -127,7 +127,7 @@ class Engine:
         *,
         dtype: str = "auto",
         controller: Controller | None = None,
-        costs: Mapping[str, Costs] | None = None,
+        costs: Mapping[str, CostSource] | None = None,
     ) -> Engine:
         """A new engine over the same loaded target with another drafter, K or controller."""
         config = self.config

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from forerun.errors import InvalidRequest
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_batches
-from forerun.plan.option import Candidate, Option, option_at
+from forerun.plan.option import DraftCandidate, Option, option_at
 from forerun.theory.speedup import break_even_alpha, break_even_rate
 
 __all__ = ["Advice", "BreakEven", "advise", "best_of", "covering", "options_of"]
@@ -63,7 +63,7 @@ class Advice:
         }
 
 
-def advise(candidates: Sequence[Candidate], config: PlanConfig) -> Advice:
+def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
     """Compare every drafter at every K and batch.
 
     Raises:
@@ -93,12 +93,14 @@ def advise(candidates: Sequence[Candidate], config: PlanConfig) -> Advice:
     )
 
 
-def covering(candidates: Iterable[Candidate], batches: Sequence[int]) -> list[Candidate]:
+def covering(candidates: Iterable[DraftCandidate], batches: Sequence[int]) -> list[DraftCandidate]:
     """The same with batch sizes beyond the measured ones."""
     return [replace(c, table=with_batches(c.table, batches)) for c in candidates]
 
 
-def options_of(candidates: Iterable[Candidate], config: PlanConfig, batch: int) -> list[Option]:
+def options_of(
+    candidates: Iterable[DraftCandidate], config: PlanConfig, batch: int
+) -> list[Option]:
     """Plain decoding, then every drafter at every K its acceptance is known for."""
     found: list[Option] = []
     for candidate in candidates:
@@ -120,7 +122,7 @@ def keeps(option: Option, config: PlanConfig) -> bool:
     return config.slo_tpot_s is None or option.tpot_s <= config.slo_tpot_s
 
 
-def break_even(candidate: Candidate, k: int, batch: int, context: int) -> BreakEven:
+def break_even(candidate: DraftCandidate, k: int, batch: int, context: int) -> BreakEven:
     """By how much each of the three may be worse."""
     table = candidate.table
     costs = {
@@ -139,7 +141,7 @@ def break_even(candidate: Candidate, k: int, batch: int, context: int) -> BreakE
 
 
 def unreachable(
-    candidates: Sequence[Candidate], config: PlanConfig, per_batch: Sequence[Option]
+    candidates: Sequence[DraftCandidate], config: PlanConfig, per_batch: Sequence[Option]
 ) -> str:
     """Why no option keeps the promise."""
     nearest = min(per_batch, key=lambda option: option.tpot_s)
@@ -154,7 +156,7 @@ def unreachable(
 
 
 def remarks(
-    candidates: Sequence[Candidate], config: PlanConfig, best: Option, measured_batch: int
+    candidates: Sequence[DraftCandidate], config: PlanConfig, best: Option, measured_batch: int
 ) -> Iterator[str]:
     """Where the plan leans on what was not measured, and how sure it is."""
     used = next((c for c in candidates if c.name == best.draft), candidates[0])

@@ -10,11 +10,11 @@ from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["Costs", "with_batches", "with_draft_cost"]
+__all__ = ["DraftCosts", "with_batches", "with_draft_cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class DraftCosts:
     """Cost tables of one draft beside the target, with greedy and with sampled drafts.
 
     Attributes:

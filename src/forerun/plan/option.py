@@ -12,11 +12,11 @@ from forerun.plan.acceptance import Acceptance
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 
-__all__ = ["Candidate", "Option", "option_at"]
+__all__ = ["DraftCandidate", "Option", "option_at"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class DraftCandidate:
     """A drafter that could be used.
 
     Attributes:
@@ -61,7 +61,7 @@ class Option:
 
 
 def option_at(
-    candidate: Candidate, num_speculative_tokens: int, *, batch: int, context: int
+    candidate: DraftCandidate, num_speculative_tokens: int, *, batch: int, context: int
 ) -> Option:
     """What a drafter should be worth at K, a batch size and a context.
 

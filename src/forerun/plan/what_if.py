@@ -9,7 +9,7 @@ from forerun.plan.acceptance import improved
 from forerun.plan.advice import best_of, covering, options_of
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_draft_cost
-from forerun.plan.option import Candidate, Option
+from forerun.plan.option import DraftCandidate, Option
 
 __all__ = ["BATCH_FACTORS", "CONTEXT_FACTORS", "Scenario", "scenarios"]
 
@@ -37,12 +37,12 @@ class Scenario:
 
 
 def scenarios(
-    candidates: Sequence[Candidate], config: PlanConfig, batch: int
+    candidates: Sequence[DraftCandidate], config: PlanConfig, batch: int
 ) -> Iterator[Scenario]:
     """Changes one at a time, everything else as planned at `batch`."""
 
     def best(
-        changed: Sequence[Candidate], batch: int = batch, context: int | None = None
+        changed: Sequence[DraftCandidate], batch: int = batch, context: int | None = None
     ) -> Option:
         there = config if context is None else replace(config, context=context)
         return best_of(options_of(changed, there, batch))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from forerun.probe.cells import ProfileCell, Quantity, sizes
 from forerun.theory.cost import CostTable
-from forerun.theory.cost_line import CostLine, Reading, interpolate
+from forerun.theory.cost_line import CostLine, CostReading, interpolate
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
@@ -117,7 +117,7 @@ def reading_cost(found: Estimates) -> ReadingCost | None:
 
 def whole_steps(
     found: Estimates, batch: int, context: int, *, sampled: bool
-) -> tuple[Reading, dict[int, Reading]]:
+) -> tuple[CostReading, dict[int, CostReading]]:
     """The plain step, and the speculative ones by K."""
     quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
     steps = readings(found, quantity, batch, context)
@@ -126,7 +126,7 @@ def whole_steps(
 
 def drafting(
     found: Estimates, batch: int, context: int, ks: Iterable[int], *, sampled: bool
-) -> dict[int, Reading]:
+) -> dict[int, CostReading]:
     """Draft passes of a cycle by K, measured alone."""
     if sampled:
         one = readings(found, Quantity.DRAFT_PASS, batch, context)[1]
@@ -135,34 +135,36 @@ def drafting(
     return {k: chains[k] for k in ks}
 
 
-def at_size(points: Mapping[int, Reading], size: int) -> Reading:
+def at_size(points: Mapping[int, CostReading], size: int) -> CostReading:
     """Between measured sizes on a straight line."""
     return interpolate(list(points), list(points.values()), size)
 
 
-def readings(found: Estimates, quantity: Quantity, batch: int, context: int) -> dict[int, Reading]:
+def readings(
+    found: Estimates, quantity: Quantity, batch: int, context: int
+) -> dict[int, CostReading]:
     """Estimates of one kind by size, ascending."""
     result = {}
     for size in sizes(found, quantity, batch, context):
         interval = found[ProfileCell(quantity=quantity, batch=batch, context=context, size=size)]
-        result[size] = Reading(interval.estimate, (interval.high - interval.low) / 2)
+        result[size] = CostReading(interval.estimate, (interval.high - interval.low) / 2)
     return result
 
 
-def total(*times: Reading) -> Reading:
+def total(*times: CostReading) -> CostReading:
     """Sum of independent times."""
-    return Reading(
+    return CostReading(
         s=math.fsum(reading.s for reading in times),
         error_s=math.hypot(*(reading.error_s for reading in times)),
     )
 
 
-def less(time: Reading) -> Reading:
+def less(time: CostReading) -> CostReading:
     """To be taken away; as uncertain as it was."""
-    return Reading(-time.s, time.error_s)
+    return CostReading(-time.s, time.error_s)
 
 
-def slope_of(points: Mapping[int, Reading]) -> Reading:
+def slope_of(points: Mapping[int, CostReading]) -> CostReading:
     """What each unit of size adds, by least squares through times by size.
 
     A single point, or a line that would start below 0, goes through the origin; a falling one is
@@ -170,7 +172,7 @@ def slope_of(points: Mapping[int, Reading]) -> Reading:
     """
     xs, times = list(points), list(points.values())
     if sum(reading.s for reading in times) < 0:
-        return Reading(0.0)
+        return CostReading(0.0)
     middle = sum(xs) / len(xs)
     spread = sum((x - middle) ** 2 for x in xs)
     if not spread:
@@ -179,19 +181,19 @@ def slope_of(points: Mapping[int, Reading]) -> Reading:
     start_weights = [1 / len(xs) - middle * weight for weight in slope_weights]
     slope, start = combined(slope_weights, times), combined(start_weights, times)
     if slope.s < 0:
-        return Reading(0.0, slope.error_s)
+        return CostReading(0.0, slope.error_s)
     return slope if start.s >= 0 else through_origin(xs, times)
 
 
-def through_origin(xs: Sequence[int], times: Sequence[Reading]) -> Reading:
+def through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostReading:
     """The slope of the line without a start."""
     square = sum(x * x for x in xs)
     return combined([x / square for x in xs], times)
 
 
-def combined(weights: Sequence[float], times: Sequence[Reading]) -> Reading:
+def combined(weights: Sequence[float], times: Sequence[CostReading]) -> CostReading:
     """A weighted sum of independent times."""
-    return Reading(
+    return CostReading(
         s=math.fsum(w * reading.s for w, reading in zip(weights, times, strict=True)),
         error_s=math.hypot(*(w * r.error_s for w, r in zip(weights, times, strict=True))),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.probe.cells import ProfileCell, Quantity
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
@@ -143,9 +143,9 @@ class Profile:
     reading: ReadingCost | None = None
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> DraftCosts:
         """The tables, as plans, controllers and the simulator take them."""
-        return Costs(greedy=self.greedy, sampled=self.sampled, reading=self.reading)
+        return DraftCosts(greedy=self.greedy, sampled=self.sampled, reading=self.reading)
 
     @property
     def num_rounds(self) -> int:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from forerun.theory.cost_line import CostLine, Reading, interpolate
+from forerun.theory.cost_line import CostLine, CostReading, interpolate
 from forerun.theory.intervals import Interval
 from forerun.theory.speedup import cycle_cost
 
 __all__ = ["CostTable"]
 
-Pick = Callable[[CostLine], Reading]
+Pick = Callable[[CostLine], CostReading]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class CostTable:
             self._verify(num_speculative_tokens + 1, context, batch),
             self._overhead(num_speculative_tokens, context, batch),
         )
-        cycle = Reading(
+        cycle = CostReading(
             s=math.fsum(part.s for part in parts),
             error_s=math.hypot(*(part.error_s for part in parts)),
         )
@@ -141,27 +141,27 @@ class CostTable:
             raise ValueError("lines of a cost table must be a list of objects")
         return cls(lines=tuple(map(CostLine.from_dict, lines)))
 
-    def _plain(self, context: int, batch: int) -> Reading:
+    def _plain(self, context: int, batch: int) -> CostReading:
         return self._at(lambda line: line.plain, context, batch)
 
-    def _verify(self, num_rows: int, context: int, batch: int) -> Reading:
+    def _verify(self, num_rows: int, context: int, batch: int) -> CostReading:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}; a pass has at least 1 row")
         return self._in_cycle(lambda line: line.verify(num_rows), context, batch)
 
-    def _overhead(self, num_speculative_tokens: int, context: int, batch: int) -> Reading:
+    def _overhead(self, num_speculative_tokens: int, context: int, batch: int) -> CostReading:
         if num_speculative_tokens < 1:
             raise ValueError(
                 f"K is {num_speculative_tokens}; a speculative cycle drafts at least 1"
             )
         return self._in_cycle(lambda line: line.overhead(num_speculative_tokens), context, batch)
 
-    def _in_cycle(self, pick: Pick, context: int, batch: int) -> Reading:
+    def _in_cycle(self, pick: Pick, context: int, batch: int) -> CostReading:
         """Beyond the largest batch in proportion to it."""
         measured_batch = min(batch, self.batches[-1])
         return self._at(pick, context, measured_batch).times(batch / measured_batch)
 
-    def _at(self, pick: Pick, context: int, batch: int) -> Reading:
+    def _at(self, pick: Pick, context: int, batch: int) -> CostReading:
         """Between lines: linear in context, then in batch."""
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
@@ -173,7 +173,7 @@ class CostTable:
         return interpolate(batches, at_context, batch)
 
 
-def _ratio(spent: Reading, plain: Reading) -> Interval:
+def _ratio(spent: CostReading, plain: CostReading) -> Interval:
     """In plain steps; the relative errors of both sides add up in quadrature."""
     estimate = spent.s / plain.s
     reach = math.hypot(spent.error_s, estimate * plain.error_s) / plain.s

@@ -9,18 +9,18 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["CostLine", "Reading", "interpolate", "isotonic", "numbers"]
+__all__ = ["CostLine", "CostReading", "interpolate", "isotonic", "numbers"]
 
 
-class Reading(NamedTuple):
+class CostReading(NamedTuple):
     """A time and how far it may be off: half the width of its 95% interval, 0 where not known."""
 
     s: float
     error_s: float = 0.0
 
-    def times(self, factor: float) -> Reading:
+    def times(self, factor: float) -> CostReading:
         """Both in proportion."""
-        return Reading(self.s * factor, self.error_s * factor)
+        return CostReading(self.s * factor, self.error_s * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class CostLine:
     plain_error_s: float = 0.0
     draft_error_s: float = 0.0
     overhead_error_s: tuple[float, ...] = ()
-    _fitted: tuple[Reading, ...] = field(init=False, repr=False, compare=False)
+    _fitted: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate and fit."""
@@ -85,26 +85,26 @@ class CostLine:
             _check_times(name, [getattr(self, name)])
         object.__setattr__(self, "_fitted", _fit(self.verify_s, self.verify_error_s))
 
-    def verify(self, num_rows: int) -> Reading:
+    def verify(self, num_rows: int) -> CostReading:
         """The target pass over `num_rows` rows of each sequence."""
         measured_rows = min(num_rows, self.rows[-1])
         fitted = interpolate(self.rows, self._fitted, measured_rows)
         return fitted.times(num_rows / measured_rows)
 
     @property
-    def plain(self) -> Reading:
+    def plain(self) -> CostReading:
         """A plain decode step."""
-        return Reading(self.plain_s, self.plain_error_s)
+        return CostReading(self.plain_s, self.plain_error_s)
 
     @property
-    def draft(self) -> Reading:
+    def draft(self) -> CostReading:
         """One more drafted token."""
-        return Reading(self.draft_s, self.draft_error_s)
+        return CostReading(self.draft_s, self.draft_error_s)
 
-    def overhead(self, num_speculative_tokens: int) -> Reading:
+    def overhead(self, num_speculative_tokens: int) -> CostReading:
         """What a cycle at K takes beyond drafting and the pass."""
         errors_s = self.overhead_error_s or (0.0,) * len(self.overhead_s)
-        measured = tuple(map(Reading, self.overhead_s, errors_s))
+        measured = tuple(map(CostReading, self.overhead_s, errors_s))
         return interpolate(self.overhead_ks, measured, num_speculative_tokens)
 
     def to_dict(self) -> dict[str, object]:
@@ -151,7 +151,7 @@ def _names() -> set[str]:
     return {entry.name for entry in fields(CostLine) if entry.init}
 
 
-def interpolate(xs: Sequence[int], readings: Sequence[Reading], x: int) -> Reading:
+def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: int) -> CostReading:
     """Piecewise linear; constant before the first point, after the last its slope if rising."""
     if len(xs) == 1 or x <= xs[0]:
         return readings[0]
@@ -160,7 +160,7 @@ def interpolate(xs: Sequence[int], readings: Sequence[Reading], x: int) -> Readi
     if x > xs[-1] and above.s <= below.s:
         return above
     weight = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
-    return Reading(
+    return CostReading(
         s=below.s + weight * (above.s - below.s),
         error_s=abs(1 - weight) * below.error_s + weight * above.error_s,
     )
@@ -193,16 +193,16 @@ def isotonic(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(mean for mean, size in pools for _ in range(size))
 
 
-def _fit(values: Sequence[float], errors: Sequence[float]) -> tuple[Reading, ...]:
+def _fit(values: Sequence[float], errors: Sequence[float]) -> tuple[CostReading, ...]:
     """Monotone readings. Where the fit moved a value, its error reaches back to what was measured.
 
     Without errors the fit says nothing about its own: how far noise goes is not known then.
     """
     fitted = isotonic(values)
     if not errors:
-        return tuple(map(Reading, fitted))
+        return tuple(map(CostReading, fitted))
     return tuple(
-        Reading(fit, max(error, abs(fit - value)))
+        CostReading(fit, max(error, abs(fit - value)))
         for fit, value, error in zip(fitted, values, errors, strict=True)
     )
 

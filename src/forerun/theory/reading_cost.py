@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from forerun.theory.cost_line import Reading, interpolate, numbers
+from forerun.theory.cost_line import CostReading, interpolate, numbers
 
 __all__ = ["ReadingCost"]
 
@@ -31,8 +31,8 @@ class ReadingCost:
     tokens: tuple[int, ...]
     target_s: tuple[float, ...]
     draft_s: tuple[float, ...]
-    _target: tuple[Reading, ...] = field(init=False, repr=False, compare=False)
-    _draft: tuple[Reading, ...] = field(init=False, repr=False, compare=False)
+    _target: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
+    _draft: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be read."""
@@ -44,8 +44,8 @@ class ReadingCost:
                 raise ValueError(f"{name} has {len(times)} entries for {len(self.tokens)} numbers")
             if not all(0.0 <= seconds < math.inf for seconds in times):
                 raise ValueError(f"{name} is {list(times)}; times are finite and 0 or more")
-        object.__setattr__(self, "_target", tuple(map(Reading, self.target_s)))
-        object.__setattr__(self, "_draft", tuple(map(Reading, self.draft_s)))
+        object.__setattr__(self, "_target", tuple(map(CostReading, self.target_s)))
+        object.__setattr__(self, "_draft", tuple(map(CostReading, self.draft_s)))
 
     def target_pass_s(self, num_tokens: int) -> float:
         """The target reads, and nothing else is in its pass."""

@@ -15,7 +15,7 @@ from forerun.bench.config import BenchConfig, parse_arms
 from forerun.bench.prediction import predict
 from forerun.bench.report import CellReport
 from forerun.bench.summary import summarise
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -135,7 +135,7 @@ def table_with(error_s):
 
 def test_a_prediction_is_tau_over_the_tables_kappa(make_arm, clock):
     table = table_with(error_s=0.0003)
-    costs = Costs(greedy=table, sampled=table)
+    costs = DraftCosts(greedy=table, sampled=table)
     plain = make_arm("plain")
     draft = make_arm("d", k=3, accepted=2, step_s=1.5)
     summary = summarise(blocks_of([plain, draft], clock, 4), num_resamples=50)[1]
@@ -153,7 +153,7 @@ def test_a_prediction_counts_the_drafts_reading_of_the_prompt_where_it_is_known(
     summary = summarise(blocks_of([make_arm("plain"), draft], clock, 4), num_resamples=50)[1]
     summary = replace(summary, mean_prompt=101.0, decode_steps=20.0)
     reading = ReadingCost(tokens=(1, 201), target_s=(0.01, 0.1), draft_s=(0.001, 0.041))
-    costs = Costs(greedy=table, sampled=table, reading=reading)
+    costs = DraftCosts(greedy=table, sampled=table, reading=reading)
     alone = predict(summary, costs, temperature=0.0, batch=1)
     together = predict(summary, costs, temperature=0.0, batch=4)
     assert alone is not None and together is not None
@@ -166,7 +166,7 @@ def test_a_prediction_counts_the_drafts_reading_of_the_prompt_where_it_is_known(
 
 def test_nothing_is_predicted_from_a_table_whose_error_reaches_zero(make_arm, clock):
     table = table_with(error_s=0.020)
-    costs = {"d": Costs(greedy=table, sampled=table)}
+    costs = {"d": DraftCosts(greedy=table, sampled=table)}
     arm = replace(make_arm("d", k=3, accepted=2), draft="d")
     blocks = blocks_of([make_arm("plain"), arm], clock, 4)
     cell = CellReport.of(blocks, temperature=0.0, batch=1, costs=costs)

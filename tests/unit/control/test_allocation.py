@@ -10,22 +10,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.simulated import table
 
-from forerun.control.allocation import Crowd, allocator
-from forerun.control.beliefs import Curve
-from forerun.control.ladder import Ladder
-from forerun.control.pricing import Allocation, Candidate, Pricing
-from forerun.control.step_times import Place, StepTimes
+from forerun.control.allocation import BatchAllocator, allocator
+from forerun.control.beliefs import AcceptanceCurve
+from forerun.control.ladder import SingleRequestAllocator
+from forerun.control.pricing import Allocation, Pricing, RequestCandidate
+from forerun.control.step_times import CostCell, StepTimes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 DEEPEST = 3
 
 
-def best_allocation(candidates: list[Candidate], costs: Pricing, max_nodes: int) -> Allocation:
+def best_allocation(
+    candidates: list[RequestCandidate], costs: Pricing, max_nodes: int
+) -> Allocation:
     return allocator(candidates, costs).best(max_nodes)
 
 
-def priced(candidates: list[Candidate], costs: Pricing, depths: Sequence[int]) -> Allocation:
+def priced(candidates: list[RequestCandidate], costs: Pricing, depths: Sequence[int]) -> Allocation:
     return allocator(candidates, costs).at(depths)
 
 
@@ -33,14 +35,18 @@ BENT = {1: 0.02, 2: 0.14, 3: 0.05}
 """A second level that costs more than its draft pass, and a third that costs less."""
 
 
-def candidate(alpha: float, *, limit_s: float | None = None, was: int = DEEPEST) -> Candidate:
+def candidate(
+    alpha: float, *, limit_s: float | None = None, was: int = DEEPEST
+) -> RequestCandidate:
     survival = [alpha ** (depth + 1) for depth in range(DEEPEST)]
-    return Candidate(method="d", curve=Curve(survival, [1.0] * DEEPEST), limit_s=limit_s, was=was)
+    return RequestCandidate(
+        method="d", curve=AcceptanceCurve(survival, [1.0] * DEEPEST), limit_s=limit_s, was=was
+    )
 
 
 def pricing(batch: int, **changes: float | Mapping[int, float]) -> Pricing:
     costs = table(batches=(1, batch) if batch > 1 else (1,), **changes)
-    return Pricing(times={"d": StepTimes.read(costs, Place(batch, 0), DEEPEST)})
+    return Pricing(times={"d": StepTimes.read(costs, CostCell(batch, 0), DEEPEST)})
 
 
 @settings(deadline=None)
@@ -117,7 +123,7 @@ def test_where_plain_is_too_slow_what_helps_is_allowed():
 def test_two_drafters_pay_both_their_overheads():
     costs = pricing(2)
     both = Pricing(times={"d": costs.times["d"], "e": costs.times["d"]})
-    other = Candidate(method="e", curve=candidate(0.8).curve, was=1)
+    other = RequestCandidate(method="e", curve=candidate(0.8).curve, was=1)
     together = priced([candidate(0.8), candidate(0.8)], both, [1, 1])
     apart = priced([candidate(0.8), other], both, [1, 1])
     times = costs.times["d"]
@@ -128,31 +134,35 @@ def test_two_drafters_pay_both_their_overheads():
 @pytest.mark.parametrize("was", [0, 2])
 @pytest.mark.parametrize("drafted", [1.0, 0.9])
 def test_one_request_is_priced_as_a_crowd_of_one(was, drafted):
-    curve = Curve([0.7, 0.5, 0.3], [drafted, drafted**2, drafted**3])
-    one = [Candidate(method="d", curve=curve, limit_s=0.008, was=was)]
+    curve = AcceptanceCurve([0.7, 0.5, 0.3], [drafted, drafted**2, drafted**3])
+    one = [RequestCandidate(method="d", curve=curve, limit_s=0.008, was=was)]
     costs = pricing(1, overhead=BENT)._replace(
         factor=1.2, plain_factor=0.9, catch_up=0.5, draft_factors={"d": 2}
     )
-    crowd = Crowd(one, costs)
+    crowd = BatchAllocator(one, costs)
     for number in range(5):
         assert same(allocator(one, costs).at([number]), crowd.at([number]))
         assert same(allocator(one, costs).best(number), crowd.best(number))
 
 
-@pytest.mark.parametrize("kind", [Ladder, Crowd])
+@pytest.mark.parametrize("kind", [SingleRequestAllocator, BatchAllocator])
 def test_certain_drafts_are_priced_as_the_table_says(kind):
     costs = table(overhead=BENT)
-    place = Place(1, 0)
+    place = CostCell(1, 0)
     times = {"d": StepTimes.read(costs, place, DEEPEST)}
     one = candidate(0.8)
-    priced = Ladder(one, Pricing(times)) if kind is Ladder else Crowd([one], Pricing(times))
+    priced = (
+        SingleRequestAllocator(one, Pricing(times))
+        if kind is SingleRequestAllocator
+        else BatchAllocator([one], Pricing(times))
+    )
     for k in range(DEEPEST + 1):
         assert priced.at([k]).step_s == pytest.approx(costs.cycle_s(k, place.context))
 
 
 def test_a_crowd_pays_the_overhead_of_its_deepest_draft():
     costs = table(batches=(1, 3), overhead=BENT)
-    place = Place(3, 0)
+    place = CostCell(3, 0)
     times = StepTimes.read(costs, place, DEEPEST)
     found = priced([candidate(0.8)] * 3, Pricing({"d": times}), [3, 1, 0])
     draft_s = times.draft_s[1] + 2 * times.draft_s[0]

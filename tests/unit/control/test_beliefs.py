@@ -8,13 +8,13 @@ import pytest
 from tests.records import STEP
 
 from forerun.control.base import RequestState
-from forerun.control.beliefs import Beliefs, Way
+from forerun.control.beliefs import Beliefs, DraftVariant
 from forerun.control.config import BeliefConfig
 from forerun.theory.drift import Memory
 from forerun.theory.record import StepRecord
 
 STATE = RequestState(request_id="r", num_committed=100, max_new=500, temperature=0.0)
-WAY = Way("d", stops=False)
+WAY = DraftVariant("d", stops=False)
 
 
 def outcome(accepted: int, **changes) -> StepRecord:

@@ -10,7 +10,7 @@ from tests.records import STEP
 
 from forerun.control.base import RequestState
 from forerun.control.calibration import Calibration
-from forerun.control.punctuality import Punctuality, wish_s
+from forerun.control.punctuality import StepTimeRatios, tpot_limit_s
 
 
 def fed(measure: str, *steps: tuple[tuple[float, ...], int], times: int = 40) -> Calibration:
@@ -84,15 +84,15 @@ def state(**changes) -> RequestState:
 
 
 def test_wishes_are_targets_and_deadlines():
-    assert wish_s(state()) is None
-    assert wish_s(state(tpot_target_s=0.03)) == 0.03
-    assert wish_s(state(time_left_s=0.2)) == pytest.approx(0.02)
-    assert wish_s(state(tpot_target_s=0.03, time_left_s=0.2)) == pytest.approx(0.02)
-    assert wish_s(state(time_left_s=-1.0)) > 0.0
+    assert tpot_limit_s(state()) is None
+    assert tpot_limit_s(state(tpot_target_s=0.03)) == 0.03
+    assert tpot_limit_s(state(time_left_s=0.2)) == pytest.approx(0.02)
+    assert tpot_limit_s(state(tpot_target_s=0.03, time_left_s=0.2)) == pytest.approx(0.02)
+    assert tpot_limit_s(state(time_left_s=-1.0)) > 0.0
 
 
 def test_punctuality_is_the_slow_end_of_recent_steps():
-    punctuality = Punctuality()
+    punctuality = StepTimeRatios()
     assert punctuality.p95 == 1.0
     for step in range(64):
         punctuality.observe(1.5 if step % 10 == 0 else 0.9, 1.0)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.control.base import Plan
-from forerun.control.beliefs import News
+from forerun.control.beliefs import UnreadText
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import (
     EAGER,
@@ -36,9 +36,9 @@ QUIET = GoodputConfig(explore=0.0, probe_share=0.1)
 DRAFTS = Plan(method="d", num_speculative_tokens=3)
 
 
-def texts(*missed: int, tokens: int = LEAST_TEXT, kind: str = "k") -> Callable[[int], News]:
+def texts(*missed: int, tokens: int = LEAST_TEXT, kind: str = "k") -> Callable[[int], UnreadText]:
     """Requests with as much output that is new, and so much that their draft has not read."""
-    return [News(kind, tokens, each) for each in missed].__getitem__
+    return [UnreadText(kind, tokens, each) for each in missed].__getitem__
 
 
 JUST_READ = texts(0)
@@ -126,7 +126,7 @@ def test_two_steps_of_five_that_were_held_up_are_charged_nothing_for_it(held_up)
 
 def asked(exploration: Exploration, *tokens: int, plans: list[Plan] | None = None) -> list[int]:
     """Who probes."""
-    news = [News("k", each, at) for at, each in enumerate(tokens)].__getitem__
+    news = [UnreadText("k", each, at) for at, each in enumerate(tokens)].__getitem__
     plans = plans or [PLAIN] * len(tokens)
     varied = exploration.varied(plans, [9] * len(tokens), news, ["d"], 20)
     assert (varied is plans) == (not exploration.probed and exploration.explored is None)

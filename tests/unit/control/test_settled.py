@@ -6,7 +6,7 @@ import pytest
 
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.control.pricing import Allocation, Pricing
-from forerun.control.settled import MOST_LONG, PLAIN_PATIENCE, Settled
+from forerun.control.settled import MOST_LONG, PLAIN_PATIENCE, ActivePlan
 from forerun.control.unasked import Unasked
 
 CAPACITY = Capacity(max_rows=64)
@@ -18,11 +18,11 @@ MOST_LATE = PLAIN_PATIENCE // MOST_LONG
 DRAFTS = Plan(method="d", num_speculative_tokens=2)
 
 
-def settled(*plans: Plan, wish_s: float | None = None) -> Settled:
+def settled(*plans: Plan, wish_s: float | None = None) -> ActivePlan:
     names = ["r", "s", "t"][: len(plans)]
-    return Settled(
+    return ActivePlan(
         names=names,
-        wishes_s=[None] * (len(plans) - 1) + [wish_s],
+        tpot_limits_s=[None] * (len(plans) - 1) + [wish_s],
         plans=list(plans),
         max_rows=CAPACITY.max_rows,
         patience=PLAIN_PATIENCE,
@@ -32,7 +32,7 @@ def settled(*plans: Plan, wish_s: float | None = None) -> Settled:
     )
 
 
-def followed(ours: Settled, rest: int) -> tuple[int, int]:
+def followed(ours: ActivePlan, rest: int) -> tuple[int, int]:
     """Steps before it is decided anew, and how often was asked, as controller and engine do it."""
     ours.hold(rest - 1)
     unasked, num_steps, num_asked = Unasked(CAPACITY.max_rows), 1, 1

@@ -11,7 +11,7 @@ from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import given
 from forerun.plan.advice import advise
 from forerun.plan.config import PlanConfig
-from forerun.plan.option import Candidate, option_at
+from forerun.plan.option import DraftCandidate, option_at
 from forerun.plan.what_if import scenarios
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -30,7 +30,7 @@ CONFIG = PlanConfig(batches=(1, 8), context=0)
 
 
 def candidate(name="d", alpha=0.8, table=TABLE, max_k=16):
-    return Candidate(
+    return DraftCandidate(
         name=name, table=table, acceptance=given([alpha], conditional=False, max_k=max_k)
     )
 

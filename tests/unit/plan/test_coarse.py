@@ -7,10 +7,10 @@ from statistics import fmean
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.coarse import num_steps_of
-from forerun.plan.simulation.comparison import Comparison
-from forerun.plan.simulation.config import Phase, ServerConfig, Workload
+from forerun.plan.simulation.comparison import ControllerComparison
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds.config import Clustered, Constant, Fixed, Poisson, Uniform
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable
@@ -30,14 +30,14 @@ TABLE = CostTable(
         for batch in (1, 4)
     )
 )
-COSTS = Costs(greedy=TABLE, sampled=TABLE)
+COSTS = DraftCosts(greedy=TABLE, sampled=TABLE)
 WORK = Workload(
     requests=400,
     arrivals=Poisson(rate_per_s=1.5),
     prompt_tokens=Fixed(tokens=16),
     output_tokens=Uniform(least=60, most=180),
     phases=(Phase(share=1.0, acceptance=Clustered(alpha=0.7, spread=0.1)),),
-    server=ServerConfig(max_batch=4, max_k=6),
+    server=SimulatedServerConfig(max_batch=4, max_k=6),
 )
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -45,8 +45,8 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 @pytest.mark.parametrize("name", ["plain", "fixed:3", "fixed:6"])
 def test_both_modes_agree(name):
-    fine = Comparison(WORK, COSTS, seed=1).run(name)
-    coarse = Comparison(WORK, COSTS, seed=1, coarse=True).run(name)
+    fine = ControllerComparison(WORK, COSTS, seed=1).run(name)
+    coarse = ControllerComparison(WORK, COSTS, seed=1, coarse=True).run(name)
     assert coarse.num_tokens == fine.num_tokens
     assert coarse.num_requests == fine.num_requests
     for mine, its in (
@@ -66,7 +66,7 @@ def test_steps_of_a_request_have_the_mean_of_a_renewal_process():
     phases = (Phase(share=1.0, acceptance=Constant(alpha=0.5)),)
     work = Workload(
         requests=20_000, output_tokens=Fixed(tokens=101), phases=phases,
-        server=ServerConfig(max_k=2),
+        server=SimulatedServerConfig(max_k=2),
     )  # fmt: skip
     steps = num_steps_of(traffic_of(work, 3), 2).tolist()
     # X is 1, 2, 3 with 1/2, 1/4, 1/4: E[X] = 1.75, E[X^2] = 3.75.
@@ -76,6 +76,6 @@ def test_steps_of_a_request_have_the_mean_of_a_renewal_process():
 
 def test_what_learns_is_refused():
     with pytest.raises(InvalidRequest, match="no steps that goodput could learn from"):
-        Comparison(WORK, COSTS, seed=1, coarse=True).check(["plain", "goodput"])
+        ControllerComparison(WORK, COSTS, seed=1, coarse=True).check(["plain", "goodput"])
     with pytest.raises(InvalidRequest, match="knows no overlap"):
-        Comparison(WORK, COSTS, seed=1, coarse=True, overlap="pearl").check(["plain"])
+        ControllerComparison(WORK, COSTS, seed=1, coarse=True, overlap="pearl").check(["plain"])

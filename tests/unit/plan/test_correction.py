@@ -7,9 +7,9 @@ import pytest
 from forerun.control.base import Plan
 from forerun.control.fixed import FixedController
 from forerun.errors import InvalidTrace
-from forerun.plan.costs import Costs
-from forerun.plan.simulation.config import Phase, ServerConfig, Workload
-from forerun.plan.simulation.correction import Correction, corrected, correction_of
+from forerun.plan.costs import DraftCosts
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
+from forerun.plan.simulation.correction import CostCorrection, corrected, correction_of
 from forerun.plan.simulation.kinds.config import Constant, Fixed, Poisson, Uniform
 from forerun.plan.simulation.simulate import simulate
 from forerun.plan.simulation.times import Times
@@ -34,19 +34,19 @@ TABLE = CostTable(
         for batch in (1, 4)
     )
 )
-COSTS = Costs(
+COSTS = DraftCosts(
     greedy=TABLE,
     sampled=TABLE,
     reading=ReadingCost(tokens=(1, 64), target_s=(0.009, 0.07), draft_s=(0.001, 0.002)),
 )
-PLANTED = Correction(plain=1.3, cycle=0.8, reading=2.0)
+PLANTED = CostCorrection(plain=1.3, cycle=0.8, reading=2.0)
 WORKLOAD = Workload(
     requests=12,
     arrivals=Poisson(rate_per_s=1.0),
     prompt_tokens=Uniform(least=8, most=64),
     output_tokens=Fixed(tokens=24),
     phases=(Phase(share=1.0, acceptance=Constant(alpha=0.5)),),
-    server=ServerConfig(max_batch=4, max_k=3),
+    server=SimulatedServerConfig(max_batch=4, max_k=3),
 )
 
 
@@ -101,7 +101,7 @@ def test_an_idle_server_is_not_a_slow_one():
 
 
 def test_what_was_not_seen_is_off_like_all_others():
-    _, told = served(corrected(COSTS, Correction(plain=1.5, cycle=1.5, reading=1.5)))
+    _, told = served(corrected(COSTS, CostCorrection(plain=1.5, cycle=1.5, reading=1.5)))
     plain = [record for record in told if not record.num_drafted]
     apart = [r for r in plain if r.num_prefill_rows == 0]
     found = correction_of(apart, COSTS, 0, "t")
@@ -116,7 +116,7 @@ def test_a_trace_without_steps_is_refused():
 
 
 def test_errors_keep_their_share_and_unmeasured_reading_stays_unmeasured():
-    found = corrected(Costs(greedy=TABLE, sampled=TABLE), PLANTED)
+    found = corrected(DraftCosts(greedy=TABLE, sampled=TABLE), PLANTED)
     assert found.reading is None
     (line, _) = found.greedy.lines
     assert line.plain_error_s / line.plain_s == pytest.approx(0.1)

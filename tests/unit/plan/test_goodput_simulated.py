@@ -7,9 +7,9 @@ from statistics import mean
 
 import pytest
 
-from forerun.plan.costs import Costs
-from forerun.plan.simulation.comparison import Comparison
-from forerun.plan.simulation.config import Phase, ServerConfig, Workload
+from forerun.plan.costs import DraftCosts
+from forerun.plan.simulation.comparison import ControllerComparison
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds.config import Constant, Fixed, Poisson, Together, Uniform
 from forerun.probe.profile_file import load_profile
 
@@ -21,9 +21,9 @@ SATURATED = Together()
 
 
 @pytest.fixture(scope="module")
-def costs() -> Costs:
+def costs() -> DraftCosts:
     profile = load_profile(PROFILE)
-    return Costs(greedy=profile.greedy, sampled=profile.sampled)
+    return DraftCosts(greedy=profile.greedy, sampled=profile.sampled)
 
 
 def workload(
@@ -42,13 +42,13 @@ def workload(
         output_tokens=Uniform(least=100, most=300),
         phases=phases,
         temperature=temperature,
-        server=ServerConfig(max_batch=batch, max_k=8),
+        server=SimulatedServerConfig(max_batch=batch, max_k=8),
     )
 
 
-def regret(work: Workload, costs: Costs, name: str = "goodput") -> float:
+def regret(work: Workload, costs: DraftCosts, name: str = "goodput") -> float:
     """Mean over streams: one alone is off by a hundredth either way."""
-    streams = [Comparison(work, costs, seed=seed) for seed in range(6)]
+    streams = [ControllerComparison(work, costs, seed=seed) for seed in range(6)]
     return mean(compared.oracle(KS).regret(compared.run(name)) for compared in streams)
 
 

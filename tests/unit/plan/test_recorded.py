@@ -6,7 +6,7 @@ import pytest
 from tests.records import HEADER, REQUEST, STEP
 
 from forerun.errors import InvalidRequest, InvalidTrace
-from forerun.plan.simulation.config import ServerConfig
+from forerun.plan.simulation.config import SimulatedServerConfig
 from forerun.plan.simulation.kinds.config import Constant, Listed, PerPosition, Recorded
 from forerun.plan.simulation.workload_file import load_workload
 from forerun.trace.files import open_trace
@@ -57,7 +57,7 @@ def test_a_trace_is_repeated(load):
     assert found.prompt_tokens == Listed(values=(20, 30))
     assert found.output_tokens == Listed(values=(5, 9))
     assert found.phases[0].acceptance == PerPosition(beta=(1.0, 0.5, 0.5, 0.5))
-    assert found.server == ServerConfig(max_k=6)
+    assert found.server == SimulatedServerConfig(max_k=6)
 
 
 def test_requests_that_did_not_end_are_left_out(load):

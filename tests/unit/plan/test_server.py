@@ -8,9 +8,9 @@ import pytest
 
 from forerun.control.base import Plan
 from forerun.control.fixed import FixedController
-from forerun.plan.costs import Costs
-from forerun.plan.simulation.comparison import Comparison
-from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
+from forerun.plan.costs import DraftCosts
+from forerun.plan.simulation.comparison import ControllerComparison
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds.config import (
     Clustered,
     Constant,
@@ -45,7 +45,7 @@ LINES = tuple(
     for batch in (1, 4)
 )
 TABLE = CostTable(lines=LINES)
-COSTS = Costs(greedy=TABLE, sampled=TABLE)
+COSTS = DraftCosts(greedy=TABLE, sampled=TABLE)
 
 
 def workload(**changes):
@@ -54,7 +54,7 @@ def workload(**changes):
         "prompt_tokens": Fixed(tokens=8),
         "output_tokens": Fixed(tokens=21),
         "phases": (Phase(share=1.0, acceptance=Constant(alpha=1.0)),),
-        "server": ServerConfig(max_batch=4, max_k=8),
+        "server": SimulatedServerConfig(max_batch=4, max_k=8),
     }
     return Workload(**(values | changes))
 
@@ -204,7 +204,7 @@ def test_a_batch_shares_its_passes():
 
 
 def test_whoever_finds_no_place_waits():
-    one = ServerConfig(max_batch=1, max_k=0)
+    one = SimulatedServerConfig(max_batch=1, max_k=0)
     found = run(workload(requests=2, prompt_tokens=Fixed(tokens=1), server=one))
     # The second waits for 21 steps of the first.
     assert found.ttft_s.p50 == pytest.approx((0.011 + 22 * 0.011) / 2)
@@ -212,7 +212,7 @@ def test_whoever_finds_no_place_waits():
 
 
 def test_decoding_goes_before_prompts_and_chunks_are_kept():
-    server = ServerConfig(max_batch=2, max_k=1, prefill_chunk=4, max_step_rows=6)
+    server = SimulatedServerConfig(max_batch=2, max_k=1, prefill_chunk=4, max_step_rows=6)
     work = workload(requests=2, prompt_tokens=Fixed(tokens=10), server=server)
     seen: list[tuple[int, int]] = []
 
@@ -235,7 +235,9 @@ def test_an_idle_server_waits_for_the_next_arrival():
 
 
 def test_promises_are_counted():
-    work = workload(requests=2, server=ServerConfig(max_batch=1, max_k=0), slo=Slo(ttft_s=0.1))
+    work = workload(
+        requests=2, server=SimulatedServerConfig(max_batch=1, max_k=0), slo=Slo(ttft_s=0.1)
+    )
     assert run(work).num_in_slo == 1
     assert run(replace(work, slo=Slo(ttft_s=9.0, tpot_s=0.012))).num_in_slo == 2
     assert run(replace(work, slo=Slo(tpot_s=0.010))).num_in_slo == 0
@@ -355,9 +357,9 @@ def test_regret_is_against_the_best_k_of_every_phase():
     )
     work = workload(
         requests=40, output_tokens=Fixed(tokens=80), phases=phases,
-        server=ServerConfig(max_batch=1, max_k=8),
+        server=SimulatedServerConfig(max_batch=1, max_k=8),
     )  # fmt: skip
-    compared = Comparison(work, COSTS, seed=3)
+    compared = ControllerComparison(work, COSTS, seed=3)
     oracle = compared.oracle(range(9))
     assert oracle.ks[0] >= 4
     assert oracle.ks[1] == 0

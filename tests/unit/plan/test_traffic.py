@@ -5,9 +5,10 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from forerun.plan.simulation.config import Phase, ServerConfig, Workload
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.draws import key_of, normals, uniforms
 from forerun.plan.simulation.kinds.config import (
+    AcceptancePart,
     Bursty,
     Clustered,
     Constant,
@@ -16,7 +17,6 @@ from forerun.plan.simulation.kinds.config import (
     Listed,
     Lognormal,
     Mixed,
-    Part,
     PerPosition,
     Poisson,
     Recorded,
@@ -34,7 +34,7 @@ def traffic(seed=5, **changes):
         "prompt_tokens": Fixed(tokens=3),
         "output_tokens": Fixed(tokens=9),
         "phases": (Phase(share=1.0, acceptance=Constant(alpha=0.5)),),
-        "server": ServerConfig(max_k=4),
+        "server": SimulatedServerConfig(max_k=4),
     }
     return traffic_of(Workload(**(values | changes)), seed)
 
@@ -130,8 +130,8 @@ def test_acceptance_by_position_is_made_conditional_and_goes_on():
 
 def test_a_mixture_has_its_weights_and_tags():
     parts = (
-        Part(tag="code", weight=3.0, acceptance=Constant(alpha=0.9)),
-        Part(tag="prose", weight=1.0, acceptance=Constant(alpha=0.3)),
+        AcceptancePart(tag="code", weight=3.0, acceptance=Constant(alpha=0.9)),
+        AcceptancePart(tag="prose", weight=1.0, acceptance=Constant(alpha=0.3)),
     )
     found = traffic(phases=(Phase(share=1.0, acceptance=Mixed(parts=parts)),))
     code = [tags == ("code",) for tags in found.tags]

@@ -7,14 +7,14 @@ import copy
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds.config import (
+    AcceptancePart,
     Constant,
     Drifting,
     Fixed,
     Lognormal,
     Mixed,
-    Part,
     PerPosition,
     Poisson,
 )
@@ -48,14 +48,14 @@ EXPECTED = Workload(
             share=0.75,
             acceptance=Mixed(
                 parts=(
-                    Part(tag="code", weight=1, acceptance=Constant(alpha=0.7)),
-                    Part(tag="prose", weight=2, acceptance=Drifting(start=0.5, end=0.2)),
+                    AcceptancePart(tag="code", weight=1, acceptance=Constant(alpha=0.7)),
+                    AcceptancePart(tag="prose", weight=2, acceptance=Drifting(start=0.5, end=0.2)),
                 )
             ),
         ),
     ),
     temperature=1,
-    server=ServerConfig(max_batch=16, max_k=5, max_prefill_rows=128),
+    server=SimulatedServerConfig(max_batch=16, max_k=5, max_prefill_rows=128),
     slo=Slo(ttft_s=0.5, tpot_s=0.03),
 )
 SMALL = {

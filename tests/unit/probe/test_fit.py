@@ -4,7 +4,7 @@ import pytest
 
 from forerun.probe.cells import ProfileCell, Quantity
 from forerun.probe.fit import cost_table, slope_of
-from forerun.theory.cost_line import Reading
+from forerun.theory.cost_line import CostReading
 from forerun.theory.intervals import Interval
 
 # Steps whose part beyond the passes bends over K, and a pass of 5 rows that noise has made dear.
@@ -74,31 +74,35 @@ def test_where_less_than_nothing_is_left_there_is_no_overhead():
 
 
 def test_two_points_give_the_line_through_them():
-    assert slope_of({1: Reading(3.0), 4: Reading(9.0)}).s == pytest.approx(2.0)
+    assert slope_of({1: CostReading(3.0), 4: CostReading(9.0)}).s == pytest.approx(2.0)
 
 
 def test_errors_follow_the_weights_of_the_points():
-    slope = slope_of({1: Reading(3.0, 0.3), 4: Reading(9.0, 0.3)})
+    slope = slope_of({1: CostReading(3.0, 0.3), 4: CostReading(9.0, 0.3)})
     assert slope.error_s == pytest.approx(0.3 * 2**0.5 / 3)
 
 
 def test_more_points_are_fitted_in_least_squares():
-    assert slope_of({1: Reading(1.0), 2: Reading(3.0), 3: Reading(2.0)}).s == pytest.approx(0.5)
+    assert slope_of(
+        {1: CostReading(1.0), 2: CostReading(3.0), 3: CostReading(2.0)}
+    ).s == pytest.approx(0.5)
 
 
 def test_one_point_lies_on_a_line_through_the_origin():
-    assert slope_of({4: Reading(8.0, 0.4)}) == Reading(2.0, 0.1)
+    assert slope_of({4: CostReading(8.0, 0.4)}) == CostReading(2.0, 0.1)
 
 
 def test_a_line_that_would_start_below_nothing_goes_through_the_origin():
-    assert slope_of({1: Reading(1.0), 2: Reading(3.0)}).s == pytest.approx((1 * 1 + 2 * 3) / 5)
+    assert slope_of({1: CostReading(1.0), 2: CostReading(3.0)}).s == pytest.approx(
+        (1 * 1 + 2 * 3) / 5
+    )
 
 
 def test_below_nothing_there_is_nothing():
-    assert slope_of({1: Reading(-0.2, 0.5), 4: Reading(-0.1, 0.5)}) == Reading(0.0)
+    assert slope_of({1: CostReading(-0.2, 0.5), 4: CostReading(-0.1, 0.5)}) == CostReading(0.0)
 
 
 def test_a_falling_line_is_flat():
-    assert slope_of({1: Reading(5.0, 0.3), 4: Reading(3.0, 0.3)}) == Reading(
+    assert slope_of({1: CostReading(5.0, 0.3), 4: CostReading(3.0, 0.3)}) == CostReading(
         0.0, pytest.approx(0.3 * 2**0.5 / 3)
     )

@@ -18,9 +18,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from forerun.plan.simulation.config import Workload
-from forerun.plan.simulation.draws import NDFloats, Purpose, key_of, normals
+from forerun.plan.simulation.draws import NDFloats, SimulatedDraw, key_of, normals
 from forerun.plan.simulation.result import Result, result_of
-from forerun.plan.simulation.tally import Tally
+from forerun.plan.simulation.tally import SimulationTally
 from forerun.plan.simulation.times import CycleTimes, Times
 from forerun.plan.simulation.traffic import Traffic
 
@@ -39,7 +39,7 @@ def simulate_coarsely(
         num_speculative_tokens: K.
         name: of the controller, for the result.
     """
-    tally = Tally(num_phases=len(workload.phases))
+    tally = SimulationTally(num_phases=len(workload.phases))
     steps = num_steps_of(traffic, num_speculative_tokens)
     Flow(workload, traffic, times, num_speculative_tokens, tally).serve(steps)
     return result_of(name, tally, workload.slo)
@@ -62,7 +62,7 @@ class Flow:
         traffic: Traffic,
         times: Times,
         num_speculative_tokens: int,
-        tally: Tally,
+        tally: SimulationTally,
     ) -> None:
         self.server = workload.server
         self.traffic = traffic
@@ -190,6 +190,6 @@ def num_steps_of(traffic: Traffic, num_speculative_tokens: int) -> NDFloats:
     overshoot = (square / mean - 1.0) / 2.0
     expected = (left + overshoot) / mean
     spread = np.sqrt(left * (square - mean**2) / mean**3)
-    noise = normals(key_of(traffic.seed, Purpose.TEXT), len(left))
+    noise = normals(key_of(traffic.seed, SimulatedDraw.TEXT), len(left))
     least = np.ceil(left / (k + 1.0))
     return np.where(left > 0, np.clip(expected + spread * noise, least, left), 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.coarse import simulate_coarsely
 from forerun.plan.simulation.config import Workload
 from forerun.plan.simulation.controllers import controller_maker
@@ -16,10 +16,10 @@ from forerun.plan.simulation.simulate import simulate
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 
-__all__ = ["Comparison"]
+__all__ = ["ControllerComparison"]
 
 
-class Comparison:
+class ControllerComparison:
     """One workload, drawn once, and runs of it; none is made twice.
 
     Args:
@@ -33,7 +33,7 @@ class Comparison:
     def __init__(
         self,
         workload: Workload,
-        costs: Costs,
+        costs: DraftCosts,
         *,
         seed: int,
         overlap: str = "none",

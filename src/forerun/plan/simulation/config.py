@@ -17,7 +17,7 @@ from forerun.plan.simulation.kinds.config import (
 )
 from forerun.ranges import Range, check_ranges
 
-__all__ = ["Phase", "ServerConfig", "Slo", "Workload"]
+__all__ = ["Phase", "SimulatedServerConfig", "Slo", "Workload"]
 
 MAX_REQUESTS = 10_000_000
 MAX_TOKENS = 1_000_000_000
@@ -44,7 +44,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class SimulatedServerConfig:
     """What serves; names and meanings are those of the engine's settings.
 
     Attributes:
@@ -126,7 +126,7 @@ class Workload:
     arrivals: Arrivals = field(default_factory=Together)
     prompt_tokens: Lengths = field(default_factory=lambda: Fixed(tokens=128))
     temperature: float = 0.0
-    server: ServerConfig = field(default_factory=ServerConfig)
+    server: SimulatedServerConfig = field(default_factory=SimulatedServerConfig)
     slo: Slo = field(default_factory=Slo)
 
     def __post_init__(self) -> None:

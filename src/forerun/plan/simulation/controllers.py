@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from forerun.control.base import Controller
 from forerun.control.config import CONTROLLER_NAMES
-from forerun.control.named import Means, build_controller
+from forerun.control.named import ControllerInputs, build_controller
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 
 __all__ = ["METHOD", "controller_maker"]
 
@@ -16,7 +16,7 @@ METHOD = "draft_model"
 """Of the one drafter that is simulated."""
 
 
-def controller_maker(name: str, costs: Costs, max_k: int) -> Callable[[], Controller]:
+def controller_maker(name: str, costs: DraftCosts, max_k: int) -> Callable[[], Controller]:
     """How to build a controller; each run needs one that knows nothing yet.
 
     Args:
@@ -41,5 +41,5 @@ def controller_maker(name: str, costs: Costs, max_k: int) -> Callable[[], Contro
                 f"controller {name!r}: only fixed takes a K, from 0 to max_k, which is {max_k}"
             )
         k = int(argument)
-    means = Means(methods=(METHOD,), num_speculative_tokens=k, costs={METHOD: costs})
+    means = ControllerInputs(methods=(METHOD,), num_speculative_tokens=k, costs={METHOD: costs})
     return lambda: build_controller(kind, means)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forerun.errors import InvalidTrace
-from forerun.plan.costs import Costs
+from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.times import Times
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -18,13 +18,13 @@ from forerun.theory.reading_cost import ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.trace.schema import Item
 
-__all__ = ["Correction", "corrected", "correction_of"]
+__all__ = ["CostCorrection", "corrected", "correction_of"]
 
 PLAIN, CYCLE, READING = "plain", "cycle", "reading"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+class CostCorrection:
     """What times are multiplied by.
 
     Attributes:
@@ -39,8 +39,8 @@ class Correction:
 
 
 def correction_of(
-    items: Iterable[Item], costs: Costs, temperature: float, where: str
-) -> Correction:
+    items: Iterable[Item], costs: DraftCosts, temperature: float, where: str
+) -> CostCorrection:
     """Recorded time over the profile's, summed over all cycles of a kind.
 
     Cycles count that only decode, or only read prompts. What there is no cycle of is taken to be
@@ -69,7 +69,7 @@ def correction_of(
     if not in_all:
         raise InvalidTrace(f"the trace {where} has no step whose time could be compared")
     overall = sum(recorded.values()) / in_all
-    return Correction(
+    return CostCorrection(
         **{name: recorded[name] / s if s else overall for name, s in expected.items()}
     )
 
@@ -110,22 +110,22 @@ def comparison(
     return CYCLE, draft_s + place.pass_s(one.batch_rows) + place.overhead_s(max(depths)), recorded_s
 
 
-def corrected(costs: Costs, correction: Correction) -> Costs:
+def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
     """The costs as the trace has them."""
     reading = costs.reading
-    return Costs(
+    return DraftCosts(
         greedy=scaled_table(costs.greedy, correction),
         sampled=scaled_table(costs.sampled, correction),
         reading=None if reading is None else scaled_reading(reading, correction.reading),
     )
 
 
-def scaled_table(table: CostTable, correction: Correction) -> CostTable:
+def scaled_table(table: CostTable, correction: CostCorrection) -> CostTable:
     """Plain steps by one factor, parts of cycles by another."""
     return CostTable(lines=tuple(scaled_line(line, correction) for line in table.lines))
 
 
-def scaled_line(line: CostLine, correction: Correction) -> CostLine:
+def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
     """One line of it; errors keep their share."""
     plain, cycle = correction.plain, correction.cycle
     return replace(

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from forerun.theory.splitmix import FACTORS, INCREMENT, MASK, SHIFTS, finalise
 
-__all__ = ["NDFloats", "Purpose", "key_of", "normals", "uniforms"]
+__all__ = ["NDFloats", "SimulatedDraw", "key_of", "normals", "uniforms"]
 
 NDFloats = NDArray[np.float64]
 
 
-class Purpose(IntEnum):
+class SimulatedDraw(IntEnum):
     """What a number is for; different purposes never share one."""
 
     ARRIVALS = 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from forerun.errors import InvalidTrace
 from forerun.plan.acceptance import MIN_ALLOWED
-from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds.config import Constant, Listed, PerPosition, Recorded
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import RequestRecord, StepRecord
@@ -32,7 +32,7 @@ class Seen:
 
 
 def workload_of(
-    items: Iterable[Item], where: str, server: ServerConfig, slo: Slo, temperature: float
+    items: Iterable[Item], where: str, server: SimulatedServerConfig, slo: Slo, temperature: float
 ) -> Workload:
     """The requests of a trace that ended, as a workload.
 

@@ -10,7 +10,7 @@ from forerun.plan.simulation.confidence import measured
 from forerun.plan.simulation.traffic import Traffic
 from forerun.theory.record import StepRecord
 
-__all__ = ["Cycle", "Records", "SimulatedRequest", "States"]
+__all__ = ["Records", "SimulatedCycle", "SimulatedRequest", "States"]
 
 PLAIN = Plan()
 
@@ -127,7 +127,7 @@ class States(Sequence[RequestState]):
         return (request.state() for request in self._requests)
 
 
-class Cycle:
+class SimulatedCycle:
     """What all requests of a cycle share.
 
     Attributes:
@@ -167,7 +167,7 @@ class Cycle:
 class Records(Sequence[StepRecord]):
     """Records of the requests that emitted, made when somebody looks."""
 
-    def __init__(self, cycle: Cycle, requests: Sequence[SimulatedRequest]) -> None:
+    def __init__(self, cycle: SimulatedCycle, requests: Sequence[SimulatedRequest]) -> None:
         self._cycle = cycle
         self._requests = requests
 
@@ -187,7 +187,7 @@ class Records(Sequence[StepRecord]):
         return (record_of(self._cycle, request) for request in self._requests)
 
 
-def record_of(cycle: Cycle, request: SimulatedRequest) -> StepRecord:
+def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     """One request's share of a cycle, after the cycle."""
     depth, rule = request.num_tested, request.plan.stop
     return StepRecord(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from forerun.plan.simulation.config import Slo
-from forerun.plan.simulation.tally import Tally
+from forerun.plan.simulation.tally import SimulationTally
 
 __all__ = ["PhaseResult", "Quantiles", "Result", "result_of"]
 
@@ -116,7 +116,7 @@ class Result:
         }
 
 
-def result_of(controller: str, tally: Tally, slo: Slo) -> Result:
+def result_of(controller: str, tally: SimulationTally, slo: Slo) -> Result:
     """Sum a tally up."""
     arrival_s, first_s = np.array(tally.arrival_s), np.array(tally.first_s)
     finished_s, num_output = np.array(tally.finished_s), np.array(tally.num_output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from forerun.plan.simulation.request import Cycle, SimulatedRequest
+from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
 from forerun.plan.simulation.times import CycleTimes
 
 __all__ = ["SCHEDULES", "Early", "Pearl", "Schedule", "Sequential"]
@@ -30,7 +30,9 @@ class Sequential:
         request.num_accepted = request.accepted_of(request.depth)
         return request.num_accepted + 1
 
-    def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
+    def spend(
+        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
+    ) -> None:
         """Say what a cycle takes in which somebody drafts."""
         drafting = levels(requests)
         cycle.draft_s += sum(times.draft_s[b] for b in drafting)
@@ -44,7 +46,9 @@ class Early(Sequential):
     Source: the pre-verification of PEARL (Liu et al. 2024, 2408.11850).
     """
 
-    def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
+    def spend(
+        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
+    ) -> None:
         """The first drafted token, the longer of its pass and the other drafts, then theirs."""
         first, *others = (times.draft_s[b] for b in levels(requests))
         alive = sum(request.depth > 1 and request.num_accepted > 0 for request in requests)
@@ -88,7 +92,9 @@ class Pearl(Sequential):
         request.num_ahead = request.depth - 1
         return tested
 
-    def spend(self, cycle: Cycle, times: CycleTimes, requests: Sequence[SimulatedRequest]) -> None:
+    def spend(
+        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
+    ) -> None:
         """The longer of drafting and verifying."""
         drafting = levels(requests)
         draft_s = cycle.draft_s + sum(times.draft_s[b] for b in drafting)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from forerun.control.base import Controller
 from forerun.control.unasked import Unasked
 from forerun.plan.simulation.confidence import stopped_depth
-from forerun.plan.simulation.config import ServerConfig
-from forerun.plan.simulation.request import Cycle, Records, SimulatedRequest, States
+from forerun.plan.simulation.config import SimulatedServerConfig
+from forerun.plan.simulation.request import Records, SimulatedCycle, SimulatedRequest, States
 from forerun.plan.simulation.schedules import Schedule
-from forerun.plan.simulation.tally import Tally
+from forerun.plan.simulation.tally import SimulationTally
 from forerun.plan.simulation.times import Times
 
 __all__ = ["Server"]
@@ -35,11 +35,11 @@ class Server:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: SimulatedServerConfig,
         times: Times,
         controller: Controller,
         schedule: Schedule,
-        tally: Tally,
+        tally: SimulationTally,
     ) -> None:
         self.config = config
         self.times = times
@@ -79,7 +79,7 @@ class Server:
         """One cycle."""
         running = self.running
         decoding = [request for request in running if not request.num_unread]
-        cycle = Cycle(self.num_cycles, self.now_s)
+        cycle = SimulatedCycle(self.num_cycles, self.now_s)
         goes_on = self.unasked.goes_on(running)
         if decoding and not goes_on:
             self._plan(decoding)
@@ -130,7 +130,7 @@ class Server:
                 request.rest()
 
     def _read_prompts(
-        self, decoding: Sequence[SimulatedRequest], cycle: Cycle
+        self, decoding: Sequence[SimulatedRequest], cycle: SimulatedCycle
     ) -> list[SimulatedRequest]:
         """Feed prompts with the rows that are left; returns those read to their end."""
         drafting = [request for request in decoding if request.depth]
@@ -149,7 +149,7 @@ class Server:
                     done.append(request)
         return done
 
-    def _catch_up(self, drafting: Sequence[SimulatedRequest], cycle: Cycle) -> None:
+    def _catch_up(self, drafting: Sequence[SimulatedRequest], cycle: SimulatedCycle) -> None:
         """The draft reads what it has not seen: prompts, and what was decoded without it."""
         for request in drafting:
             num_missed = request.num_committed - request.num_read
@@ -162,7 +162,7 @@ class Server:
         decoding: Sequence[SimulatedRequest],
         gained: Sequence[int],
         emitting: Sequence[SimulatedRequest],
-        cycle: Cycle,
+        cycle: SimulatedCycle,
     ) -> None:
         """Tokens to their requests, at the end of the cycle."""
         seconds = cycle.total_s

@@ -8,7 +8,7 @@ from forerun.plan.simulation.request import SimulatedRequest
 from forerun.plan.simulation.result import Result, result_of
 from forerun.plan.simulation.schedules import Schedule, Sequential
 from forerun.plan.simulation.server import Server
-from forerun.plan.simulation.tally import Tally
+from forerun.plan.simulation.tally import SimulationTally
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import Traffic
 
@@ -33,7 +33,7 @@ def simulate(
         name: of the controller, for the result.
         schedule: how drafting and verifying overlap; None: not at all.
     """
-    tally = Tally(num_phases=len(workload.phases))
+    tally = SimulationTally(num_phases=len(workload.phases))
     server = Server(workload.server, times, controller, schedule or Sequential(), tally)
     server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
     return result_of(name, tally, workload.slo)

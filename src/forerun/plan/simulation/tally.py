@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.plan.simulation.request import Cycle, SimulatedRequest
+from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
 
-__all__ = ["Tally"]
+__all__ = ["SimulationTally"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class SimulationTally:
     """Counts by phase, and the times of every request.
 
     Attributes:
@@ -67,7 +67,7 @@ class Tally:
         self.finished_s.append(request.finished_s)
         self.num_output.append(request.num_output)
 
-    def cycle(self, cycle: Cycle, num_decoding: int) -> None:
+    def cycle(self, cycle: SimulatedCycle, num_decoding: int) -> None:
         """A cycle has ended."""
         self.busy_s += cycle.total_s
         self.num_cycles += 1

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from forerun.plan.simulation.config import Phase, Workload
-from forerun.plan.simulation.draws import NDFloats, Purpose, key_of, normals, uniforms
+from forerun.plan.simulation.draws import NDFloats, SimulatedDraw, key_of, normals, uniforms
 from forerun.plan.simulation.kinds.config import (
     SQRT_3,
     Acceptance,
@@ -67,7 +67,7 @@ class Traffic:
         Whatever K is, a position has the same number, so a controller changes what is drafted and
         not what could have been accepted.
         """
-        key = key_of(self.seed, Purpose.TEXT, index)
+        key = key_of(self.seed, SimulatedDraw.TEXT, index)
         numbers: list[float] = uniforms(key, self.num_output[index] + self.max_k + 1).tolist()
         return numbers
 
@@ -81,14 +81,17 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
     for number, phase in enumerate(workload.phases):
         size = phases.count(number)
         found, its_tags = alphas_of(
-            phase.acceptance, size, workload.server.max_k, key_of(seed, Purpose.ALPHAS, number)
+            phase.acceptance,
+            size,
+            workload.server.max_k,
+            key_of(seed, SimulatedDraw.ALPHAS, number),
         )
         alphas += found
         tags += its_tags
     return Traffic(
         arrival_s=arrivals_of(workload.arrivals, count, seed),
-        num_prompt=lengths_of(workload.prompt_tokens, count, key_of(seed, Purpose.PROMPTS)),
-        num_output=lengths_of(workload.output_tokens, count, key_of(seed, Purpose.OUTPUTS)),
+        num_prompt=lengths_of(workload.prompt_tokens, count, key_of(seed, SimulatedDraw.PROMPTS)),
+        num_output=lengths_of(workload.output_tokens, count, key_of(seed, SimulatedDraw.OUTPUTS)),
         alphas=alphas,
         tags=tags,
         phases=phases,
@@ -116,11 +119,13 @@ def arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
     if isinstance(arrivals, Recorded):
         return list(arrivals.times_s)
     if isinstance(arrivals, Poisson):
-        return floats(gaps(key_of(seed, Purpose.ARRIVALS), count, arrivals.rate_per_s).cumsum())
+        return floats(
+            gaps(key_of(seed, SimulatedDraw.ARRIVALS), count, arrivals.rate_per_s).cumsum()
+        )
     if isinstance(arrivals, Bursty):
-        sizes = burst_sizes(key_of(seed, Purpose.BURSTS), count, arrivals.burst)
+        sizes = burst_sizes(key_of(seed, SimulatedDraw.BURSTS), count, arrivals.burst)
         rate_per_s = arrivals.rate_per_s / arrivals.burst
-        starts = gaps(key_of(seed, Purpose.ARRIVALS), len(sizes), rate_per_s).cumsum()
+        starts = gaps(key_of(seed, SimulatedDraw.ARRIVALS), len(sizes), rate_per_s).cumsum()
         return floats(np.repeat(starts, sizes)[:count])
     return [0.0] * count
 
@@ -185,7 +190,7 @@ def mixed(
     """Every request is of one part, drawn by weight."""
     weights = np.array([part.weight for part in acceptance.parts])
     edges = weights.cumsum() / weights.sum()
-    chosen = np.searchsorted(edges, uniforms(key_of(key, Purpose.KINDS), count), side="right")
+    chosen = np.searchsorted(edges, uniforms(key_of(key, SimulatedDraw.KINDS), count), side="right")
     alphas: list[tuple[float, ...]] = [()] * count
     tags: list[tuple[str, ...]] = [()] * count
     for number, part in enumerate(acceptance.parts):

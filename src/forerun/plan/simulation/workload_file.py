@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import InvalidRequest
-from forerun.plan.simulation.config import Phase, ServerConfig, Slo, Workload
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds import config as kinds
 from forerun.plan.simulation.recorded import workload_of
 from forerun.trace.files import read_trace
@@ -50,11 +50,11 @@ OF_KIND = MappingProxyType(
     }
 )
 """Fields that are a choice between kinds."""
-PARTS: Mapping[str, type] = MappingProxyType({"server": ServerConfig, "slo": Slo})
+PARTS: Mapping[str, type] = MappingProxyType({"server": SimulatedServerConfig, "slo": Slo})
 """Fields that are one kind of object."""
 WITH_TRACE = frozenset({"server", "slo", "temperature"})
 """What may be said beside a trace."""
-LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.Part})
+LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.AcceptancePart})
 """Fields that are lists of objects."""
 
 
@@ -97,7 +97,7 @@ def traced(content: Mapping[str, Any], path: Path) -> Workload:
         raise InvalidRequest(f"{path}, trace is {trace!r}; it must be a path")
     server = value_of("server", options.get("server", {}), str(path))
     slo = value_of("slo", options.get("slo", {}), str(path))
-    assert isinstance(server, ServerConfig) and isinstance(slo, Slo)
+    assert isinstance(server, SimulatedServerConfig) and isinstance(slo, Slo)
     file = path.parent / trace
     temperature = options.get("temperature", 0.0)
     return workload_of(read_trace(file), str(file), server, slo, temperature)

@@ -12,6 +12,7 @@ from forerun.ranges import Range, check_ranges
 __all__ = [
     "SQRT_3",
     "Acceptance",
+    "AcceptancePart",
     "Arrivals",
     "Bursty",
     "Clustered",
@@ -22,7 +23,6 @@ __all__ = [
     "Listed",
     "Lognormal",
     "Mixed",
-    "Part",
     "PerPosition",
     "Poisson",
     "Recorded",
@@ -258,7 +258,7 @@ class Drifting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class AcceptancePart:
     """One kind of request in a mixture.
 
     Attributes:
@@ -280,7 +280,7 @@ class Part:
 class Mixed:
     """Requests of several kinds, in random order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[AcceptancePart, ...]
 
     def __post_init__(self) -> None:
         """Refuse a mixture of nothing."""
