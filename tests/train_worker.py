@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests import training
 
-from forerun.align.training.accelerator import settle_shards
 from forerun.align.training.metrics import MetricsLog, StepMetrics
+from forerun.align.training.processes import configure_sharding
 
 METRICS = "metrics.jsonl"
 
@@ -38,7 +38,7 @@ def accelerator_of(sharded: bool, precision: Literal["no", "bf16"]) -> Accelerat
             auto_wrap_policy="transformer_based_wrap",
             reshard_after_forward=True,
         )
-        settle_shards(accelerator.state.fsdp_plugin, precision)
+        configure_sharding(accelerator.state.fsdp_plugin, precision)
     return accelerator
 
 

@@ -12,15 +12,15 @@ from accelerate.state import AcceleratorState
 from tests import tiny
 from torch import Tensor
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig, TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
-from forerun.align.law import DenseLaw, TargetLaw
+from forerun.align.distribution import DenseDistribution, TargetDistribution
 from forerun.align.objectives.named import make_objective
-from forerun.align.training.accelerator import make_accelerator
 from forerun.align.training.draft import Draft, DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
+from forerun.align.training.processes import make_accelerator
 from forerun.align.training.trainer import Trainer
 
 WINDOW = 24
@@ -68,8 +68,8 @@ class TableRows:
     def __len__(self) -> int:
         return len(self.probs)
 
-    def law(self, rows: slice) -> TargetLaw:
-        return DenseLaw(target_probs=self.probs[rows])
+    def distribution(self, rows: slice) -> TargetDistribution:
+        return DenseDistribution(target_probs=self.probs[rows])
 
 
 class TableTeacher:
@@ -85,7 +85,7 @@ class TableTeacher:
 
     def prepare(self, samples: Sequence[Sample]) -> None: ...
 
-    def rows(self, batch: Batch) -> TableRows:
+    def rows(self, batch: PackedBatch) -> TableRows:
         return TableRows(self.table[batch.ids[batch.predicts]])
 
 
@@ -96,7 +96,7 @@ class NaNTeacher(TableTeacher):
         super().__init__()
         self.left = good_batches
 
-    def rows(self, batch: Batch) -> TableRows:
+    def rows(self, batch: PackedBatch) -> TableRows:
         self.left -= 1
         rows = super().rows(batch)
         return rows if self.left >= 0 else TableRows(rows.probs * torch.nan)

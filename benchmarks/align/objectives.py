@@ -35,11 +35,11 @@ from forerun.align.evaluation.judge import Judge
 from forerun.align.objectives.named import make_objective, suited_objective
 from forerun.align.settings import read_settings
 from forerun.align.teachers.choose import TeacherSource, make_teacher
-from forerun.align.texts import Prompts, Texts, read_sides
-from forerun.align.training.accelerator import make_accelerator
+from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.training.draft import DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.metrics import StepMetrics
+from forerun.align.training.processes import make_accelerator
 from forerun.align.training.trainer import Trainer
 from forerun.align.workspace import Workspace
 from forerun.engine.engine import Engine
@@ -144,7 +144,7 @@ class Comparison:
         )
         self.engine = Engine.load(self.config.target, config=engine)
         self.target_hash = content_hash(self.config.target)
-        self.prompts: Prompts = read_sides(self.config.data, self.engine.tokenizer)
+        self.prompts: PromptSplit = read_prompt_split(self.config.data, self.engine.tokenizer)
         self.judge = Judge(
             engine=self.engine,
             prompts=self.prompts.to_judge,
@@ -217,7 +217,7 @@ class Comparison:
             packing = Packing(
                 self.samples(arm, snapshot, number), window=training.window, seed=number
             )
-            if objective.needs_law:
+            if objective.needs_teacher:
                 source = TeacherSource(
                     target=self.config.target,
                     target_hash=self.target_hash,
@@ -239,7 +239,7 @@ class Comparison:
         if arm.text == "library":
             return list(self.library())
         data = replace(self.config.data, on_policy_share=arm.on_policy_share)
-        texts = Texts(
+        texts = TrainingTexts(
             config=replace(self.config, data=data),
             prompts=self.prompts,
             target=self.engine,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig, TeacherConfig, TeacherKind
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample, prompt_hash
@@ -59,11 +59,11 @@ def samples_of(target: str) -> list[Sample]:
     return found
 
 
-def all_laws(teacher: Teacher, batch: Batch) -> None:
+def all_laws(teacher: Teacher, batch: PackedBatch) -> None:
     """Every learned row's law, a chunk at a time."""
     rows = teacher.rows(batch)
     for start in range(0, len(rows), CHUNK_ROWS):
-        rows.law(slice(start, min(start + CHUNK_ROWS, len(rows))))
+        rows.distribution(slice(start, min(start + CHUNK_ROWS, len(rows))))
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -73,10 +73,10 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measure(
-    teachers: dict[TeacherKind, Teacher], batches: list[Batch], budget_s: float
+    teachers: dict[TeacherKind, Teacher], batches: list[PackedBatch], budget_s: float
 ) -> dict[str, list[float]]:
     """Seconds per batch of every arm, in an order that rotates."""
-    arms: dict[str, Callable[[Batch], object]] = {}
+    arms: dict[str, Callable[[PackedBatch], object]] = {}
     for kind, teacher in teachers.items():
         arms[kind] = lambda batch, teacher=teacher: all_laws(teacher, batch)
         arms[f"{kind}, no laws"] = lambda batch, teacher=teacher: teacher.rows(batch)
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def report(
-    options: argparse.Namespace, packing: Packing, batches: list[Batch], folder: Path
+    options: argparse.Namespace, packing: Packing, batches: list[PackedBatch], folder: Path
 ) -> None:
     """Prepare, measure, print, write."""
     source = TeacherSource(

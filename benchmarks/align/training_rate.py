@@ -26,17 +26,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig, TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
-from forerun.align.law import DenseLaw, TargetLaw
+from forerun.align.distribution import DenseDistribution, TargetDistribution
 from forerun.align.objectives.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
 from forerun.align.objectives.named import make_objective
-from forerun.align.training.accelerator import make_accelerator
 from forerun.align.training.draft import DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.metrics import StepMetrics
+from forerun.align.training.processes import make_accelerator
 from forerun.align.training.trainer import Trainer
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.zoo.catalog import held_out_prompts
@@ -61,8 +61,8 @@ class FixedRows:
     def __len__(self) -> int:
         return self.num_rows
 
-    def law(self, rows: slice) -> TargetLaw:
-        return DenseLaw(target_probs=self.target_probs[: len(range(self.num_rows)[rows])])
+    def distribution(self, rows: slice) -> TargetDistribution:
+        return DenseDistribution(target_probs=self.target_probs[: len(range(self.num_rows)[rows])])
 
 
 class FixedTeacher:
@@ -78,7 +78,7 @@ class FixedTeacher:
 
     def prepare(self, samples: object) -> None: ...
 
-    def rows(self, batch: Batch) -> FixedRows:
+    def rows(self, batch: PackedBatch) -> FixedRows:
         return FixedRows(self.target_probs, int(batch.predicts.sum()))
 
 
@@ -94,7 +94,7 @@ def samples() -> list[Sample]:
     ]
 
 
-def bare(module: DraftLoss, batches: list[Batch], teacher: FixedTeacher) -> None:
+def bare(module: DraftLoss, batches: list[PackedBatch], teacher: FixedTeacher) -> None:
     """Forward and backward, and nothing else."""
     for batch in batches:
         with torch.autocast("cpu", torch.bfloat16):
@@ -108,7 +108,7 @@ def bare(module: DraftLoss, batches: list[Batch], teacher: FixedTeacher) -> None
     module.zero_grad()
 
 
-def logits(module: DraftLoss, batches: list[Batch], teacher: FixedTeacher) -> None:
+def logits(module: DraftLoss, batches: list[PackedBatch], teacher: FixedTeacher) -> None:
     """Forward and backward through the logits of all rows."""
     for batch in batches:
         rows = teacher.rows(batch)

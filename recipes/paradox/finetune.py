@@ -11,10 +11,10 @@ from forerun.align.config import TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample, prompt_hash
 from forerun.align.objectives.named import CrossEntropy
-from forerun.align.training.accelerator import make_accelerator
+from forerun.align.progress import TrainingProgress
 from forerun.align.training.draft import DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.progress import TrainingProgress
+from forerun.align.training.processes import make_accelerator
 from forerun.align.training.trainer import Trainer
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer

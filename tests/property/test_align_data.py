@@ -7,12 +7,9 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.align.data.cut import cut
-from forerun.align.data.mix import mix
-from forerun.align.data.packing import Packing
-from forerun.align.data.permutation import permuted
+from forerun.align.data.packing import Packing, cut
 from forerun.align.data.sample import Sample, prompt_hash
-from forerun.align.data.split import is_held_out
+from forerun.align.data.selection import is_held_out, mix, permuted
 
 TOKENS = st.lists(st.integers(0, 1000), min_size=1, max_size=9)
 SHARES = st.floats(0.0, 1.0, exclude_max=True)

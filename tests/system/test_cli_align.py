@@ -11,7 +11,7 @@ import pytest
 from tests.system.conftest import save_model
 
 from forerun.align.data.prompts import read_prompts
-from forerun.align.locking import held, lock_beside
+from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cli.main import main
 from forerun.models import content_hash
 from forerun.models.load import load_tokenizer
@@ -182,7 +182,7 @@ def test_a_run_does_not_replace_the_draft_it_starts_from(align, aligned, capsys)
 
 def test_one_run_at_a_time(align, tmp_path):
     out = tmp_path / "out"
-    with held(lock_beside(out / "alignment"), out):
+    with exclusive_access(lock_for(out / "alignment"), out):
         code, _, err = align("--out", str(out))
     assert code == 2
     assert f"another process is writing {out}" in err

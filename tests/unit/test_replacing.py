@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from forerun.align.lines import append_line, read_lines, write_lines
+from forerun.align.jsonl import append_line, read_lines, write_lines
 from forerun.replacing import replacing
 
 

@@ -1,18 +1,22 @@
-"""Packed rows of several samples: what one training pass reads."""
+"""Packed rows of several samples: what one training pass reads.
+
+How packed rows are handed to a decoder of transformers, so that no sample sees another.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-__all__ = ["Batch"]
+__all__ = ["PackedBatch", "packed_inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
+class PackedBatch:
     """Samples laid end to end in rows of one width.
 
     A place sees the earlier places of its own sample only: `positions` start again at 0 with every
@@ -37,11 +41,38 @@ class Batch:
         following = torch.roll(self.ids, -1, dims=1)
         return following[self.predicts]
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""
-        return Batch(
+        return PackedBatch(
             ids=self.ids.to(device),
             positions=self.positions.to(device),
             samples=self.samples.to(device),
             predicts=self.predicts.to(device),
         )
+
+
+BLIND_TO_POSITIONS = frozenset({"opt"})
+"""Model types whose decoders do not tell samples apart by positions that begin again."""
+
+
+def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
+    """Arguments of a decoder's forward for a batch.
+
+    Most decoders recognise packed rows by their positions, and windows are then counted within
+    samples; those that do not are given who sees whom.
+
+    Args:
+        batch: on the device of the decoder.
+        model_type: of its configuration.
+    """
+    inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
+    if model_type in BLIND_TO_POSITIONS:
+        inputs["attention_mask"] = seen(batch)
+    return inputs
+
+
+def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
+    """Whether a place sees another: an earlier one of its own text, or itself."""
+    texts = (batch.positions == 0).cumsum(-1)
+    alike = texts[:, :, None] == texts[:, None, :]
+    return alike.tril()[:, None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from forerun.align.config import AlignConfig
-from forerun.align.data.mix import shares_of
-from forerun.align.objectives.base import Objective
+from forerun.align.data.selection import shares_of
+from forerun.align.objectives.named import Objective
 from forerun.align.teachers.choose import PARTIAL, check_objective
-from forerun.align.texts import Prompts
+from forerun.align.texts import PromptSplit
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 
@@ -25,7 +25,7 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
     shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
     check_place(config, workspace)
     check_weights(config, objective)
-    if objective.needs_law:
+    if objective.needs_teacher:
         check_objective(config.teacher.teacher, objective, config.sampling)
         check_server(config)
 
@@ -54,7 +54,7 @@ def check_weights(config: AlignConfig, objective: Objective) -> None:
     """
     if not config.objective.length_aware:
         return
-    if not objective.needs_law:
+    if not objective.needs_teacher:
         raise InvalidRequest(
             f"--length-aware weighs positions by acceptance, which objective {objective.name} does "
             "not ask the target for; take another objective, such as fkl"
@@ -82,7 +82,7 @@ def check_server(config: AlignConfig) -> None:
         )
 
 
-def check_domain(in_domain: str | None, prompts: Prompts) -> None:
+def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
     """Refuse a domain that nothing will be judged in.
 
     Raises:

@@ -1,35 +1,41 @@
-"""The end of an alignment: the kept draft judged on everything, and handed over."""
+"""The end of an alignment: the kept draft judged on everything, and handed over.
+
+The card of a draft just aligned: made from what the run asked for, learned and found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
-from forerun.align.card import card_of
+import forerun
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import data_hash
+from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
 from forerun.align.evaluation.ledger import ledger_of
-from forerun.align.evaluation.plot import plot_survival
 from forerun.align.export.write import describe_pair, export_draft
 from forerun.align.identity import DEFAULTS
-from forerun.align.keeping import Keeper
 from forerun.align.objectives.named import make_objective
-from forerun.align.report import AlignReport, DataFacts, Judged
+from forerun.align.plots import plot_survival, plot_training
+from forerun.align.report import AlignReport, DataSummary, JudgedPair
+from forerun.align.selection import DraftSelector
+from forerun.align.settings import settings_of
 from forerun.align.training.checkpoint import differences
 from forerun.align.training.metrics import read_metrics
-from forerun.align.training.plot import plot_training
 from forerun.align.workspace import Workspace
-from forerun.models.draft_card import write_card
-from forerun.provenance import collect, content_hash
+from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
+from forerun.models.load import model_folder
+from forerun.provenance import collect, content_hash, version_of
 from forerun.theory.cost import CostTable
 
-__all__ = ["export", "finished", "hand_over", "judged_at", "report_of"]
+__all__ = ["card_of", "export", "finished", "hand_over", "judged_at", "report_of"]
 
 
 def judged_at(
     judge: Judge, workspace: Workspace, others: Mapping[float, CostTable | None]
-) -> tuple[Judged, ...]:
+) -> tuple[JudgedPair, ...]:
     """First and kept draft on all held-out prompts, as deployed and at other temperatures.
 
     Args:
@@ -39,7 +45,7 @@ def judged_at(
     """
     judges = [judge, *(judge.at(temperature, costs) for temperature, costs in others.items())]
     return tuple(
-        Judged(
+        JudgedPair(
             before=one.judge(workspace.snapshot(0), name="before"),
             after=one.judge(workspace.draft, name="after"),
         )
@@ -51,9 +57,9 @@ def report_of(
     config: AlignConfig,
     *,
     identity: Mapping[str, str],
-    judged: tuple[Judged, ...],
-    keeper: Keeper,
-    data: DataFacts,
+    judged: tuple[JudgedPair, ...],
+    selector: DraftSelector,
+    data: DataSummary,
     seconds: Mapping[str, float],
 ) -> AlignReport:
     """What the alignment was, found and made.
@@ -62,23 +68,23 @@ def report_of(
         config: of the alignment.
         identity: of the alignment.
         judged: as deployed first; one of them at temperature 1.
-        keeper: of the judgements on the way.
+        selector: of the judgements on the way.
         data: what was learned and judged on.
         seconds: of every phase.
     """
     sampled = next(pair.after for pair in judged if pair.after.temperature == 1)
     hashes = {
         "target": identity["target"],
-        "draft": content_hash(str(keeper.workspace.draft)),
+        "draft": content_hash(str(selector.workspace.draft)),
     }
     return AlignReport(
-        draft=keeper.workspace.draft,
+        draft=selector.workspace.draft,
         objective=make_objective(config.objective, config.draft_temperature).name,
         data=data,
         judged=judged,
         ledger=ledger_of(judged[0].after, sampled, config.evaluation.in_domain),
-        judgements=tuple(keeper.judgements[step] for step in sorted(keeper.judgements)),
-        best_step=keeper.best.step,
+        judgements=tuple(selector.judgements[step] for step in sorted(selector.judgements)),
+        best_step=selector.best.step,
         seconds=dict(seconds),
         provenance=collect(hashes),
         identity=identity,
@@ -146,3 +152,58 @@ def finished(
     if lacks_speedup or differences(report.identity, identity, DEFAULTS):
         return None
     return report
+
+
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def card_of(
+    config: AlignConfig,
+    *,
+    target_hash: str,
+    objective: str,
+    data: str,
+    before: Sequence[DraftFigures],
+    after: Sequence[DraftFigures],
+) -> DraftCard:
+    """A card to write beside the draft.
+
+    Args:
+        config: of the alignment.
+        target_hash: of the target's weights.
+        objective: the one that was minimised, by name.
+        data: hash of the texts it learned from, see `sample.data_hash`.
+        before: the draft it began as, judged at one or more temperatures.
+        after: the draft itself.
+
+    Raises:
+        InvalidModel: the target cannot be read any more.
+    """
+    return DraftCard(
+        target=config.target,
+        target_hash=target_hash,
+        made_for=identify(model_folder(config.target)),
+        data_hash=data,
+        objective=objective,
+        temperature=config.sampling.temperature,
+        before=tuple(map(card_figures, before)),
+        after=tuple(map(card_figures, after)),
+        versions={
+            "forerun": forerun.__version__,
+            **{name: version_of(name) for name in PACKAGES},
+        },
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=settings_of(config),
+    )
+
+
+def card_figures(judged: DraftFigures) -> CardFigures:
+    """Of all that was found, what a reader of the card wants."""
+    overall = judged.overall
+    return CardFigures(
+        temperature=judged.temperature,
+        num_speculative_tokens=judged.num_speculative_tokens,
+        acceptance_length=overall.acceptance_length,
+        acceptance_probability=overall.acceptance_probability,
+        speedup=None if overall.speedup is None else overall.speedup.best,
+    )

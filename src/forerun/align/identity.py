@@ -15,7 +15,7 @@ from typing import Any
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.sample import data_hash
 from forerun.align.settings import settings_of
-from forerun.align.texts import Prompts
+from forerun.align.texts import PromptSplit
 from forerun.align.training.checkpoint import differences
 from forerun.align.training.trainer import FREE_SETTINGS
 from forerun.align.workspace import Workspace
@@ -43,7 +43,7 @@ OF_THE_REPORT = "evaluation.in_domain"
 OF_THE_TEACHER = "teacher."
 
 
-def identity_of(config: AlignConfig, prompts: Prompts, target_hash: str) -> dict[str, str]:
+def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> dict[str, str]:
     """All that decides what comes out, each part by its name, as text.
 
     Args:

@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from forerun.align.evaluation.compare import Change, changes
-from forerun.align.evaluation.figures import DraftFigures
+from forerun.align.evaluation.figures import DraftFigures, FigureChange, changes
 from forerun.align.evaluation.ledger import Ledger
-from forerun.align.from_json import built
-from forerun.align.keeping import Judgement
+from forerun.align.selection import Judgement
+from forerun.align.settings import built
 from forerun.provenance import Provenance
 from forerun.replacing import replacing
 
-__all__ = ["AlignReport", "DataFacts", "Judged"]
+__all__ = ["AlignReport", "DataSummary", "JudgedPair"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataFacts:
+class DataSummary:
     """What was learned and judged on.
 
     Attributes:
@@ -38,7 +37,7 @@ class DataFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedPair:
     """Two drafts on the same prompts at one temperature.
 
     Attributes:
@@ -50,7 +49,7 @@ class Judged:
     after: DraftFigures
 
     @property
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[FigureChange, ...]:
         """Before against after."""
         return changes(self.before, self.after)
 
@@ -83,8 +82,8 @@ class AlignReport:
 
     draft: Path
     objective: str
-    data: DataFacts
-    judged: tuple[Judged, ...]
+    data: DataSummary
+    judged: tuple[JudgedPair, ...]
     ledger: Ledger
     judgements: tuple[Judgement, ...]
     best_step: int

@@ -34,22 +34,19 @@ from forerun.align.identity import (
     identity_of,
     of_training,
 )
-from forerun.align.keeping import Keeper
-from forerun.align.locking import held, lock_beside
 from forerun.align.objectives.named import make_objective
-from forerun.align.phases import Phases
-from forerun.align.report import AlignReport, DataFacts
-from forerun.align.teachers.base import Teacher
+from forerun.align.progress import Phases, TrainingProgress
+from forerun.align.report import AlignReport, DataSummary
+from forerun.align.selection import DraftSelector
+from forerun.align.teachers.base import ProcessShare, Teacher
 from forerun.align.teachers.choose import TeacherSource, make_teacher
-from forerun.align.teachers.share import Share
-from forerun.align.texts import Prompts, Texts, read_sides
-from forerun.align.training.accelerator import make_accelerator
+from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.training.draft import Draft, DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.metrics import MetricsLog, StepMetrics
-from forerun.align.training.progress import TrainingProgress
+from forerun.align.training.processes import make_accelerator
 from forerun.align.training.trainer import Trainer
-from forerun.align.workspace import Workspace
+from forerun.align.workspace import Workspace, exclusive_access, lock_for
 from forerun.engine.engine import Engine
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
@@ -116,7 +113,7 @@ class Alignment:
         """Do what is not done yet."""
         check_settings(self.config, self.objective, self.workspace)
         tokenizer = load_tokenizer(self.config.target)
-        prompts = read_sides(self.config.data, tokenizer)
+        prompts = read_prompt_split(self.config.data, tokenizer)
         check_domain(self.config.evaluation.in_domain, prompts)
         identity = identity_of(self.config, prompts, self._from_main(self._target_hash))
         check_folder(self.workspace, identity)
@@ -127,12 +124,12 @@ class Alignment:
             return self._aligned(tokenizer, prompts, identity)
 
     def _aligned(
-        self, tokenizer: Tokenizer, prompts: Prompts, identity: Mapping[str, str]
+        self, tokenizer: Tokenizer, prompts: PromptSplit, identity: Mapping[str, str]
     ) -> AlignReport | None:
         """All phases, each as far as it is not done."""
         draft = load_draft(self._draft_config())
         engine = self._engine() if self.is_main else None
-        texts = Texts(
+        texts = TrainingTexts(
             config=self.config,
             prompts=prompts,
             target=engine,
@@ -144,9 +141,9 @@ class Alignment:
             claim_folder(self.config, self.workspace, identity)
         trainer = self._trainer(draft, identity)
         self._snapshot(draft, trainer, 0)
-        keeper = self._keeper(engine, prompts, identity) if engine is not None else None
-        packing = self._train(trainer, draft, texts, keeper)
-        return None if keeper is None else self._conclude(keeper, prompts, packing, identity)
+        selector = self._selector(engine, prompts, identity) if engine is not None else None
+        packing = self._train(trainer, draft, texts, selector)
+        return None if selector is None else self._conclude(selector, prompts, packing, identity)
 
     def _target_hash(self) -> str:
         with self.phases.waiting("hashing", "hashing the weights of the target"):
@@ -167,7 +164,9 @@ class Alignment:
     def _alone(self) -> AbstractContextManager[None]:
         """No other run writes to the same folder meanwhile."""
         root = self.workspace.root
-        return held(lock_beside(root / "alignment"), root) if self.is_main else nullcontext()
+        return (
+            exclusive_access(lock_for(root / "alignment"), root) if self.is_main else nullcontext()
+        )
 
     @property
     def is_main(self) -> bool:
@@ -222,7 +221,9 @@ class Alignment:
         trainer.resume(DEFAULTS)
         return trainer
 
-    def _keeper(self, engine: Engine, prompts: Prompts, identity: Mapping[str, str]) -> Keeper:
+    def _selector(
+        self, engine: Engine, prompts: PromptSplit, identity: Mapping[str, str]
+    ) -> DraftSelector:
         config = self.config
         judge = Judge(
             engine=engine,
@@ -232,12 +233,12 @@ class Alignment:
             costs=self._costs_at(config.sampling.temperature, identity["target"]),
             seed=config.training.training_seed,
         )
-        keeper = Keeper(self.workspace, judge, config.evaluation.max_prompts)
+        selector = DraftSelector(self.workspace, judge, config.evaluation.max_prompts)
         for step in self.schedule:  # more than the first where judgements were lost
             if self.workspace.snapshot(step).exists():
                 with self.phases.waiting("judging", f"judging step {step}"):
-                    keeper.consider(step)
-        return keeper
+                    selector.consider(step)
+        return selector
 
     def _costs_at(self, temperature: float, target_hash: str) -> CostTable | None:
         if self.costs is None:
@@ -245,7 +246,7 @@ class Alignment:
         return self.costs(self.workspace.snapshot(0), temperature, target_hash)
 
     def _train(
-        self, trainer: Trainer, draft: Draft, texts: Texts, keeper: Keeper | None
+        self, trainer: Trainer, draft: Draft, texts: TrainingTexts, selector: DraftSelector | None
     ) -> Packing:
         """All rounds that are not done; returns what the last one learned."""
         steady = self._from_main(lambda: self._steady(texts))
@@ -259,28 +260,30 @@ class Alignment:
                 if packing is None or "draft" in texts.shares:
                     packing = self._packing(texts, steady, start, number)
                     trainer.teacher = self._teacher(packing, texts.target_hash)
-                self._round(trainer, packing, until, keeper, log)
+                self._round(trainer, packing, until, selector, log)
                 self._snapshot(draft, trainer, until)
-                if keeper is not None:
+                if selector is not None:
                     with self.phases.waiting("judging", f"judging step {until}"):
-                        keeper.consider(until)
+                        selector.consider(until)
                 self.accelerator.wait_for_everyone()
         assert packing is not None  # the last round is never skipped
         return packing
 
-    def _steady(self, texts: Texts) -> list[Sample]:
-        with self.phases.bar("responses", "responses") as tell:
-            return texts.steady(tell)
+    def _steady(self, texts: TrainingTexts) -> list[Sample]:
+        with self.phases.bar("responses", "responses") as on_progress:
+            return texts.steady(on_progress)
 
-    def _packing(self, texts: Texts, steady: Sequence[Sample], start: int, number: int) -> Packing:
+    def _packing(
+        self, texts: TrainingTexts, steady: Sequence[Sample], start: int, number: int
+    ) -> Packing:
         """What a round learns: the same in every process."""
 
         def mixed() -> list[Sample]:
             own: list[Sample] = []
             if "draft" in texts.shares:
-                with self.phases.bar("responses", "the draft's own") as tell:
+                with self.phases.bar("responses", "the draft's own") as on_progress:
                     snapshot = self.workspace.snapshot(start)
-                    own = texts.of_draft(snapshot, number, len(self.schedule) - 1, tell)
+                    own = texts.of_draft(snapshot, number, len(self.schedule) - 1, on_progress)
             return texts.mixed([*steady, *own], seed=number)
 
         training = self.config.training
@@ -290,9 +293,9 @@ class Alignment:
 
     def _teacher(self, packing: Packing, target_hash: str) -> Teacher | None:
         """The teacher of a round; all processes fill its cache together."""
-        if not self.objective.needs_law:
+        if not self.objective.needs_teacher:
             return None
-        with self.phases.bar("teacher", "the target's laws") as tell:
+        with self.phases.bar("teacher", "the target's laws") as on_progress:
             source = TeacherSource(
                 target=self.config.target,
                 target_hash=target_hash,
@@ -300,8 +303,8 @@ class Alignment:
                 cache_dir=self.workspace.cache,
                 device=self.config.teacher.teacher_device or self.config.device,
                 dtype=self.config.dtype,
-                tell=tell,
-                share=Share(
+                on_progress=on_progress,
+                share=ProcessShare(
                     index=self.accelerator.process_index,
                     number=self.accelerator.num_processes,
                     wait=self.accelerator.wait_for_everyone,
@@ -318,18 +321,18 @@ class Alignment:
         trainer: Trainer,
         packing: Packing,
         until: int,
-        keeper: Keeper | None,
+        selector: DraftSelector | None,
         log: MetricsLog,
     ) -> None:
         """Train up to a step."""
-        if keeper is None:
+        if selector is None:
             trainer.run(packing, until, lambda metrics: None)
             return
         with (
             self.phases.phase("training"),
             TrainingProgress(self.phases.console, self.num_steps, trainer.step) as progress,
         ):
-            if (speedup := keeper.latest.predicted_speedup) is not None:
+            if (speedup := selector.latest.predicted_speedup) is not None:
                 progress.judged(speedup)
 
             def on_step(metrics: StepMetrics) -> None:
@@ -347,7 +350,11 @@ class Alignment:
             draft.save(self.workspace.snapshot(step), weights)
 
     def _conclude(
-        self, keeper: Keeper, prompts: Prompts, packing: Packing, identity: Mapping[str, str]
+        self,
+        selector: DraftSelector,
+        prompts: PromptSplit,
+        packing: Packing,
+        identity: Mapping[str, str],
     ) -> AlignReport:
         """Judge the kept draft on all held-out prompts, and hand it over."""
         deployed = self.config.sampling.temperature
@@ -357,13 +364,13 @@ class Alignment:
             if other != deployed
         }
         with self.phases.waiting("judging", "judging on all held-out prompts"):
-            judged = judged_at(keeper.judge, self.workspace, others)
+            judged = judged_at(selector.judge, self.workspace, others)
         report = report_of(
             self.config,
             identity=identity,
             judged=judged,
-            keeper=keeper,
-            data=DataFacts(
+            selector=selector,
+            data=DataSummary(
                 num_training_prompts=len(prompts.training),
                 num_held_out_prompts=len(prompts.held_out),
                 num_samples=len(packing.samples),

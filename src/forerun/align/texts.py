@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.data.mix import mix, shares_of
-from forerun.align.data.on_policy import draft_writer
 from forerun.align.data.prompts import PromptRecord, read_prompts, shortened
 from forerun.align.data.replay import replayed
-from forerun.align.data.response_store import Maker, ResponseStore
-from forerun.align.data.responses import write_responses
+from forerun.align.data.response_store import ResponseOrigin, ResponseStore
+from forerun.align.data.responses import draft_writer, write_responses
 from forerun.align.data.sample import Sample, Source, prompt_hash
-from forerun.align.data.split import split
-from forerun.align.evaluation.judged import HeldOut
-from forerun.align.phases import Tell
+from forerun.align.data.selection import mix, shares_of, split
+from forerun.align.evaluation.judged import HeldOutPrompt
+from forerun.align.progress import OnProgress
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.models.content_hash import tokenizer_hash
@@ -28,28 +26,28 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.text import first_repeat
 
 if TYPE_CHECKING:
-    from forerun.align.data.server import ServerConfig
+    from forerun.align.data.server import ResponseServerConfig
 
-__all__ = ["Prompts", "Texts", "read_sides"]
+__all__ = ["PromptSplit", "TrainingTexts", "read_prompt_split"]
 
 NUM_LOGPROBS = 20
 """Asked of a server that teaches: the most the protocol of OpenAI allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
+class PromptSplit:
     """Prompts to learn from, and prompts to judge on; none is on both sides."""
 
     training: tuple[PromptRecord, ...]
     held_out: tuple[PromptRecord, ...]
 
     @property
-    def to_judge(self) -> list[HeldOut]:
+    def to_judge(self) -> list[HeldOutPrompt]:
         """The prompts to judge on, as the judge takes them."""
-        return [HeldOut(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
+        return [HeldOutPrompt(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
 
 
-def read_sides(config: DataConfig, tokenizer: Tokenizer) -> Prompts:
+def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
     """Read the prompts and keep some for judging.
 
     Raises:
@@ -58,16 +56,16 @@ def read_sides(config: DataConfig, tokenizer: Tokenizer) -> Prompts:
     found = read_prompts(config.prompts, tokenizer, config.max_prompt_tokens)
     if config.held_out is None:
         training, held_out = split(found, config.held_out_share)
-        return Prompts(training=tuple(training), held_out=tuple(held_out))
+        return PromptSplit(training=tuple(training), held_out=tuple(held_out))
     judged = read_prompts(config.held_out, tokenizer, config.max_prompt_tokens)
     known = {prompt.prompt_hash for prompt in judged}
     training = [prompt for prompt in found if prompt.prompt_hash not in known]
     if not training:
         raise InvalidRequest(f"every prompt of {config.prompts} is in {config.held_out} as well")
-    return Prompts(training=tuple(training), held_out=tuple(judged))
+    return PromptSplit(training=tuple(training), held_out=tuple(judged))
 
 
-class Texts:
+class TrainingTexts:
     """Everything a draft may learn, made when it is asked for and kept.
 
     Args:
@@ -83,7 +81,7 @@ class Texts:
         self,
         *,
         config: AlignConfig,
-        prompts: Prompts,
+        prompts: PromptSplit,
         target: Engine | None,
         target_hash: str,
         tokenizer: Tokenizer,
@@ -110,23 +108,25 @@ class Texts:
         sampling = self.config.sampling
         return sampling if temperature is None else replace(sampling, temperature=temperature)
 
-    def steady(self, tell: Tell) -> list[Sample]:
+    def steady(self, on_progress: OnProgress) -> list[Sample]:
         """Texts that do not depend on the draft: the target's, brought along, replayed."""
         found: list[Sample] = []
         if "target" in self.shares:
-            found += self._of_target(tell)
+            found += self._of_target(on_progress)
         if "fixed" in self.shares:
             found += [sample for prompt in self.prompts for sample in prompt.brought]
         return found + self._replayed()
 
-    def of_draft(self, draft: Path, part: int, num_parts: int, tell: Tell) -> list[Sample]:
+    def of_draft(
+        self, draft: Path, part: int, num_parts: int, on_progress: OnProgress
+    ) -> list[Sample]:
         """What the draft itself answers one part of the prompts, newly for every draft."""
         prompts = self.prompts[part % num_parts :: num_parts]
         if self.target is None:
             raise ValueError("only the process that has the target writes responses")
         engine, store = draft_writer(draft, self.target, self.params, self.folder)
         with store.writing():
-            write_responses(engine, prompts, store, tell=tell)
+            write_responses(engine, prompts, store, on_progress=on_progress)
         return [without_loop(sample) for sample in store.samples(prompts, 1)]
 
     def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
@@ -134,10 +134,10 @@ class Texts:
         replays = [sample for sample in samples if sample.source == "replay"]
         return mix(samples, self.shares, seed=seed) + replays
 
-    def _of_target(self, tell: Tell) -> list[Sample]:
+    def _of_target(self, on_progress: OnProgress) -> list[Sample]:
         num_samples = self.config.data.samples_per_prompt
         server = self._server()
-        store = ResponseStore(self.folder, self._maker(server))
+        store = ResponseStore(self.folder, self._origin(server))
         if self.target is not None:
             write = partial(write_responses, self.target)
             if server is not None:
@@ -146,29 +146,29 @@ class Texts:
                 asked = ResponseServer.connect(server, self.tokenizer)
                 write = partial(write_responses_from, asked)
             with store.writing():
-                write(self.prompts, store, samples_per_prompt=num_samples, tell=tell)
+                write(self.prompts, store, samples_per_prompt=num_samples, on_progress=on_progress)
         return [without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
 
-    def _server(self) -> ServerConfig | None:
+    def _server(self) -> ResponseServerConfig | None:
         """The server that responds in the target's place, if there is one."""
         url = self.config.data.responses_from
         if url is None:
             return None
-        from forerun.align.data.server import ServerConfig
+        from forerun.align.data.server import ResponseServerConfig
 
-        return ServerConfig(
+        return ResponseServerConfig(
             url=url,
             model=self.config.data.responses_model or self.config.target,
             num_logprobs=NUM_LOGPROBS if self.config.teacher.teacher == "top-k" else 0,
         )
 
-    def _maker(self, server: ServerConfig | None) -> Maker:
+    def _origin(self, server: ResponseServerConfig | None) -> ResponseOrigin:
         model = self.target_hash
         if server is not None:
             # What it runs is not known; it is to be the target, so another target asks anew.
             model = f"{model} {server.url} {server.model} {server.num_logprobs}"
         folder = model_folder(self.config.target)
-        return Maker(
+        return ResponseOrigin(
             source="target",
             model=model,
             tokenizer_hash=tokenizer_hash(folder),

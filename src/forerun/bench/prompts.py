@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from forerun.align.data.prompt_files import TAGGED, Entry, read_entries
+from forerun.align.data.prompt_files import TAGGED, PromptEntry, read_entries
 from forerun.errors import InvalidRequest
 
 __all__ = ["neighbours_apart", "read_prompts"]
@@ -30,7 +30,7 @@ def read_prompts(path: Path, tag: str | None = None) -> list[str]:
     return prompts
 
 
-def text_of(entry: Entry) -> str:
+def text_of(entry: PromptEntry) -> str:
     """The text of an entry that has one."""
     if entry.text is None:
         raise InvalidRequest(f'{entry.where} is a conversation; give its text as a "prompt"')

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
 
-from forerun.align.evaluation.compare import Change
-from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures
+from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures, FigureChange
 from forerun.align.evaluation.ledger import Ledger
 from forerun.cli.figures import rates
 from forerun.cli.tables import table_of, with_ends
@@ -90,7 +89,7 @@ def ends(interval: Interval | None) -> str:
     return "" if interval is None else with_ends(interval, ".2f")
 
 
-def print_changes(changes: Sequence[Change]) -> None:
+def print_changes(changes: Sequence[FigureChange]) -> None:
     """One sentence per figure; a difference is one that the intervals show."""
     console = Console(highlight=False)
     for change in changes:

@@ -11,10 +11,9 @@ from tests.unit.align.evaluation.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.evaluation.ledger import ledger_of
-from forerun.align.from_json import built
-from forerun.align.keeping import Judgement
-from forerun.align.report import AlignReport, DataFacts, Judged
-from forerun.align.settings import settings_of
+from forerun.align.report import AlignReport, DataSummary, JudgedPair
+from forerun.align.selection import Judgement
+from forerun.align.settings import built, settings_of
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 
@@ -43,14 +42,14 @@ def report(tmp_path: Path) -> AlignReport:
     return AlignReport(
         draft=tmp_path / "draft",
         objective="lk",
-        data=DataFacts(
+        data=DataSummary(
             num_training_prompts=3,
             num_held_out_prompts=2,
             num_samples=3,
             num_learned_tokens=12,
             num_rows=1,
         ),
-        judged=(Judged(before=before, after=after),),
+        judged=(JudgedPair(before=before, after=after),),
         ledger=ledger_of(after, after, None),
         judgements=(
             Judgement(
@@ -87,7 +86,7 @@ def test_a_report_comes_back_but_for_the_prompts(tmp_path):
     assert found is not None
     assert found.to_dict() == written.to_dict()
     pair = written.judged[0]
-    stripped = Judged(
+    stripped = JudgedPair(
         before=replace(pair.before, prompts=()), after=replace(pair.after, prompts=())
     )
     assert found == replace(written, judged=(stripped,))

@@ -27,7 +27,7 @@ from forerun.align.identity import (
     identity_of,
     of_training,
 )
-from forerun.align.texts import Prompts
+from forerun.align.texts import PromptSplit
 from forerun.align.training.checkpoint import differences
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
@@ -41,7 +41,7 @@ def prompt(prompt_hash: str, **more: Any) -> PromptRecord:
     return PromptRecord(prompt_hash=prompt_hash, **own)
 
 
-PROMPTS = Prompts(training=(prompt("a"), prompt("b")), held_out=(prompt("c"),))
+PROMPTS = PromptSplit(training=(prompt("a"), prompt("b")), held_out=(prompt("c"),))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,9 @@ def config(tmp_path_factory) -> AlignConfig:
     )
 
 
-def identity(config: AlignConfig, prompts: Prompts = PROMPTS, target: str = "t0") -> dict[str, str]:
+def identity(
+    config: AlignConfig, prompts: PromptSplit = PROMPTS, target: str = "t0"
+) -> dict[str, str]:
     return identity_of(config, prompts, target)
 
 

@@ -6,14 +6,14 @@ import io
 
 from rich.console import Console
 
-from forerun.align.phases import Phases
+from forerun.align.progress import Phases
 
 
 def shown(*told: tuple[int, int]) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Phases(console).bar("teacher", "the target's laws") as tell:
+    with Phases(console).bar("teacher", "the target's laws") as on_progress:
         for done, total in told:
-            tell(done, total)
+            on_progress(done, total)
     return console.file.getvalue()
 
 

@@ -14,10 +14,10 @@ from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
 from forerun.align.config import AlignConfig, DataConfig, TeacherConfig
-from forerun.align.data.on_policy import draft_writer
+from forerun.align.data.responses import draft_writer
 from forerun.align.data.sample import prompt_hash
-from forerun.align.data.split import is_held_out
-from forerun.align.texts import Texts, read_sides
+from forerun.align.data.selection import is_held_out
+from forerun.align.texts import TrainingTexts, read_prompt_split
 from forerun.engine.engine import Engine
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.content_hash import tokenizer_hash
@@ -62,14 +62,14 @@ def prompts(tmp_path) -> Path:
 
 def texts(
     engine: Engine, target: Path, prompts: Path, *, teacher: str = "auto", **changes: object
-) -> Texts:
+) -> TrainingTexts:
     data = DataConfig(prompts=prompts, **changes)
     config = AlignConfig(
         target=str(target), sampling=PARAMS, data=data, teacher=TeacherConfig(teacher=teacher)
     )
-    return Texts(
+    return TrainingTexts(
         config=config,
-        prompts=read_sides(data, engine.tokenizer),
+        prompts=read_prompt_split(data, engine.tokenizer),
         target=engine,
         target_hash=content_hash(str(target)),
         tokenizer=engine.tokenizer,
@@ -82,15 +82,15 @@ def silent(num_done: int, num_all: int) -> None:
 
 
 def test_sides_share_no_prompt(engine, prompts, tmp_path):
-    sides = read_sides(DataConfig(prompts=prompts, held_out_share=0.2), engine.tokenizer)
+    sides = read_prompt_split(DataConfig(prompts=prompts, held_out_share=0.2), engine.tokenizer)
     assert len(sides.training) + len(sides.held_out) == NUM_PROMPTS
     assert all(is_held_out(prompt.prompt_hash, 0.2) for prompt in sides.held_out)
     own = tmp_path / "own.txt"
     own.write_text("x3 = \nsomething else\n")
-    sides = read_sides(DataConfig(prompts=prompts, held_out=own), engine.tokenizer)
+    sides = read_prompt_split(DataConfig(prompts=prompts, held_out=own), engine.tokenizer)
     assert (len(sides.training), len(sides.held_out)) == (NUM_PROMPTS - 1, 2)
     with pytest.raises(InvalidRequest, match="every prompt of"):
-        read_sides(DataConfig(prompts=prompts, held_out=prompts), engine.tokenizer)
+        read_prompt_split(DataConfig(prompts=prompts, held_out=prompts), engine.tokenizer)
 
 
 def test_the_target_answers_what_it_is_not_judged_on(engine, target, prompts):
@@ -164,7 +164,7 @@ def traced(path: Path, target: Path, prompts: Iterable[Sequence[int]]) -> Path:
 
 
 def test_what_was_rejected_comes_on_top_but_not_of_held_out_prompts(engine, target, prompts):
-    sides = read_sides(DataConfig(prompts=prompts, held_out_share=0.3), engine.tokenizer)
+    sides = read_prompt_split(DataConfig(prompts=prompts, held_out_share=0.3), engine.tokenizer)
     everything = [prompt.prompt_ids for prompt in (*sides.training, *sides.held_out)]
     path = traced(prompts.parent / "t.jsonl", target, everything)
     made = texts(engine, target, prompts, held_out_share=0.3, replay=(path,))

@@ -1,20 +1,23 @@
-"""Samples laid into rows of one width, and the rows as an endless shuffled stream."""
+"""Samples laid into rows of one width, and the rows as an endless shuffled stream.
+
+Samples cut to the width of a packed row.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from forerun.align.batch import Batch
-from forerun.align.data.cut import cut
-from forerun.align.data.permutation import permuted
-from forerun.align.data.sample import Sample
+from forerun.align.batch import PackedBatch
+from forerun.align.data.sample import Sample, TopLogprobs
+from forerun.align.data.selection import permuted
 from forerun.errors import InvalidRequest
 from forerun.theory.splitmix import INCREMENT, finalise
 
-__all__ = ["Packing"]
+__all__ = ["Packing", "cut"]
 
 
 class Packing:
@@ -29,7 +32,7 @@ class Packing:
         seed: of the order.
 
     Attributes:
-        samples: as they are packed: what a teacher prepares, and what `Batch.samples` indexes.
+        samples: as packed: what a teacher prepares and `PackedBatch.samples` indexes.
 
     Raises:
         InvalidRequest: the window holds no pair of tokens, or nothing is to be learned.
@@ -55,7 +58,7 @@ class Packing:
         """Learned tokens of an epoch."""
         return sum(sample.num_learned for sample in self.samples)
 
-    def batch(self, first_row: int, num_rows: int) -> Batch:
+    def batch(self, first_row: int, num_rows: int) -> PackedBatch:
         """Rows `first_row` to `first_row + num_rows - 1` of the stream."""
         shape = (num_rows, self.window)
         ids = torch.zeros(shape, dtype=torch.int64)
@@ -75,7 +78,7 @@ class Packing:
                     predicts[row, start + learned - 1 : start + stop - 1] = True
                 start = end
             positions[row, start:] = torch.arange(self.window - start)
-        return Batch(ids=ids, positions=positions, samples=samples, predicts=predicts)
+        return PackedBatch(ids=ids, positions=positions, samples=samples, predicts=predicts)
 
     def _samples_in(self, stream_row: int) -> list[int]:
         """Samples in a row of the stream."""
@@ -103,3 +106,36 @@ def rows_of(lengths: Sequence[int], window: int) -> list[list[int]]:
         rows[row].append(sample)
         insort(room, (left - lengths[sample], row))
     return rows
+
+
+def cut(sample: Sample, window: int) -> Sample:
+    """The sample in at most `window` tokens, of which as many as sensible are learned.
+
+    What follows the last learned token teaches nothing and goes first. Then the beginning goes, as
+    far as it has to for all learned tokens to stay, but never so far that fewer than half a window
+    of tokens stand before the first of them (or all there are). Then the end goes.
+
+    Args:
+        sample: with at least one learned token.
+        window: most tokens, at least 2.
+    """
+    first, last = sample.spans[0][0], sample.spans[-1][1]
+    start = max(min(last - window, first - window // 2), 0)
+    end = min(last, start + window)
+    if start == 0 and end == len(sample.token_ids):
+        return sample
+    kept = [(max(a, start), min(b, end)) for a, b in sample.spans]
+    return replace(
+        sample,
+        token_ids=sample.token_ids[start:end],
+        spans=tuple((a - start, b - start) for a, b in kept if a < b),
+        top_logprobs=None if sample.top_logprobs is None else kept_logprobs(sample, start, end),
+    )
+
+
+def kept_logprobs(sample: Sample, start: int, end: int) -> TopLogprobs:
+    """Of the learned tokens from `start` to before `end`."""
+    learned = (index for a, b in sample.spans for index in range(a, b))
+    assert sample.top_logprobs is not None
+    pairs = zip(learned, sample.top_logprobs, strict=True)
+    return tuple(top for index, top in pairs if start <= index < end)

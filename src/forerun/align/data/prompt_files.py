@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest
 
-__all__ = ["SUFFIXES", "TAGGED", "Entry", "Message", "read_entries"]
+__all__ = ["SUFFIXES", "TAGGED", "Message", "PromptEntry", "read_entries"]
 
 TAGGED = (".jsonl", ".parquet")
 """Files whose records have fields."""
@@ -24,7 +24,7 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class PromptEntry:
     """One record of a file; it has either a text or messages.
 
     Attributes:
@@ -42,7 +42,7 @@ class Entry:
     tag: str = ""
 
 
-def read_entries(path: Path) -> Iterator[Entry]:
+def read_entries(path: Path) -> Iterator[PromptEntry]:
     """Records of a file, or of every file of a folder in the order of their names.
 
     Objects of a .jsonl file and rows of a .parquet file have a "prompt" (or "text") to be continued
@@ -70,7 +70,7 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def entries_of(file: Path) -> Iterator[Entry]:
+def entries_of(file: Path) -> Iterator[PromptEntry]:
     """Records of one file."""
     if file.suffix == ".parquet":
         rows: Iterable[tuple[str, object]] = parquet_rows(file)
@@ -113,13 +113,13 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
         raise InvalidRequest(f"{file} is no whole Parquet file: {error}") from error
 
 
-def texts_of(file: Path) -> Iterator[Entry]:
+def texts_of(file: Path) -> Iterator[PromptEntry]:
     """Prompts of plain text, each with the line it begins at."""
     lines = file.read_text(encoding="utf-8").splitlines()
     if SEPARATOR not in lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield Entry(where=f"{file}:{number}", text=line)
+                yield PromptEntry(where=f"{file}:{number}", text=line)
         return
     block: list[str] = []
     for number, line in enumerate((*lines, SEPARATOR), start=1):
@@ -127,11 +127,11 @@ def texts_of(file: Path) -> Iterator[Entry]:
             block.append(line)
             continue
         if any(part.strip() for part in block):
-            yield Entry(where=f"{file}:{number - len(block)}", text="\n".join(block))
+            yield PromptEntry(where=f"{file}:{number - len(block)}", text="\n".join(block))
         block = []
 
 
-def entry_of(row: object, where: str) -> Entry:
+def entry_of(row: object, where: str) -> PromptEntry:
     """A record, checked.
 
     Raises:
@@ -147,7 +147,7 @@ def entry_of(row: object, where: str) -> Entry:
     for name, value in fields.items():
         if not isinstance(value, str) or (name != "tag" and not value):
             raise InvalidRequest(f'{where}: "{name}" is {value!r:.60}; it must be text, not empty')
-    return Entry(
+    return PromptEntry(
         where=where,
         text=fields.get("prompt", fields.get("text")),
         messages=() if messages is None else checked_messages(messages, where),

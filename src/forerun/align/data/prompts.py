@@ -1,4 +1,7 @@
-"""Prompts as tokens, and the responses some records bring along."""
+"""Prompts as tokens, and the responses some records bring along.
+
+Conversations through a chat template: which tokens the assistant wrote.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun.align.data.conversation import learned_text
-from forerun.align.data.prompt_files import Entry, Message, read_entries
+from forerun.align.data.prompt_files import Message, PromptEntry, read_entries
 from forerun.align.data.sample import Sample, prompt_hash
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 
-__all__ = ["PromptRecord", "read_prompts", "shortened"]
+__all__ = ["PromptRecord", "learned_text", "read_prompts", "shortened"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
     return list(found.values())
 
 
-def record_of(entry: Entry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
+def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
     """An entry in tokens.
 
     Raises:
@@ -99,7 +101,7 @@ def record_of(entry: Entry, tokenizer: Tokenizer, max_prompt_tokens: int) -> Pro
     )
 
 
-def messages_of(entry: Entry) -> tuple[Message, ...]:
+def messages_of(entry: PromptEntry) -> tuple[Message, ...]:
     """The conversation of an entry, with the response it brings; empty for plain text."""
     if not entry.messages or entry.response is None:
         return entry.messages
@@ -138,3 +140,52 @@ def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int,
         return tuple(ids)
     kept = tuple(start) if len(start) < most and list(ids[: len(start)]) == list(start) else ()
     return (*kept, *ids[len(ids) - (most - len(kept)) :])
+
+
+def learned_text(
+    messages: Sequence[Message], tokenizer: Tokenizer
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """A conversation as tokens, and the ranges of the assistant's answers.
+
+    What is asked and what is answered are made into tokens one by one, so that tokens end where a
+    prompt ends, as they do when the draft is used. An answer includes the token that ends it. A
+    template may render an early answer otherwise once others follow (without its thoughts, say):
+    such answers are context and not learned.
+
+    Args:
+        messages: ends with an answer.
+        tokenizer: with a chat template.
+
+    Raises:
+        InvalidRequest: the template renders the last answer's prompt otherwise than the answer's.
+    """
+    whole = tokenizer.render_chat(messages, with_answer_begun=False)
+    ids: list[int] = []
+    spans: list[tuple[int, int]] = []
+    done = 0
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = tokenizer.render_chat(messages[:index])
+        answered = tokenizer.render_chat(messages[: index + 1], with_answer_begun=False)
+        if not (whole.startswith(answered) and answered.startswith(asked)):
+            continue
+        ids += tokenizer.encode(whole[done : len(asked)], add_special_tokens=False)
+        answer = tokenizer.encode(whole[len(asked) : len(answered)], add_special_tokens=False)
+        length = length_to_end(answer, tokenizer.eos_token_id)
+        spans.append((len(ids), len(ids) + length))
+        ids += answer
+        done = len(answered)
+    if done < len(whole):
+        raise InvalidRequest(
+            "the chat template does not render the answer behind its prompt, so that the answer's "
+            "tokens cannot be told; give prompts without answers"
+        )
+    return ids, spans
+
+
+def length_to_end(answer: Sequence[int], eos_token_id: int | None) -> int:
+    """Tokens of an answer up to the one that ends it; templates may put a line end behind."""
+    if eos_token_id in answer:
+        return answer.index(eos_token_id) + 1
+    return len(answer)

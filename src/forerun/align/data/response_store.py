@@ -13,13 +13,13 @@ from typing import Any
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample, Source, TopLogprobs
-from forerun.align.locking import held, lock_beside
+from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cache import hash_of
 from forerun.errors import CacheTooLarge, InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json
 
-__all__ = ["Maker", "Response", "ResponseStore"]
+__all__ = ["Response", "ResponseOrigin", "ResponseStore"]
 
 logger = logging.getLogger("forerun.align")
 
@@ -31,7 +31,7 @@ DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Maker:
+class ResponseOrigin:
     """All that decides what a response is like: other responses are never taken for these.
 
     Attributes:
@@ -101,20 +101,20 @@ class ResponseStore:
 
     Args:
         folder: of responses, made if need be.
-        maker: of the responses.
+        origin: of the responses.
 
     Raises:
         InvalidRequest: the file is another maker's, or cannot be read, or has to be made or mended
             while another process writes it.
     """
 
-    def __init__(self, folder: Path, maker: Maker) -> None:
-        header = json.dumps(maker.to_dict(), sort_keys=True)
-        self.maker = maker
-        self.path = folder / f"{maker.source}-{hash_of(header.encode())}.jsonl"
+    def __init__(self, folder: Path, origin: ResponseOrigin) -> None:
+        header = json.dumps(origin.to_dict(), sort_keys=True)
+        self.origin = origin
+        self.path = folder / f"{origin.source}-{hash_of(header.encode())}.jsonl"
         self._header = header
         self._responses: dict[tuple[str, int], Response] = {}
-        self._lock = lock_beside(self.path)
+        self._lock = lock_for(self.path)
         self._load()
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class ResponseStore:
         Raises:
             InvalidRequest: another process writes.
         """
-        with held(self._lock, self.path):
+        with exclusive_access(self._lock, self.path):
             self._load()
             yield
 
@@ -167,7 +167,7 @@ class ResponseStore:
             for index in range(samples_per_prompt)
         )
         return [
-            sample_of(prompt, response, self.maker.source)
+            sample_of(prompt, response, self.origin.source)
             for prompt, response in found
             if response is not None and response.token_ids
         ]
@@ -207,7 +207,7 @@ class ResponseStore:
         content = self._content()
         if content.endswith(b"\n"):
             return content
-        with held(self._lock, self.path):
+        with exclusive_access(self._lock, self.path):
             content = self._content()  # whoever was writing it has ended
             whole = content[: content.rfind(b"\n") + 1]
             if len(whole) < len(content):

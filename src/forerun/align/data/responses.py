@@ -1,19 +1,27 @@
-"""Responses by an engine: the target's own, or the draft's where it is the engine's target."""
+"""Responses by an engine: the target's own, or the draft's where it is the engine's target.
+
+The draft's own texts, for the target to score: what it will be asked about when it drafts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.response_store import Response, ResponseStore
-from forerun.align.phases import Tell
+from forerun.align.data.response_store import Response, ResponseOrigin, ResponseStore
+from forerun.align.progress import OnProgress
 from forerun.engine.engine import Engine
+from forerun.engine.loading import check_vocabularies, load_pair_member
 from forerun.errors import InvalidRequest
-from forerun.sampling.config import SamplingParams
+from forerun.models.content_hash import tokenizer_hash
+from forerun.models.load import model_folder
+from forerun.provenance import content_hash
+from forerun.sampling.config import SamplingParams, draft_params
 from forerun.theory.splitmix import INCREMENT, finalise
 
-__all__ = ["seed_of", "write_responses"]
+__all__ = ["draft_writer", "seed_of", "write_responses"]
 
 SEED_BITS = 63
 
@@ -24,7 +32,7 @@ def write_responses(
     store: ResponseStore,
     *,
     samples_per_prompt: int = 1,
-    tell: Tell = lambda num_done, num_all: None,
+    on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
     """Have the engine write the responses the store lacks.
 
@@ -36,7 +44,7 @@ def write_responses(
         prompts: to respond to.
         store: gains the responses one by one, as they finish.
         samples_per_prompt: responses per prompt.
-        tell: progress.
+        on_progress: progress.
 
     Raises:
         InvalidRequest: a prompt does not fit into the context; its line is named.
@@ -48,18 +56,18 @@ def write_responses(
     waiting = iter(missing)
     asked: dict[str, tuple[PromptRecord, int]] = {}
     num_done = num_all - len(missing)
-    tell(num_done, num_all)
+    on_progress(num_done, num_all)
     try:
         while True:
             while len(asked) < engine.config.max_batch and (job := next(waiting, None)):
-                asked[ask(engine, *job, store.maker.params)] = job
+                asked[ask(engine, *job, store.origin.params)] = job
             if not asked:
                 return
             for chunk in engine.step():
                 if chunk.request_id in asked and chunk.finish_reason is not None:
                     store.add(finished(engine, chunk.request_id, *asked.pop(chunk.request_id)))
                     num_done += 1
-                    tell(num_done, num_all)
+                    on_progress(num_done, num_all)
     finally:
         for request_id in asked:
             engine.abort(request_id)
@@ -90,3 +98,43 @@ def seed_of(prompt_hash: str, index: int, seed: int) -> int:
     """The seed of one sample; another for every prompt, index and base seed."""
     mixed = finalise(finalise(seed) ^ int(prompt_hash, 16))
     return finalise(mixed + (index + 1) * INCREMENT) >> 64 - SEED_BITS
+
+
+def draft_writer(
+    draft: str | Path, target: Engine, params: SamplingParams, folder: Path
+) -> tuple[Engine, ResponseStore]:
+    """An engine whose target is the draft, and where its responses are kept.
+
+    They are kept by the draft's weights: a draft that has learned meanwhile writes anew.
+
+    Args:
+        draft: folder or name.
+        target: the engine of the target: its tokenizer, ends of texts and settings are used.
+        params: of the deployment.
+        folder: of responses.
+
+    Raises:
+        InvalidModel: the draft is missing, damaged or of an unsupported kind.
+        IncompatibleDraft: its tokenizer is not the target's.
+    """
+    config = replace(target.config, num_speculative_tokens=0)
+    model, tokenizer = load_pair_member(
+        draft, dtype="auto", device=str(target.target.device), config=config
+    )
+    check_vocabularies(target.tokenizer, tokenizer)
+    # Ids beyond the target's own are padding, which the target cannot score.
+    padding = tuple(range(target.target.vocab_size, model.vocab_size))
+    own = draft_params(params)
+    origin = ResponseOrigin(
+        source="draft",
+        model=content_hash(str(draft)),
+        tokenizer_hash=tokenizer_hash(model_folder(draft)),
+        params=replace(own, bad_token_ids=own.bad_token_ids + padding),
+    )
+    engine = Engine(
+        target=model,
+        tokenizer=target.tokenizer,
+        config=config,
+        eos_token_ids=target.eos_token_ids,
+    )
+    return engine, ResponseStore(folder, origin)

@@ -22,12 +22,12 @@ from forerun.align.data.server_protocol import (
     request_body,
     response_of,
 )
-from forerun.align.phases import Tell
+from forerun.align.progress import OnProgress
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["ResponseServer", "ServerConfig", "write_responses_from"]
+__all__ = ["ResponseServer", "ResponseServerConfig", "write_responses_from"]
 
 logger = logging.getLogger("forerun.align")
 
@@ -41,7 +41,7 @@ SEED_MASK = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ResponseServerConfig:
     """An OpenAI-compatible server and how patient to be with it.
 
     Attributes:
@@ -93,14 +93,14 @@ class ResponseServer:
         tells_ids: whether it may be asked for token ids; False once it has refused to be.
     """
 
-    config: ServerConfig
+    config: ResponseServerConfig
     tokenizer: Tokenizer
     client: httpx.Client
     closing: Event = field(default_factory=Event)
-    tells_ids: bool = field(default=True, init=False)
+    returns_ids: bool = field(default=True, init=False)
 
     @classmethod
-    def connect(cls, config: ServerConfig, tokenizer: Tokenizer) -> ResponseServer:
+    def connect(cls, config: ResponseServerConfig, tokenizer: Tokenizer) -> ResponseServer:
         """A server by its address; nothing is sent yet."""
         key = os.environ.get(API_KEY)
         client = httpx.Client(
@@ -145,11 +145,11 @@ class ResponseServer:
 
     def _post(self, body: dict[str, object]) -> httpx.Response:
         """Send a request; without the wish for ids where the server does not know that."""
-        flags = ID_FLAGS if self.tells_ids else {}
+        flags = ID_FLAGS if self.returns_ids else {}
         reply = self.client.post(self.config.endpoint, json={**body, **flags})
         if reply.status_code in REFUSED and flags:
             plain = self.client.post(self.config.endpoint, json=body)
-            self.tells_ids = not plain.is_success
+            self.returns_ids = not plain.is_success
             return plain
         return reply
 
@@ -192,7 +192,7 @@ def write_responses_from(
     store: ResponseStore,
     *,
     samples_per_prompt: int = 1,
-    tell: Tell = lambda num_done, num_all: None,
+    on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
     """Have the server write the responses the store lacks.
 
@@ -201,26 +201,26 @@ def write_responses_from(
         prompts: to respond to.
         store: gains the responses one by one, as they come.
         samples_per_prompt: responses per prompt.
-        tell: progress.
+        on_progress: progress.
 
     Raises:
         InvalidRequest: the parameters, a prompt or the server's tokenizer do not do.
         ServerUnavailable: the server is broken; what came before is kept, and goes on another time.
         CacheTooLarge: the disk is full; what was written is kept.
     """
-    params = store.maker.params
+    params = store.origin.params
     check_params(params)
     missing = store.missing(prompts, samples_per_prompt)
     num_all = len(prompts) * samples_per_prompt
     num_done = num_all - len(missing)
-    tell(num_done, num_all)
+    on_progress(num_done, num_all)
     executor = ThreadPoolExecutor(server.config.max_concurrent)
     asked = [executor.submit(server.respond, *job, params) for job in missing]
     try:
         for response in as_completed(asked):
             store.add(response.result())
             num_done += 1
-            tell(num_done, num_all)
+            on_progress(num_done, num_all)
     except (InvalidRequest, ServerUnavailable, KeyboardInterrupt) as error:
         add_finished(asked, store)
         kept = f"{len(store)} responses are kept in {store.path}: run again to go on"

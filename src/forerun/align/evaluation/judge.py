@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forerun.align.evaluation.figures import DraftFigures, judge_figures
-from forerun.align.evaluation.judged import HeldOut, JudgedPrompt
+from forerun.align.evaluation.judged import HeldOutPrompt, JudgedPrompt
 from forerun.align.evaluation.teacher_forced import acceptance_probabilities
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
@@ -51,7 +51,7 @@ class Judge:
         self,
         *,
         engine: Engine,
-        prompts: Sequence[HeldOut],
+        prompts: Sequence[HeldOutPrompt],
         params: SamplingParams,
         num_speculative_tokens: int,
         costs: CostTable | None = None,
@@ -97,7 +97,7 @@ class Judge:
         steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
         engine = alone(self.engine).with_draft(draft, self.num_speculative_tokens)
         engine.on_record = lambda record: steps[record.request_id].append(record)
-        chosen = spread(len(self.prompts), max_prompts)
+        chosen = evenly_spaced(len(self.prompts), max_prompts)
         prompts = [self.prompts[index].prompt_ids for index in chosen]
         outputs = engine.generate(prompts, [self._params_of(index) for index in chosen])
         alphas = self._alphas(engine, chosen)
@@ -208,7 +208,7 @@ def draft_model_of(engine: Engine) -> LanguageModel | None:
     return None
 
 
-def spread(num_prompts: int, most: int | None) -> list[int]:
+def evenly_spaced(num_prompts: int, most: int | None) -> list[int]:
     """Indices of at most so many prompts, evenly over all: sources often come one after another."""
     count = num_prompts if most is None else min(most, num_prompts)
     return [index * num_prompts // count for index in range(count)]
@@ -219,7 +219,7 @@ def named(draft: str | Path | Drafter) -> str:
     return str(draft) if isinstance(draft, str | Path) else draft.method
 
 
-def check(engine: Engine, prompts: Sequence[HeldOut], num_speculative_tokens: int) -> None:
+def check(engine: Engine, prompts: Sequence[HeldOutPrompt], num_speculative_tokens: int) -> None:
     """Refuse what would end in figures that say nothing."""
     if len(prompts) < 2:
         raise InvalidRequest(

@@ -1,16 +1,21 @@
-"""What judging one held-out prompt yields: counts of steps, and alpha at every position."""
+"""What judging one held-out prompt yields: counts of steps, and alpha at every position.
+
+Intervals over prompts: whole prompts are resampled, for steps within one are not independent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.intervals import Interval, bootstrap_ratio
 
-__all__ = ["HeldOut", "JudgedPrompt"]
+__all__ = ["HeldOutPrompt", "JudgedPrompt", "over_prompts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class HeldOutPrompt:
     """A prompt that no draft learns from.
 
     Attributes:
@@ -62,3 +67,30 @@ class JudgedPrompt:
             (1 + min(accepted, num_speculative_tokens)) * steps
             for (_, accepted), steps in self.acceptance.steps.items()
         )
+
+
+def over_prompts(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    bounds: tuple[float, float],
+    *,
+    seed: int,
+) -> Interval | None:
+    """sum(numerators) / sum(denominators) with its 95% bootstrap interval.
+
+    Args:
+        numerators: one per prompt.
+        denominators: of the same prompts; those with 0 were not observed and are left out.
+        bounds: what the ratio can be at all: one prompt alone narrows it down no further.
+        seed: decides the resamples.
+
+    Returns:
+        None where no prompt was observed.
+    """
+    seen = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]
+    if not seen:
+        return None
+    above, below = zip(*seen, strict=True)
+    if len(seen) == 1:
+        return Interval(estimate=above[0] / below[0], low=bounds[0], high=bounds[1])
+    return bootstrap_ratio(above, below, seed=seed)

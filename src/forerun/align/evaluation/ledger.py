@@ -77,7 +77,7 @@ def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | No
     k = deployed.num_speculative_tokens
     inside = [i for i, p in enumerate(deployed.prompts) if in_domain in (None, p.tag)]
     outside = [i for i in range(len(deployed.prompts)) if i not in set(inside)]
-    names, lengths = suppositions(
+    names, lengths = assumptions(
         [deployed.prompts[i] for i in inside], [sampled.prompts[i] for i in inside], k
     )
     elsewhere = [measured_length(deployed.prompts[i]) for i in outside]
@@ -117,7 +117,7 @@ def check(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) 
         raise ValueError(f"no held-out prompt has the tag {in_domain!r}; there are {set(tags)}")
 
 
-def suppositions(
+def assumptions(
     deployed: Sequence[JudgedPrompt], sampled: Sequence[JudgedPrompt], k: int
 ) -> tuple[list[str], list[list[Length]]]:
     """Names of the suppositions and, under each, the lengths of the prompts of the domain."""

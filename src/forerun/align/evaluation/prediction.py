@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.align.evaluation.judged import JudgedPrompt
-from forerun.align.evaluation.resampling import over_prompts
+from forerun.align.evaluation.judged import JudgedPrompt, over_prompts
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 
@@ -44,7 +43,7 @@ class PredictedSpeedup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cycle:
+class CycleCost:
     """kappa of K drafted tokens, in plain steps; K = 0 is plain decoding."""
 
     num_speculative_tokens: int
@@ -74,7 +73,7 @@ def predicted_speedup(
     num_steps = sum(prompt.acceptance.num_steps for prompt in prompts)
     context = round(sum(prompt.num_context_tokens for prompt in prompts) / num_steps)
     cycles = [
-        Cycle(num_speculative_tokens=k, cost=table.cycle_cost_interval(k, context))
+        CycleCost(num_speculative_tokens=k, cost=table.cycle_cost_interval(k, context))
         for k in range(max_k + 1)
     ]
     if any(cycle.cost.low <= 0 for cycle in cycles):
@@ -88,17 +87,17 @@ def predicted_speedup(
     )
 
 
-def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[Cycle]) -> Cycle:
+def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> CycleCost:
     """The cycle of highest speedup; the shortest of equals."""
 
-    def speedup(cycle: Cycle) -> float:
+    def speedup(cycle: CycleCost) -> float:
         emitted = sum(prompt.num_emitted_at(cycle.num_speculative_tokens) for prompt in prompts)
         return emitted / cycle.cost.estimate
 
     return max(cycles, key=speedup)
 
 
-def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[Cycle], seed: int) -> Interval:
+def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost], seed: int) -> Interval:
     """Tokens over plain steps' time, every prompt at its own cycle.
 
     The errors of prompts and table are independent of each other, so they add up in quadrature.

@@ -16,7 +16,14 @@ from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 
-__all__ = ["acceptance_probabilities", "along", "laws", "logits_of", "num_known", "overlap"]
+__all__ = [
+    "acceptance_probabilities",
+    "along",
+    "logits_of",
+    "num_known",
+    "overlap",
+    "probs_of_rows",
+]
 
 CHUNK = 256
 """Rows of one pass; those of a chunk are the largest tensors here."""
@@ -65,9 +72,9 @@ def acceptance_probabilities(
     for target_logits, draft_logits in passes:
         chunk = response[len(alphas) : len(alphas) + len(target_logits)]
         histories = [] if history is None else along(history, chunk)
-        target_rows = laws(target_logits, params, histories)
+        target_rows = probs_of_rows(target_logits, params, histories)
         shared = fit_vocabulary(draft_logits.to(target_rows.device), target.vocab_size)
-        draft_rows = laws(shared, draft_params(params), histories)
+        draft_rows = probs_of_rows(shared, draft_params(params), histories)
         alphas += overlap(target_rows, draft_rows).tolist()
         if history is not None:
             for token in chunk:
@@ -119,7 +126,7 @@ def along(history: History, tokens: Sequence[int]) -> list[RowHistory]:
     return history.along(TokenTree.chain(len(tokens) - 1), tokens[:-1])
 
 
-def laws(
+def probs_of_rows(
     logits: Float[Tensor, "rows vocab"], params: SamplingParams, histories: Sequence[RowHistory]
 ) -> Float[Tensor, "rows vocab"]:
     """The law of every row under the same parameters."""

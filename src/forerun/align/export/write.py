@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.align.config import Export
-from forerun.align.export.engines import ENGINES, assistant_settings
-from forerun.align.export.serving import EngineSettings, Serving
+from forerun.align.export.engines import ENGINES, EngineSettings, Serving, assistant_settings
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint, read_object

@@ -18,8 +18,8 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forerun.align.objectives.acceptance import acceptance_probability
-from forerun.align.objectives.base import Objective
+from forerun.align.distribution import acceptance_probability
+from forerun.align.objectives.named import Objective
 from forerun.align.teachers.base import TeacherRows
 
 __all__ = [
@@ -97,7 +97,7 @@ def chunked_loss(
         temperature: the one the draft is deployed at; 0 is greedy, and logits stay as they are.
         with_acceptance: also sum alpha, which needs a teacher.
     """
-    if rows.teacher is None and (objective.needs_law or with_acceptance):
+    if rows.teacher is None and (objective.needs_teacher or with_acceptance):
         raise ValueError(f"{objective.name} and acceptance need a teacher, and there is none")
     asked = _Asked(
         rows=rows,
@@ -128,7 +128,9 @@ def chunked_acceptance(
         layer = _Layer(rows.hidden, head.weight, head.bias, dtype)
         for chunk in _chunks(len(rows)):
             logits = layer.logits(chunk, temperature)
-            found[chunk] = acceptance_probability(logits, rows.teacher.law(chunk), temperature)
+            found[chunk] = acceptance_probability(
+                logits, rows.teacher.distribution(chunk), temperature
+            )
     return found
 
 
@@ -175,19 +177,19 @@ class _ChunkedLoss(torch.autograd.Function):
 def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients) -> Tensor:
     """Loss and acceptance of some rows, summed; their gradients go where they belong."""
     rows = asked.rows
-    law = None
-    if rows.teacher is not None and (asked.objective.needs_law or asked.with_acceptance):
-        law = rows.teacher.law(chunk)
+    distribution = None
+    if rows.teacher is not None and (asked.objective.needs_teacher or asked.with_acceptance):
+        distribution = rows.teacher.distribution(chunk)
     logits = layer.logits(chunk, asked.temperature).requires_grad_(gradients.any_wanted)
     with torch.set_grad_enabled(gradients.any_wanted):
-        losses = asked.objective.losses(logits, law, rows.labels[chunk])
+        losses = asked.objective.losses(logits, distribution, rows.labels[chunk])
         loss = losses.sum() if rows.weights is None else losses @ rows.weights[chunk]
     if gradients.any_wanted:
         (of_logits,) = torch.autograd.grad(loss, logits)
         gradients.add(chunk, of_logits, asked.temperature)
     acceptance = loss.new_zeros(())
-    if asked.with_acceptance and law is not None:
-        alphas = acceptance_probability(logits.detach(), law, asked.temperature)
+    if asked.with_acceptance and distribution is not None:
+        alphas = acceptance_probability(logits.detach(), distribution, asked.temperature)
         acceptance = alphas.sum()
     return torch.stack([loss.detach(), acceptance])
 

@@ -1,17 +1,20 @@
-"""Objectives by name: which divergence, and what it asks of a teacher."""
+"""Objectives by name: which divergence, and what it asks of a teacher.
+
+The contract of objectives: one loss per row from draft logits and the target's law.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig, ObjectiveName
-from forerun.align.law import SparseLaw, TargetLaw, dense_probs
-from forerun.align.objectives.base import Objective
+from forerun.align.distribution import SparseDistribution, TargetDistribution, dense_probs
 from forerun.align.objectives.divergences import (
     forward_kl,
     jensen_shannon,
@@ -21,7 +24,14 @@ from forerun.align.objectives.divergences import (
     total_variation,
 )
 
-__all__ = ["CrossEntropy", "Divergence", "ForwardKL", "make_objective", "suited_objective"]
+__all__ = [
+    "CrossEntropy",
+    "Divergence",
+    "ForwardKL",
+    "Objective",
+    "make_objective",
+    "suited_objective",
+]
 
 Logits = Float[Tensor, "rows vocab"]
 PerRow = Float[Tensor, " rows"]
@@ -33,10 +43,13 @@ class CrossEntropy:
 
     name: ObjectiveName = "ce"
     linear: bool = True
-    needs_law: bool = False
+    needs_teacher: bool = False
 
     def losses(
-        self, draft_logits: Logits, law: TargetLaw | None, labels: Int64[Tensor, " rows"]
+        self,
+        draft_logits: Logits,
+        distribution: TargetDistribution | None,
+        labels: Int64[Tensor, " rows"],
     ) -> PerRow:
         """In nats."""
         log_draft = draft_logits.log_softmax(-1)
@@ -54,13 +67,16 @@ class Divergence:
     name: ObjectiveName
     function: Callable[[Logits, Logits], PerRow]
     linear: bool = False
-    needs_law: bool = True
+    needs_teacher: bool = True
 
     def losses(
-        self, draft_logits: Logits, law: TargetLaw | None, labels: Int64[Tensor, " rows"]
+        self,
+        draft_logits: Logits,
+        distribution: TargetDistribution | None,
+        labels: Int64[Tensor, " rows"],
     ) -> PerRow:
         """In nats; of total variation, in probability."""
-        target_probs = dense_probs(_given(law), draft_logits.shape[-1])
+        target_probs = dense_probs(_given(distribution), draft_logits.shape[-1])
         return self.function(draft_logits.log_softmax(-1), target_probs.to(draft_logits.dtype))
 
 
@@ -70,17 +86,22 @@ class ForwardKL:
 
     name: ObjectiveName = "fkl"
     linear: bool = True
-    needs_law: bool = True
+    needs_teacher: bool = True
 
     def losses(
-        self, draft_logits: Logits, law: TargetLaw | None, labels: Int64[Tensor, " rows"]
+        self,
+        draft_logits: Logits,
+        distribution: TargetDistribution | None,
+        labels: Int64[Tensor, " rows"],
     ) -> PerRow:
         """In nats."""
-        law = _given(law)
+        distribution = _given(distribution)
         log_draft = draft_logits.log_softmax(-1)
-        if isinstance(law, SparseLaw):
-            return forward_kl(log_draft.gather(1, law.ids), law.shares.to(log_draft.dtype))
-        return forward_kl(log_draft, law.target_probs.to(log_draft.dtype))
+        if isinstance(distribution, SparseDistribution):
+            return forward_kl(
+                log_draft.gather(1, distribution.ids), distribution.shares.to(log_draft.dtype)
+            )
+        return forward_kl(log_draft, distribution.target_probs.to(log_draft.dtype))
 
 
 def suited_objective(temperature: float) -> ObjectiveName:
@@ -116,7 +137,38 @@ def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
     return Divergence(name=name, function=functions[name])
 
 
-def _given(law: TargetLaw | None) -> TargetLaw:
-    if law is None:
+def _given(distribution: TargetDistribution | None) -> TargetDistribution:
+    if distribution is None:
         raise ValueError("this objective compares with the target's law, and none was given")
-    return law
+    return distribution
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss per learned row, differentiable in the draft's logits."""
+
+    @property
+    def name(self) -> str:
+        """As in `ObjectiveName`."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is linear in the target's law: ids drawn from it do as well, unbiased."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it reads the target's law at all (CE reads labels alone)."""
+
+    def losses(
+        self,
+        draft_logits: Float[Tensor, "rows vocab"],
+        distribution: TargetDistribution | None,
+        labels: Int64[Tensor, " rows"],
+    ) -> Float[Tensor, " rows"]:
+        """Loss of every row, in nats or in probability.
+
+        Args:
+            draft_logits: already divided by the temperature the draft is deployed at.
+            distribution: None where `needs_teacher` is False.
+            labels: the tokens of the text, which CE alone reads.
+        """

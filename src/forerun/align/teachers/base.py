@@ -1,15 +1,19 @@
-"""The teacher's contract: the target's law at every learned row of a batch."""
+"""The teacher's contract: the target's law at every learned row of a batch.
+
+Which part of a common work is this process's, and how the others are waited for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.data.sample import Sample
-from forerun.align.law import TargetLaw
+from forerun.align.distribution import TargetDistribution
 
-__all__ = ["Teacher", "TeacherRows"]
+__all__ = ["ALONE", "ProcessShare", "Teacher", "TeacherRows"]
 
 
 @runtime_checkable
@@ -23,7 +27,7 @@ class TeacherRows(Protocol):
     def __len__(self) -> int:
         """Learned rows of the batch."""
 
-    def law(self, rows: slice) -> TargetLaw:
+    def distribution(self, rows: slice) -> TargetDistribution:
         """The law at some of them, under the deployed temperature and truncation."""
 
 
@@ -36,7 +40,7 @@ class Teacher(Protocol):
         """Whether mass is missing (a server's top-k)."""
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Make ready for batches over these samples, whose indices `Batch.samples` are.
+        """Make ready for batches over these samples, whose indices `PackedBatch.samples` are.
 
         A cache computes and stores what it has not yet; what is there already is kept. Where
         several processes share that work, all of them must call.
@@ -45,5 +49,40 @@ class Teacher(Protocol):
             CacheTooLarge: it would not fit, said before anything is written.
         """
 
-    def rows(self, batch: Batch) -> TeacherRows:
+    def rows(self, batch: PackedBatch) -> TeacherRows:
         """The law at the learned rows of a batch over prepared samples."""
+
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessShare:
+    """One process of several that fill a cache together, over a common disk.
+
+    Attributes:
+        index: of this process.
+        number: of processes.
+        wait: returns in all of them once all have called it.
+    """
+
+    index: int = 0
+    number: int = 1
+    wait: Callable[[], None] = lambda: None
+
+    def of(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
+        """The parts of this process, and whether it is to keep them.
+
+        All processes get equally many, as a target whose weights are spread over them needs: where
+        the parts run out, the first is done again for nothing.
+        """
+        for start in range(0, len(parts), self.number):
+            place = start + self.index
+            if place < len(parts):
+                yield parts[place], True
+            else:
+                yield parts[0], False
+
+
+ALONE = ProcessShare()
+"""One process, which waits for nobody."""

@@ -72,7 +72,7 @@ class CacheIdentity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """Where the rows of one sample are: a shard, and a range of every column."""
 
     shard: Path
@@ -101,10 +101,10 @@ class RowCache:
         self._open: dict[Path, Any] = {}
 
     @cached_property
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, CacheEntry]:
         """What the shards say they hold."""
         self._check_identity()
-        found: dict[str, Entry] = {}
+        found: dict[str, CacheEntry] = {}
         for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
             found |= entries_of(shard)
         return found
@@ -191,7 +191,7 @@ class RowCache:
             self._write_description()
             shard = keep(self.folder, SHARD, SUFFIX, content)
         for key, places in ranges.items():
-            self._entries[key] = Entry(shard=shard, ranges=places)
+            self._entries[key] = CacheEntry(shard=shard, ranges=places)
         self._pending, self._pending_bytes = {}, 0
 
     def _write_description(self) -> None:
@@ -217,13 +217,13 @@ def packed(
     return save(tensors, {ENTRIES: json.dumps(ranges)}), ranges
 
 
-def entries_of(shard: Path) -> dict[str, Entry]:
+def entries_of(shard: Path) -> dict[str, CacheEntry]:
     """What a shard holds by its header; nothing if that is damaged."""
     try:
         with safe_open(shard, framework="pt") as file:
             ranges: dict[str, dict[str, Any]] = json.loads(file.metadata()[ENTRIES])
         return {
-            key: Entry(shard=shard, ranges={name: (a, b) for name, (a, b) in places.items()})
+            key: CacheEntry(shard=shard, ranges={name: (a, b) for name, (a, b) in places.items()})
             for key, places in ranges.items()
         }
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):

@@ -11,17 +11,14 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
-from forerun.align.phases import Tell
-from forerun.align.teachers.base import Teacher
+from forerun.align.progress import OnProgress
+from forerun.align.teachers.base import ALONE, ProcessShare, Teacher
 from forerun.align.teachers.cache import CacheIdentity, RowCache
-from forerun.align.teachers.filling import Filler
+from forerun.align.teachers.filling import CacheFiller, RowSizes, allowed_bytes
 from forerun.align.teachers.hidden import HiddenTeacher
 from forerun.align.teachers.model import ModelTeacher
-from forerun.align.teachers.planner import RowSizes, allowed_bytes
 from forerun.align.teachers.sampled import SampledTeacher
-from forerun.align.teachers.sharded import load_sharded
-from forerun.align.teachers.share import ALONE, Share
-from forerun.align.teachers.target import TargetModel, load_target
+from forerun.align.teachers.target import TargetModel, load_sharded, load_target
 from forerun.align.teachers.top_k import TopKTeacher
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_checkpoint
@@ -29,7 +26,7 @@ from forerun.models.content_hash import template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["PARTIAL", "Learned", "TeacherSource", "check_objective", "make_teacher"]
+__all__ = ["PARTIAL", "LearnedObjective", "TeacherSource", "check_objective", "make_teacher"]
 
 logger = logging.getLogger("forerun.preparation")
 
@@ -40,7 +37,7 @@ PARTIAL = ("sampled", "top-k")
 
 
 @runtime_checkable
-class Learned(Protocol):
+class LearnedObjective(Protocol):
     """What of an `Objective` decides which teachers it may have; objectives are built on teachers.
 
     So they are not imported here.
@@ -66,7 +63,7 @@ class TeacherSource:
         cache_dir: folder of all caches.
         device: as for the engine, or "sharded" to spread the target over all GPUs.
         dtype: of the target.
-        tell: told how far a cache is filled.
+        on_progress: told how far a cache is filled.
         share: this process's part of filling it. With several processes all must then prepare the
             teacher together; or one fills it first, alone, and the others find it filled.
     """
@@ -77,12 +74,12 @@ class TeacherSource:
     cache_dir: Path
     device: str = "auto"
     dtype: str = "auto"
-    tell: Tell = lambda num_done, num_all: None
-    share: Share = ALONE
+    on_progress: OnProgress = lambda num_done, num_all: None
+    share: ProcessShare = ALONE
 
 
 def make_teacher(
-    config: TeacherConfig, objective: Learned, source: TeacherSource, num_rows: int
+    config: TeacherConfig, objective: LearnedObjective, source: TeacherSource, num_rows: int
 ) -> Teacher:
     """The teacher asked for; for "auto" the cheapest whose rows are exact and that fits.
 
@@ -109,11 +106,13 @@ def make_teacher(
     if kind == "hidden":
         return hidden_teacher(config, source)
     if kind == "top-k":
-        return TopKTeacher(sampling=source.sampling, device=law_device(source))
+        return TopKTeacher(sampling=source.sampling, device=probs_device(source))
     return sampled_teacher(config, source)
 
 
-def check_objective(kind: TeacherKind, objective: Learned, sampling: SamplingParams) -> None:
+def check_objective(
+    kind: TeacherKind, objective: LearnedObjective, sampling: SamplingParams
+) -> None:
     """Refuse a teacher whose rows would bias the objective.
 
     Raises:
@@ -147,7 +146,7 @@ def hidden_teacher(config: TeacherConfig, source: TeacherSource) -> HiddenTeache
     """A teacher over cached hidden states."""
     settings = {"dtype": str(state_dtype(source))}
     filler = filler_of("hidden", settings, state_sizes(source), config, source)
-    return HiddenTeacher(filler=filler, sampling=source.sampling, device=law_device(source))
+    return HiddenTeacher(filler=filler, sampling=source.sampling, device=probs_device(source))
 
 
 def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
@@ -165,7 +164,7 @@ def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeac
     }
     filler = filler_of("sampled", settings, RowSizes.of_ids(num_ids), config, source)
     return SampledTeacher(
-        filler=filler, sampling=sampling, num_ids=num_ids, device=law_device(source)
+        filler=filler, sampling=sampling, num_ids=num_ids, device=probs_device(source)
     )
 
 
@@ -175,7 +174,7 @@ def filler_of(
     sizes: RowSizes,
     config: TeacherConfig,
     source: TeacherSource,
-) -> Filler:
+) -> CacheFiller:
     """What fills the cache of a target and its settings."""
     checkpoint = read_checkpoint(model_folder(source.target))
     identity = CacheIdentity(
@@ -185,12 +184,12 @@ def filler_of(
         template_hash=template_hash(checkpoint.folder),
         settings=settings,
     )
-    return Filler(
+    return CacheFiller(
         cache=RowCache(source.cache_dir, identity),
         load=lambda: load(source),
         sizes=sizes,
         max_bytes=config.max_cache_bytes,
-        tell=source.tell,
+        on_progress=source.on_progress,
         share=source.share,
     )
 
@@ -217,6 +216,6 @@ def state_dtype(source: TeacherSource) -> torch.dtype:
     return choose_dtype(source.dtype, read_checkpoint(model_folder(source.target)))
 
 
-def law_device(source: TeacherSource) -> torch.device:
+def probs_device(source: TeacherSource) -> torch.device:
     """Where laws are made of what was cached."""
     return choose_device("auto" if source.device == SHARDED else source.device)

@@ -1,23 +1,30 @@
-"""Run the target once over every sample that a cache lacks."""
+"""Run the target once over every sample that a cache lacks.
+
+How much disk a teacher's cache takes, said before anything is written.
+"""
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from forerun.align.data.sample import Sample
-from forerun.align.phases import Tell
+from forerun.align.progress import OnProgress
+from forerun.align.teachers.base import ProcessShare
 from forerun.align.teachers.cache import RowCache, key_of
-from forerun.align.teachers.planner import RowSizes, check_room
 from forerun.align.teachers.rows import one_per_row, passes
-from forerun.align.teachers.share import Share
 from forerun.align.teachers.target import TargetModel, check_samples
-from forerun.errors import NumericalError
+from forerun.errors import CacheTooLarge, NumericalError
+from forerun.models.memory import readable
 
-__all__ = ["Filler"]
+__all__ = ["CacheFiller", "RowSizes", "allowed_bytes", "check_room"]
 
 MAX_TOKENS = 4096
 """Tokens of one pass over the target."""
@@ -26,7 +33,7 @@ MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows hidden"]], Mapp
 """What is kept of a sample, from the target's hidden states at its learned rows."""
 
 
-class Filler:
+class CacheFiller:
     """Fills a cache, and goes on where an earlier run was interrupted.
 
     Args:
@@ -34,7 +41,7 @@ class Filler:
         load: gives the target; called only if something is lacking.
         sizes: of the rows.
         max_bytes: most bytes to write; None: nine tenths of what the disk has free.
-        tell: told after every pass how many learned rows of this process's share is done.
+        on_progress: told after every pass how many learned rows of this process's share is done.
         share: of the samples; all processes fill together.
     """
 
@@ -45,14 +52,14 @@ class Filler:
         load: Callable[[], TargetModel],
         sizes: RowSizes,
         max_bytes: int | None,
-        tell: Tell,
-        share: Share,
+        on_progress: OnProgress,
+        share: ProcessShare,
     ) -> None:
         self.cache = cache
         self.load = load
         self.sizes = sizes
         self.max_bytes = max_bytes
-        self.tell = tell
+        self.on_progress = on_progress
         self.share = share
 
     def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
@@ -99,7 +106,7 @@ class Filler:
                 check_finite(samples[index], own)
                 self.cache.put(key_of(samples[index]), make_columns(target, samples[index], own))
             num_done += sum(lengths)
-            self.tell(num_done, num_rows)
+            self.on_progress(num_done, num_rows)
 
 
 def check_finite(sample: Sample, hidden: Float[Tensor, "rows hidden"]) -> None:
@@ -113,3 +120,78 @@ def check_finite(sample: Sample, hidden: Float[Tensor, "rows hidden"]) -> None:
             "the target's hidden states are not finite in a response to the prompt "
             f"{sample.prompt_hash}; load it in bf16 or fp32"
         )
+
+
+logger = logging.getLogger("forerun.preparation")
+
+ID_BYTES, COUNT_BYTES = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """Disk that a cache takes.
+
+    Attributes:
+        what: is cached, for people.
+        row_bytes: of a learned row, at most.
+        fixed_bytes: whatever the number of rows.
+    """
+
+    what: str
+    row_bytes: int
+    fixed_bytes: int = 0
+
+    @classmethod
+    def of_states(cls, *, width: int, vocab_size: int, itemsize: int) -> RowSizes:
+        """Hidden states, and the head that makes logits of them."""
+        return cls(
+            what="last hidden states",
+            row_bytes=width * itemsize,
+            fixed_bytes=(width + 1) * vocab_size * itemsize,
+        )
+
+    @classmethod
+    def of_ids(cls, num_ids: int) -> RowSizes:
+        """Drawn ids with counts, and how many of them are distinct."""
+        return cls(what="drawn ids", row_bytes=num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES)
+
+    def total_bytes(self, num_rows: int) -> int:
+        """Of so many rows."""
+        return self.fixed_bytes + num_rows * self.row_bytes
+
+
+def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | None) -> None:
+    """Say what will be written, and refuse what does not fit.
+
+    Args:
+        folder: of the cache, there or not.
+        num_rows: learned rows to write.
+        sizes: of the rows.
+        max_bytes: most bytes they may take; None: nine tenths of what the disk has free.
+
+    Raises:
+        CacheTooLarge: they do not fit; nothing has been written.
+    """
+    needed, allowed = sizes.total_bytes(num_rows), allowed_bytes(folder, max_bytes)
+    logger.info(
+        "caching %s of %s positions in %s: %s (%s each), %s may be taken",
+        sizes.what,
+        f"{num_rows:,}",
+        folder,
+        readable(needed),
+        readable(sizes.row_bytes),
+        readable(allowed),
+    )
+    if needed > allowed:
+        raise CacheTooLarge(
+            f"{sizes.what} of {num_rows:,} positions take {readable(needed)}, {readable(allowed)} "
+            f"may be taken in {folder}: use fewer prompts, another folder, a higher limit, or the "
+            "teacher that reruns the target (model)"
+        )
+
+
+def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
+    """What may be written: never more than nine tenths of what the disk has free."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free * 9 // 10
+    return free if max_bytes is None else min(free, max_bytes)

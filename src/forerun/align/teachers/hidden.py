@@ -17,14 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.data.sample import Sample
 from forerun.align.teachers.cache import full_disk_named, key_of
-from forerun.align.teachers.filling import Filler
-from forerun.align.teachers.head import Head
+from forerun.align.teachers.filling import CacheFiller
 from forerun.align.teachers.model import HeadRows
 from forerun.align.teachers.rows import sample_runs
-from forerun.align.teachers.target import TargetModel
+from forerun.align.teachers.target import TargetHead, TargetModel
 from forerun.cache import find_kept, keep
 from forerun.sampling.config import SamplingParams
 
@@ -46,13 +45,13 @@ class HiddenTeacher:
     truncated = False
 
     def __init__(
-        self, *, filler: Filler, sampling: SamplingParams, device: torch.device | str
+        self, *, filler: CacheFiller, sampling: SamplingParams, device: torch.device | str
     ) -> None:
         self._filler = filler
         self._sampling = sampling
         self._device = device
         self._samples: Sequence[Sample] = ()
-        self._head: Head | None = None
+        self._head: TargetHead | None = None
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose states are not there yet.
@@ -65,7 +64,7 @@ class HiddenTeacher:
         self._head = self._find_head(target).to(self._device)
         self._samples = samples
 
-    def _find_head(self, target: TargetModel | None) -> Head:
+    def _find_head(self, target: TargetModel | None) -> TargetHead:
         """The head from beside the states; from the target, where it is not there yet."""
         folder, share = self._filler.cache.folder, self._filler.share
         head = read_head(folder)
@@ -77,7 +76,7 @@ class HiddenTeacher:
             share.wait()
         return head
 
-    def rows(self, batch: Batch) -> HeadRows:
+    def rows(self, batch: PackedBatch) -> HeadRows:
         """The law at the learned rows of a batch.
 
         Raises:
@@ -99,7 +98,7 @@ def states_column(
     return {STATES: hidden.cpu()}
 
 
-def write_head(folder: Path, head: Head) -> None:
+def write_head(folder: Path, head: TargetHead) -> None:
     """Keep a head beside the states it belongs to.
 
     Raises:
@@ -113,7 +112,7 @@ def write_head(folder: Path, head: Head) -> None:
         keep(folder, HEAD, SUFFIX, save(tensors, {"numbers": numbers}))
 
 
-def read_head(folder: Path) -> Head | None:
+def read_head(folder: Path) -> TargetHead | None:
     """The head kept beside the states; None if there is none, or it is damaged."""
     path = find_kept(folder, HEAD, SUFFIX)
     if path is None:
@@ -122,4 +121,4 @@ def read_head(folder: Path) -> Head | None:
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names}
         numbers = json.loads(file.metadata()["numbers"])
-    return Head(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)
+    return TargetHead(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)

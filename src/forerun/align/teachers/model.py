@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.data.sample import Sample
-from forerun.align.law import TargetLaw
-from forerun.align.teachers.head import Head
-from forerun.align.teachers.laws import deployed_law
-from forerun.align.teachers.target import TargetModel, check_samples
+from forerun.align.distribution import TargetDistribution, deployed_distribution
+from forerun.align.teachers.target import TargetHead, TargetModel, check_samples
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["HeadRows", "ModelTeacher"]
@@ -28,7 +26,7 @@ class HeadRows:
     """
 
     def __init__(
-        self, *, hidden: Float[Tensor, "rows hidden"], head: Head, sampling: SamplingParams
+        self, *, hidden: Float[Tensor, "rows hidden"], head: TargetHead, sampling: SamplingParams
     ) -> None:
         self._hidden = hidden
         self._head = head
@@ -38,9 +36,9 @@ class HeadRows:
         """Learned rows."""
         return len(self._hidden)
 
-    def law(self, rows: slice) -> TargetLaw:
+    def distribution(self, rows: slice) -> TargetDistribution:
         """The law at some of them, on the device of the head."""
-        return deployed_law(self._head.logits(self._hidden[rows]), self._sampling)
+        return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
 
 
 class ModelTeacher:
@@ -65,7 +63,7 @@ class ModelTeacher:
         """
         check_samples(samples, self._target)
 
-    def rows(self, batch: Batch) -> HeadRows:
+    def rows(self, batch: PackedBatch) -> HeadRows:
         """The law at the learned rows of a batch."""
         return HeadRows(
             hidden=self._target.hidden(batch), head=self._target.head, sampling=self._sampling

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.data.sample import Sample
 from forerun.errors import InvalidCache
 
@@ -22,7 +22,7 @@ def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
 
 
 def sample_runs(
-    batch: Batch, samples: Sequence[Sample]
+    batch: PackedBatch, samples: Sequence[Sample]
 ) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
     """The learned rows of a batch, sample by sample in the order of the rows.
 
@@ -70,7 +70,7 @@ def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
         yield rows
 
 
-def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> Batch:
+def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
     """A sample per row; padding counts on, so that a row stays one text, read up to its end."""
     width = max(len(samples[index].token_ids) for index in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -82,4 +82,4 @@ def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> Batch:
         owners[row, :length] = index
         predicts[row, learned_places(samples[index])] = True
     positions = torch.arange(width).repeat(len(rows), 1)
-    return Batch(ids=ids, positions=positions, samples=owners, predicts=predicts)
+    return PackedBatch(ids=ids, positions=positions, samples=owners, predicts=predicts)

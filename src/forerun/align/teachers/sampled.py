@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.data.sample import Sample
-from forerun.align.law import DenseLaw, SparseLaw
+from forerun.align.distribution import DenseDistribution, SparseDistribution, deployed_distribution
 from forerun.align.teachers.cache import key_of
-from forerun.align.teachers.filling import Filler
-from forerun.align.teachers.laws import deployed_law
+from forerun.align.teachers.filling import CacheFiller
 from forerun.align.teachers.rows import sample_runs
 from forerun.align.teachers.target import TargetModel
 from forerun.errors import NumericalError
@@ -37,19 +36,19 @@ class SparseRows:
     """Laws over some ids; see `TeacherRows`.
 
     Args:
-        law: of all learned rows.
+        distribution: of all learned rows.
     """
 
-    def __init__(self, law: SparseLaw) -> None:
-        self._law = law
+    def __init__(self, distribution: SparseDistribution) -> None:
+        self._law = distribution
 
     def __len__(self) -> int:
         """Learned rows."""
         return len(self._law.ids)
 
-    def law(self, rows: slice) -> SparseLaw:
+    def distribution(self, rows: slice) -> SparseDistribution:
         """The law at some of them."""
-        return SparseLaw(ids=self._law.ids[rows], shares=self._law.shares[rows])
+        return SparseDistribution(ids=self._law.ids[rows], shares=self._law.shares[rows])
 
 
 class SampledTeacher:
@@ -67,7 +66,7 @@ class SampledTeacher:
     def __init__(
         self,
         *,
-        filler: Filler,
+        filler: CacheFiller,
         sampling: SamplingParams,
         num_ids: int,
         device: torch.device | str,
@@ -88,7 +87,7 @@ class SampledTeacher:
         self._filler.fill(samples, self._columns)
         self._samples = samples
 
-    def rows(self, batch: Batch) -> SparseRows:
+    def rows(self, batch: PackedBatch) -> SparseRows:
         """The law at the learned rows of a batch.
 
         Raises:
@@ -101,11 +100,11 @@ class SampledTeacher:
             ids.append(own_ids[rows])
             shares.append(own_shares[rows])
         width = max((part.shape[1] for part in ids), default=1)
-        law = SparseLaw(
+        distribution = SparseDistribution(
             ids=joined(ids, width, torch.int64).to(self._device),
             shares=joined(shares, width, torch.float32).to(self._device),
         )
-        return SparseRows(law)
+        return SparseRows(distribution)
 
     def _columns(
         self, target: TargetModel, sample: Sample, hidden: Float[Tensor, "rows hidden"]
@@ -115,12 +114,12 @@ class SampledTeacher:
         keys = torch.tensor([position_key(key, row) for row in range(len(hidden))])
         parts = []
         for rows in row_chunks(len(hidden), target.head.vocab_size):
-            law = deployed_law(target.head.logits(hidden[rows]), self._sampling)
-            if isinstance(law, DenseLaw):
-                offsets = uniform(keys[rows].to(law.target_probs.device))
-                parts.append(distinct(draw_ids(law.target_probs, offsets, self._num_ids)))
+            distribution = deployed_distribution(target.head.logits(hidden[rows]), self._sampling)
+            if isinstance(distribution, DenseDistribution):
+                offsets = uniform(keys[rows].to(distribution.target_probs.device))
+                parts.append(distinct(draw_ids(distribution.target_probs, offsets, self._num_ids)))
             else:
-                parts.append(distinct(law.ids))
+                parts.append(distinct(distribution.ids))
         ids, counts, sizes = (torch.cat(column) for column in zip(*parts, strict=True))
         return {"ids": ids, "counts": counts, "sizes": sizes}
 

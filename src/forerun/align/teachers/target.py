@@ -1,19 +1,26 @@
-"""The target as a teacher runs it: packed rows to hidden states, in transformers' own modules."""
+"""The target as a teacher runs it: packed rows to hidden states, in transformers' own modules.
+
+The end of a model: hidden states after the final norm to logits.
+
+A target whose weights are spread over the devices of one process, or of several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch, packed_inputs
 from forerun.align.data.sample import Sample
-from forerun.align.packed import packed_inputs
-from forerun.align.teachers.head import Head, head_of
+from forerun.align.teachers.base import ProcessShare
 from forerun.errors import InvalidRequest, NotEnoughMemory
 from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint
@@ -21,7 +28,15 @@ from forerun.models.huggingface import read_weights
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.models.memory import available_bytes, readable
 
-__all__ = ["TargetModel", "adopt_target", "check_samples", "load_target"]
+__all__ = [
+    "TargetHead",
+    "TargetModel",
+    "adopt_target",
+    "check_samples",
+    "head_of",
+    "load_sharded",
+    "load_target",
+]
 
 
 class TargetModel:
@@ -40,7 +55,7 @@ class TargetModel:
         self,
         *,
         body: nn.Module,
-        head: Head,
+        head: TargetHead,
         model_type: str,
         max_positions: int,
         device: torch.device,
@@ -52,7 +67,7 @@ class TargetModel:
         self.device = device
 
     @torch.no_grad()
-    def hidden(self, batch: Batch) -> Float[Tensor, "learned hidden"]:
+    def hidden(self, batch: PackedBatch) -> Float[Tensor, "learned hidden"]:
         """Last hidden states at the learned rows of a batch: what the head makes logits of."""
         on_device = batch.to(self.device)
         outputs = self.body(**packed_inputs(on_device, self.model_type))
@@ -124,3 +139,128 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
             "log-probabilities from a server (teacher top-k)"
         )
     return adopt_target(read_weights(checkpoint, chosen_dtype).to(chosen_device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TargetHead:
+    """A projection to the vocabulary, and what a family does to its logits afterwards.
+
+    Attributes:
+        weight: one row per token.
+        bias: of each token, if there is one.
+        divisor: logits are divided by it (Granite).
+        cap: logits are bent to stay within plus and minus this (Gemma); None: they are not.
+    """
+
+    weight: Float[Tensor, "vocab hidden"]
+    bias: Float[Tensor, " vocab"] | None = None
+    divisor: float = 1.0
+    cap: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Of a hidden state."""
+        return self.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.weight.shape[0]
+
+    def to(self, device: torch.device | str) -> TargetHead:
+        """The same head on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, weight=self.weight.to(device), bias=bias)
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """Logits in the dtype of the weights, on their device."""
+        states = hidden.to(device=self.weight.device, dtype=self.weight.dtype)
+        logits = nn.functional.linear(states, self.weight, self.bias)
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def head_of(model: Any) -> TargetHead:
+    """The head of a transformers model; weights are shared, not copied.
+
+    Args:
+        model: a causal language model of a supported family.
+    """
+    settings: Mapping[str, Any] = model.config.to_dict()
+    projection = model.get_output_embeddings()
+    bias = dict(projection.named_parameters()).get("bias")
+    return TargetHead(
+        weight=projection.weight.detach(),
+        bias=None if bias is None else bias.detach(),
+        divisor=float(settings.get("logits_scaling") or 1.0),
+        cap=settings.get("final_logit_softcapping"),
+    )
+
+
+def load_sharded(
+    source: str | Path, *, dtype: str, device: str, share: ProcessShare
+) -> TargetModel:
+    """Load a target that is too large for one device.
+
+    One process spreads the layers over all GPUs it has, one after the other (accelerate's device
+    map). Several processes split every layer among them (FSDP2) and gather it when it is run, so
+    all of them must make equally many passes, which `CacheFiller` and the trainer do.
+
+    Args:
+        source: as for `load_target`.
+        dtype: likewise.
+        device: of this process, where there are several.
+        share: of this process.
+
+    Raises:
+        InvalidModel: files are missing, damaged or of an unsupported kind.
+        NotEnoughMemory: the GPUs together do not hold the weights.
+    """
+    checkpoint = read_checkpoint(model_folder(source))
+    read_config(checkpoint)  # refuses what is not supported before a weight is read
+    chosen_dtype = choose_dtype(dtype, checkpoint)
+    if share.number == 1:
+        model = read_weights(checkpoint, chosen_dtype, device_map="auto")
+        refuse_offloaded(str(source), model)
+        return adopt_target(model)
+    target = None
+    for turn in range(share.number):  # the host holds one whole copy at a time
+        if turn == share.index:
+            model = read_weights(checkpoint, chosen_dtype)
+            target = split(model, choose_device(device), share.number)
+        share.wait()
+    assert target is not None
+    return target
+
+
+def split(model: Any, device: torch.device, number: int) -> TargetModel:
+    """Every decoder layer, and what is outside of them, split over all processes.
+
+    The head stays whole everywhere: laws are made of its rows in chunks of any size.
+    """
+    target = adopt_target(model)
+    weight = target.head.weight.to(device, copy=True)  # it may be the embedding, which is split
+    mesh = init_device_mesh(device.type, (number,))
+    layer_classes = set(model._no_split_modules or ())
+    for module in target.body.modules():
+        if type(module).__name__ in layer_classes:
+            fully_shard(module, mesh=mesh)
+    fully_shard(target.body, mesh=mesh)
+    head = replace(target.head.to(device), weight=weight)
+    return TargetModel(
+        body=target.body,
+        head=head,
+        model_type=target.model_type,
+        max_positions=target.max_positions,
+        device=device,
+    )
+
+
+def refuse_offloaded(source: str, model: nn.Module) -> None:
+    """Layers read from CPU memory or disk in every pass would take days without saying so."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise NotEnoughMemory(
+            f"the GPUs here together do not hold {source}; take its log-probabilities from a "
+            "server (teacher top-k)"
+        )

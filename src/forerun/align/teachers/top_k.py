@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.data.sample import Sample
-from forerun.align.law import SparseLaw
+from forerun.align.distribution import SparseDistribution
 from forerun.align.teachers.rows import sample_runs
 from forerun.align.teachers.sampled import SparseRows
 from forerun.errors import InvalidRequest
@@ -58,7 +58,7 @@ class TopKTeacher:
                 )
         self._samples = samples
 
-    def rows(self, batch: Batch) -> SparseRows:
+    def rows(self, batch: PackedBatch) -> SparseRows:
         """The law at the learned rows of a batch.
 
         Raises:
@@ -77,8 +77,8 @@ class TopKTeacher:
             ids[row, : len(tokens)] = torch.tensor([token for token, _ in best_first])
             logprobs[row, : len(tokens)] = torch.tensor([value for _, value in best_first])
         shares = known_shares(logprobs, self._sampling).float()
-        law = SparseLaw(ids=ids.to(self._device), shares=shares.to(self._device))
-        return SparseRows(law)
+        distribution = SparseDistribution(ids=ids.to(self._device), shares=shares.to(self._device))
+        return SparseRows(distribution)
 
 
 def known_shares(

@@ -1,4 +1,7 @@
-"""The draft as it is trained: loaded or made, checked against its target, written to be served."""
+"""The draft as it is trained: loaded or made, checked against its target, written to be served.
+
+Whether a model can be trained as a draft of a target, tried out before anything is trained.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forerun.align.training.suitability import check_tokenizers, check_trainable
-from forerun.errors import InvalidModel
+from forerun.engine.loading import check_vocabularies
+from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
-from forerun.models.load import read_config
+from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tensor_files import writing_tensors
 from forerun.replacing import replacing
 
-__all__ = ["Draft", "DraftConfig", "load_draft"]
+__all__ = ["Draft", "DraftConfig", "check_tokenizers", "check_trainable", "load_draft"]
 
 TARGET_FILES = (
     "tokenizer.json",
@@ -182,3 +186,48 @@ def copy_tokenizer(target: Path, folder: Path) -> None:
     for name in TARGET_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
+
+
+PROBE_TOKENS = 8
+
+
+def check_trainable(model: Any) -> None:
+    """Refuse a model whose logits are more than head times decoder, or which mixes packed texts.
+
+    Training reads hidden rows and the head's weights, and lays several texts in one row; whether
+    that is the same as the model itself is tried out on a few tokens.
+
+    Raises:
+        InvalidModel: it is not.
+    """
+    name = type(model).__name__
+    ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size
+    positions = torch.arange(PROBE_TOKENS)[None]
+    head = model.get_output_embeddings()
+    if head is None:
+        raise InvalidModel(f"{name} has no head of its own and cannot be trained as a draft")
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids, use_cache=False).logits[0]
+        packed = model.get_decoder()(
+            input_ids=torch.cat([ids.flip(1), ids], 1),
+            position_ids=torch.cat([positions, positions], 1),
+            use_cache=False,
+        ).last_hidden_state[0, PROBE_TOKENS:]
+        found = F.linear(packed, head.weight, head.bias)
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+        raise InvalidModel(
+            f"{name} cannot be trained as a draft: its logits are scaled or capped after the head, "
+            "or it does not keep packed texts apart"
+        )
+
+
+def check_tokenizers(target: Path, draft: Path) -> None:
+    """Refuse a draft that means other text by its tokens.
+
+    Raises:
+        IncompatibleDraft: naming the first tokens that differ.
+    """
+    try:
+        check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
+    except IncompatibleDraft as error:
+        raise IncompatibleDraft(f"{draft}: {error}, or one made from nothing (init)") from error

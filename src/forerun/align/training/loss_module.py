@@ -8,8 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from forerun.align.batch import Batch
-from forerun.align.objectives.base import Objective
+from forerun.align.batch import PackedBatch
 from forerun.align.objectives.chunked import (
     DraftHead,
     LearnedRows,
@@ -17,6 +16,7 @@ from forerun.align.objectives.chunked import (
     chunked_loss,
 )
 from forerun.align.objectives.length_aware import length_weights
+from forerun.align.objectives.named import Objective
 from forerun.align.teachers.base import TeacherRows
 
 __all__ = ["DraftLoss"]
@@ -53,7 +53,7 @@ class DraftLoss(nn.Module):
         self._no_split_modules = list(model._no_split_modules or ())
 
     def forward(
-        self, batch: Batch, teacher_rows: TeacherRows | None
+        self, batch: PackedBatch, teacher_rows: TeacherRows | None
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Sums over the learned rows of a batch.
 
@@ -83,7 +83,9 @@ class DraftLoss(nn.Module):
         # FSDP2 hangs its hooks on what comes out, which must be no view of something else.
         return total.loss.clone(), alpha
 
-    def _weighed(self, rows: LearnedRows, head: DraftHead, batch: Batch, k: int) -> LearnedRows:
+    def _weighed(
+        self, rows: LearnedRows, head: DraftHead, batch: PackedBatch, k: int
+    ) -> LearnedRows:
         """The same rows with their shares of the expected accepted length."""
         alphas = chunked_acceptance(rows, head, temperature=self.temperature)
         learned = batch.predicts

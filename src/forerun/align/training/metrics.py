@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forerun.align.lines import append_line, read_lines, write_lines
+from forerun.align.jsonl import append_line, read_lines, write_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,7 @@
-"""The training loop: packed rows in, steps out, the same steps whatever the number of processes."""
+"""The training loop: packed rows in, steps out, the same steps whatever the number of processes.
+
+AdamW and its learning rate: a function of settings and step, so there is no schedule to save.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.config import TrainingConfig
 from forerun.align.teachers.base import Teacher
 from forerun.align.training.checkpoint import (
@@ -23,17 +27,19 @@ from forerun.align.training.checkpoint import (
     trained_weights,
     whole,
 )
-from forerun.align.training.interruption import Interruption
 from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.metrics import StepMetrics
-from forerun.align.training.optimiser import (
-    learning_rate_at,
-    make_optimiser,
-    set_learning_rate,
-)
+from forerun.align.training.processes import StopSignal
 from forerun.errors import TrainingDiverged
 
-__all__ = ["FREE_SETTINGS", "RowSource", "Trainer"]
+__all__ = [
+    "FREE_SETTINGS",
+    "RowSource",
+    "Trainer",
+    "learning_rate_at",
+    "make_optimiser",
+    "set_learning_rate",
+]
 
 CHECKPOINT = "checkpoint.safetensors"
 FREE_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
@@ -44,7 +50,7 @@ FREE_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 class RowSource(Protocol):
     """An endless stream of packed rows, as `Packing` is."""
 
-    def batch(self, first_row: int, num_rows: int) -> Batch:
+    def batch(self, first_row: int, num_rows: int) -> PackedBatch:
         """Rows by their numbers: no state, so any process may ask for any."""
 
 
@@ -126,18 +132,18 @@ class Trainer:
         if self.step >= until_step:  # nothing has changed since the checkpoint
             return
         self._wrapped.train()
-        with Interruption() as interruption:
+        with StopSignal() as interruption:
             while self.step < until_step:
                 started_s = time.monotonic()
                 late = started_s - self._saved_s > self.config.checkpoint_every_s
                 batches = [rows.batch(first, number) for first, number in self._passes()]
                 mine = sum(int(batch.predicts.sum()) for batch in batches)
                 # One answer for all processes: what one of them wants, all do.
-                learned, wished, due = self._sum(mine, interruption.wished, late)
+                learned, requested, due = self._sum(mine, interruption.requested, late)
                 on_step(self._optimise(batches, int(learned), started_s))
-                if wished or due:
+                if requested or due:
                     self.save()
-                if wished:
+                if requested:
                     raise KeyboardInterrupt
         self.save()
 
@@ -167,7 +173,9 @@ class Trainer:
         most = self.config.rows_per_pass
         return [(first + done, min(most, share - done)) for done in range(0, share, most)]
 
-    def _optimise(self, batches: Sequence[Batch], learned: int, started_s: float) -> StepMetrics:
+    def _optimise(
+        self, batches: Sequence[PackedBatch], learned: int, started_s: float
+    ) -> StepMetrics:
         """One step over this process's batches and everybody else's."""
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
@@ -194,7 +202,7 @@ class Trainer:
             duration_s=time.monotonic() - started_s,
         )
 
-    def _backward(self, batches: Sequence[Batch], learned: int) -> tuple[float, float]:
+    def _backward(self, batches: Sequence[PackedBatch], learned: int) -> tuple[float, float]:
         """Accumulate gradients; sums of loss and alpha over this process's learned rows."""
         # Gradients are averaged over processes; this makes them the sum over all their rows.
         scale = self.accelerator.num_processes / max(1, learned)
@@ -207,7 +215,7 @@ class Trainer:
                 sums += self._pass(batch, scale)
         return float(sums[0]), float(sums[1])
 
-    def _pass(self, batch: Batch, scale: float) -> Tensor:
+    def _pass(self, batch: PackedBatch, scale: float) -> Tensor:
         batch = batch.to(self.accelerator.device)
         rows = None if self.teacher is None else self.teacher.rows(batch)
         loss, alpha = self._wrapped(batch, rows)
@@ -231,3 +239,35 @@ class Trainer:
 def decisive(config: TrainingConfig) -> dict[str, str]:
     """Settings that decide what the steps do, as text."""
     return {name: str(v) for name, v in asdict(config).items() if name not in FREE_SETTINGS}
+
+
+FINAL_SHARE = 0.1
+"""What is left of the peak at the end."""
+BETAS = (0.9, 0.95)
+
+
+def make_optimiser(module: nn.Module, config: TrainingConfig) -> AdamW:
+    """AdamW over what is trained; matrices decay, norms and biases do not."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    filled = [group for group in groups if group["params"]]
+    return AdamW(filled, lr=config.learning_rate, betas=BETAS, fused=True)
+
+
+def learning_rate_at(step: int, config: TrainingConfig) -> float:
+    """Learning rate of a step counted from 0: up in a line, then down half a cosine to a tenth."""
+    warmup_steps = math.ceil(config.warmup_share * config.num_steps)
+    if step < warmup_steps:
+        return config.learning_rate * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, config.num_steps - 1 - warmup_steps)
+    left = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    return config.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * left)
+
+
+def set_learning_rate(optimiser: Optimizer, learning_rate: float) -> None:
+    """The same rate for all groups."""
+    for group in optimiser.param_groups:
+        group["lr"] = learning_rate

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from forerun.align.evaluation.teacher_forced import along, laws, logits_of, num_known
+from forerun.align.evaluation.teacher_forced import along, logits_of, num_known, probs_of_rows
 from forerun.drafters.levels import fit_vocabulary
 from forerun.models.base import LanguageModel
 from forerun.probe.evidence.tape import TapedRequest
@@ -65,7 +65,7 @@ def replay(
     ids, num_prompt = request.ids, request.num_prompt
     rows = histories_of(request, target.vocab_size, eos_token_ids)
     target_logits = torch.cat([*logits_of(target, ids, num_prompt - 1)]).float()
-    target_probs = laws(target_logits, request.params, rows)
+    target_probs = probs_of_rows(target_logits, request.params, rows)
     draft_logits, draft_probs, near_probs = target_logits[:0], target_probs[:0], None
     if draft is not None:
         asked, width = draft_params(request.params), target.vocab_size
@@ -76,9 +76,9 @@ def replay(
 
         draft_logits = read(0)
         if len(draft_logits):
-            draft_probs = laws(draft_logits, asked, rows[: len(draft_logits)])
+            draft_probs = probs_of_rows(draft_logits, asked, rows[: len(draft_logits)])
         if len(draft_logits) and num_prompt >= 2 * NEAR:
-            near_probs = laws(read(num_prompt - NEAR)[: len(draft_logits)], asked, rows)
+            near_probs = probs_of_rows(read(num_prompt - NEAR)[: len(draft_logits)], asked, rows)
     return Replay(
         target_logits=target_logits,
         target_probs=target_probs,

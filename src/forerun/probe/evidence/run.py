@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from forerun.align.evaluation.judge import draft_model_of, spread
+from forerun.align.evaluation.judge import draft_model_of, evenly_spaced
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt
@@ -132,7 +132,7 @@ def chosen(
 ) -> list[tuple[int, ...]]:
     """Token ids of some prompts, evenly from all."""
     params = SamplingParams(max_tokens=config.num_tokens)
-    indices = spread(len(prompts), config.num_prompts)
+    indices = evenly_spaced(len(prompts), config.num_prompts)
     return [tuple(engine.intake.check(prompts[index], params)) for index in indices]
 
 

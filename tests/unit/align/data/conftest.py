@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.response_store import Maker
+from forerun.align.data.response_store import ResponseOrigin
 from forerun.align.data.sample import prompt_hash
 from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Tokenizer
@@ -70,7 +70,7 @@ def prompts(count: int) -> list[PromptRecord]:
     return [prompt(number + 1, 5, 9) for number in range(count)]
 
 
-def maker(**changes: object) -> Maker:
+def origin(**changes: object) -> ResponseOrigin:
     params = SamplingParams(max_tokens=6, seed=1)
     values = {"source": "target", "model": "m0", "tokenizer_hash": "k0", "params": params}
-    return Maker(**(values | changes))
+    return ResponseOrigin(**(values | changes))

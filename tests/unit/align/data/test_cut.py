@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.align.data.cut import cut
+from forerun.align.data.packing import cut
 from forerun.align.data.sample import Sample
 
 WINDOW = 10

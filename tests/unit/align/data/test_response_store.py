@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tests.unit.align.data.conftest import maker, prompts
+from tests.unit.align.data.conftest import origin, prompts
 
 from forerun.align.data.response_store import Response, ResponseStore
 from forerun.errors import InvalidRequest
@@ -30,9 +30,9 @@ def response(number: int, index: int = 0, token_ids: tuple[int, ...] = (4, 2)) -
 
 def test_what_is_added_is_there_the_next_time(tmp_path):
     full = replace(response(0), top_logprobs=(((4, -0.5), (1, -1.0)), ((2, -0.25),)))
-    store = ResponseStore(tmp_path / "new", maker())
+    store = ResponseStore(tmp_path / "new", origin())
     store.add(full)
-    again = ResponseStore(tmp_path / "new", maker())
+    again = ResponseStore(tmp_path / "new", origin())
     assert len(again) == 1
     assert again.response(full.prompt_hash, 0) == full
     (sample,) = again.samples(PROMPTS, 1)
@@ -43,7 +43,7 @@ def test_what_is_added_is_there_the_next_time(tmp_path):
 
 
 def test_missing_are_first_samples_first(tmp_path):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     store.add(response(1))
     store.add(response(0, index=1))
     missing = [(PROMPTS.index(prompt), index) for prompt, index in store.missing(PROMPTS, 2)]
@@ -51,15 +51,15 @@ def test_missing_are_first_samples_first(tmp_path):
 
 
 def test_a_second_response_to_the_same_is_not_kept(tmp_path):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     store.add(response(0))
     store.add(response(0, token_ids=(9,)))
-    assert ResponseStore(tmp_path, maker()).response(*response(0).key) == response(0)
+    assert ResponseStore(tmp_path, origin()).response(*response(0).key) == response(0)
     assert len(store.path.read_text().splitlines()) == 2
 
 
 def test_empty_responses_are_done_but_teach_nothing(tmp_path):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     store.add(response(0, token_ids=()))
     assert store.missing(PROMPTS[:1], 1) == []
     assert store.samples(PROMPTS[:1], 1) == []
@@ -76,36 +76,36 @@ def test_empty_responses_are_done_but_teach_nothing(tmp_path):
     ],
 )
 def test_another_maker_finds_nothing_and_loses_nothing(tmp_path, changes):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     store.add(response(0))
-    assert len(ResponseStore(tmp_path, maker(**changes))) == 0
-    assert len(ResponseStore(tmp_path, maker())) == 1
+    assert len(ResponseStore(tmp_path, origin(**changes))) == 0
+    assert len(ResponseStore(tmp_path, origin())) == 1
 
 
 def test_a_file_of_another_maker_under_this_name_is_refused(tmp_path):
-    store = ResponseStore(tmp_path, maker())
-    ResponseStore(tmp_path, maker(model="m1")).path.replace(store.path)
+    store = ResponseStore(tmp_path, origin())
+    ResponseStore(tmp_path, origin(model="m1")).path.replace(store.path)
     with pytest.raises(InvalidRequest, match="responses of another model"):
-        ResponseStore(tmp_path, maker())
+        ResponseStore(tmp_path, origin())
 
 
 @pytest.mark.parametrize("num_lost", [1, 7, 40])
 def test_a_line_that_was_cut_off_is_made_again(tmp_path, num_lost):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     store.add(response(0))
     store.add(response(1))
     store.path.write_bytes(store.path.read_bytes()[:-num_lost])
-    again = ResponseStore(tmp_path, maker())
+    again = ResponseStore(tmp_path, origin())
     assert [prompt for prompt, _ in again.missing(PROMPTS, 1)] == PROMPTS[1:]
     again.add(response(1))
-    assert len(ResponseStore(tmp_path, maker())) == 2
+    assert len(ResponseStore(tmp_path, origin())) == 2
 
 
 def test_a_header_that_was_cut_off_is_written_again(tmp_path):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     store.path.write_bytes(store.path.read_bytes()[:-9])
-    ResponseStore(tmp_path, maker()).add(response(0))
-    assert len(ResponseStore(tmp_path, maker())) == 1
+    ResponseStore(tmp_path, origin()).add(response(0))
+    assert len(ResponseStore(tmp_path, origin())) == 1
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_a_header_that_was_cut_off_is_written_again(tmp_path):
     ],
 )
 def test_a_damaged_line_is_named_and_passed_over(tmp_path, caplog, damage):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     with store.path.open("a") as file:
         file.write(damage + "\n")
     store.add(response(0))
     with caplog.at_level(logging.WARNING):
-        again = ResponseStore(tmp_path, maker())
+        again = ResponseStore(tmp_path, origin())
     assert len(again) == 1
     assert f"{store.path}:2 is damaged" in caplog.text
 
@@ -134,11 +134,11 @@ def test_a_damaged_line_is_named_and_passed_over(tmp_path, caplog, damage):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="responses cannot be kept in"):
-        ResponseStore(tmp_path / "file", maker())
+        ResponseStore(tmp_path / "file", origin())
 
 
 def test_one_process_writes_at_a_time(tmp_path):
-    first, second = (ResponseStore(tmp_path, maker()) for _ in range(2))
+    first, second = (ResponseStore(tmp_path, origin()) for _ in range(2))
     with first.writing():
         first.add(response(0))
         with (
@@ -146,33 +146,33 @@ def test_one_process_writes_at_a_time(tmp_path):
             second.writing(),
         ):
             pass
-        assert len(ResponseStore(tmp_path, maker())) == 1  # reading is free
+        assert len(ResponseStore(tmp_path, origin())) == 1  # reading is free
     with second.writing():  # it knows what was written before
         assert len(second) == 1
 
 
 def test_nobody_mends_what_another_is_writing(tmp_path):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     with store.writing():
         with store.path.open("ab") as file:
             file.write(b'{"half')
         with pytest.raises(InvalidRequest, match="another process is writing"):
-            ResponseStore(tmp_path, maker())
+            ResponseStore(tmp_path, origin())
 
 
 def test_a_maker_is_what_decides_a_response(tmp_path):
     """Parameters at their defaults are not named, so that one that is new changes no maker."""
-    made = maker().to_dict()
+    made = origin().to_dict()
     assert made["params"] == {"max_tokens": 6, "seed": 1}
-    assert maker(params=replace(maker().params, n=3, logprobs=2)).to_dict() == made
-    assert maker(params=replace(maker().params, top_p=0.5)).to_dict() != made
+    assert origin(params=replace(origin().params, n=3, logprobs=2)).to_dict() == made
+    assert origin(params=replace(origin().params, top_p=0.5)).to_dict() != made
 
 
 # A process that keeps one response after the other until it is killed, or the disk is full.
 WRITER = """
 import os, resource, signal, sys
 from pathlib import Path
-from forerun.align.data.response_store import Maker, Response, ResponseStore
+from forerun.align.data.response_store import ResponseOrigin, Response, ResponseStore
 from forerun.errors import CacheTooLarge
 from forerun.sampling.config import SamplingParams
 
@@ -181,8 +181,8 @@ if mode == "full":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 params = SamplingParams(max_tokens=6, seed=1)
-maker = Maker(source="target", model="m0", tokenizer_hash="k0", params=params)
-store = ResponseStore(Path(sys.argv[1]), maker)
+origin = ResponseOrigin(source="target", model="m0", tokenizer_hash="k0", params=params)
+store = ResponseStore(Path(sys.argv[1]), origin)
 for index in range(1000):
     if mode == "killed" and index == 37:
         with store.path.open("ab", buffering=0) as file:
@@ -215,7 +215,7 @@ def test_what_was_kept_before_a_process_ended_is_whole(tmp_path, mode):
         assert run.returncode == 0, run.stderr
         num_kept = int(run.stdout)
         assert 10 < num_kept < 100
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     assert len(store) == num_kept
     kept = [store.response("0" * 16, index) for index in range(num_kept)]
     assert [found and found.token_ids for found in kept] == [(i, 5) for i in range(num_kept)]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tests import tiny
-from tests.unit.align.data.conftest import maker, prompts
+from tests.unit.align.data.conftest import origin, prompts
 
 from forerun.align.data.response_store import ResponseStore
 from forerun.align.data.responses import seed_of, write_responses
@@ -27,7 +27,7 @@ def written(store: ResponseStore) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture
 def uninterrupted(tmp_path) -> dict[str, tuple[int, ...]]:
-    store = ResponseStore(tmp_path / "whole", maker())
+    store = ResponseStore(tmp_path / "whole", origin())
     write_responses(engine(), PROMPTS, store)
     return written(store)
 
@@ -35,7 +35,7 @@ def uninterrupted(tmp_path) -> dict[str, tuple[int, ...]]:
 def test_responses_are_the_targets(tmp_path):
     """At temperature 0 there is one right answer, plain or drafted."""
     greedy = SamplingParams(max_tokens=6, temperature=0)
-    store = ResponseStore(tmp_path, maker(params=greedy))
+    store = ResponseStore(tmp_path, origin(params=greedy))
     write_responses(engine(drafted=True), PROMPTS, store)
     alone = engine().generate([list(prompt.prompt_ids) for prompt in PROMPTS], greedy)
     expected = {
@@ -46,13 +46,13 @@ def test_responses_are_the_targets(tmp_path):
 
 
 def test_a_response_depends_on_its_prompt_and_index_alone(tmp_path, uninterrupted):
-    store = ResponseStore(tmp_path / "other", maker())
+    store = ResponseStore(tmp_path / "other", origin())
     write_responses(engine(max_batch=2), list(reversed(PROMPTS)), store)
     assert written(store) == uninterrupted
 
 
 def test_samples_of_a_prompt_differ(tmp_path):
-    store = ResponseStore(tmp_path, maker(params=SamplingParams(max_tokens=20, ignore_eos=True)))
+    store = ResponseStore(tmp_path, origin(params=SamplingParams(max_tokens=20, ignore_eos=True)))
     write_responses(engine(), PROMPTS[:1], store, samples_per_prompt=3)
     assert len({sample.token_ids for sample in store.samples(PROMPTS[:1], 3)}) == 3
 
@@ -66,23 +66,23 @@ def test_an_interruption_costs_what_was_under_way(tmp_path, uninterrupted):
             raise KeyboardInterrupt
 
     busy = engine()
-    store = ResponseStore(tmp_path / "broken off", maker())
+    store = ResponseStore(tmp_path / "broken off", origin())
     with pytest.raises(KeyboardInterrupt):
-        write_responses(busy, PROMPTS, store, tell=interrupted)
+        write_responses(busy, PROMPTS, store, on_progress=interrupted)
     assert told == [(number, 7) for number in range(5)]
     assert not busy.has_unfinished
 
     told.clear()
-    store = ResponseStore(tmp_path / "broken off", maker())
+    store = ResponseStore(tmp_path / "broken off", origin())
     assert len(store) == 4
-    write_responses(busy, PROMPTS, store, tell=lambda *done: told.append(done))
+    write_responses(busy, PROMPTS, store, on_progress=lambda *done: told.append(done))
     assert told == [(number, 7) for number in range(4, 8)]
     assert written(store) == uninterrupted
     assert len(store.path.read_text().splitlines()) == 1 + 7
 
 
 def test_nothing_is_done_twice(tmp_path):
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     write_responses(engine(), PROMPTS, store)
     content = store.path.read_bytes()
     write_responses(engine(), PROMPTS, store)
@@ -91,7 +91,7 @@ def test_nothing_is_done_twice(tmp_path):
 
 def test_a_prompt_that_does_not_fit_is_named(tmp_path):
     long = replace(PROMPTS[0], prompt_ids=(1,) * tiny.MAX_CONTEXT)
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     busy = engine()
     with pytest.raises(InvalidRequest, match=r"p\.jsonl:7: the prompt has 96 tokens"):
         write_responses(busy, [PROMPTS[0], long], store)

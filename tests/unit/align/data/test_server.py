@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from tests.unit.align.data.conftest import maker, prompt, prompts
+from tests.unit.align.data.conftest import origin, prompt, prompts
 
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.response_store import ResponseStore
-from forerun.align.data.server import ResponseServer, ServerConfig, write_responses_from
+from forerun.align.data.server import ResponseServer, ResponseServerConfig, write_responses_from
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.sampling.config import SamplingParams
 
@@ -57,7 +57,7 @@ def told(text: str = TEXT, **changes: object) -> httpx.Response:
 
 
 def client_of(server: Server, tokenizer, *, path: str = "", **changes: object) -> ResponseServer:
-    config = ServerConfig(url=f"http://server{path}", model="m", **changes)
+    config = ResponseServerConfig(url=f"http://server{path}", model="m", **changes)
     client = httpx.Client(transport=httpx.MockTransport(server))
     return ResponseServer(config=config, tokenizer=tokenizer, client=client, closing=Pauses())
 
@@ -82,7 +82,8 @@ def respond(server: Server, tokenizer, params: SamplingParams = PARAMS, **change
 )
 def test_addresses(path, endpoint):
     assert (
-        ServerConfig(url=f"http://server{path}", model="m").endpoint == f"http://server{endpoint}"
+        ResponseServerConfig(url=f"http://server{path}", model="m").endpoint
+        == f"http://server{endpoint}"
     )
 
 
@@ -127,7 +128,7 @@ def test_samples_of_a_prompt_have_seeds_of_their_own(plain):
 )
 def test_parameters_no_server_takes_are_refused_before_asking(tmp_path, plain, params, message):
     server = Server(told())
-    store = ResponseStore(tmp_path, maker(params=params))
+    store = ResponseStore(tmp_path, origin(params=params))
     with pytest.raises(InvalidRequest, match=message):
         write_responses_from(client_of(server, plain), prompts(2), store)
     assert server.asked == []
@@ -316,7 +317,7 @@ def test_a_server_that_breaks_down_loses_nothing_and_doubles_nothing(tmp_path, p
             return echo(body) if num_good >= 0 else httpx.Response(502, text="down")
 
     everything = prompts(9)
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     client = client_of(Server(failing), plain, max_concurrent=3, num_tries=2)
     with pytest.raises(ServerUnavailable, match=r"down; [1-5] responses are kept in .*run again"):
         write_responses_from(client, everything, store)
@@ -324,10 +325,10 @@ def test_a_server_that_breaks_down_loses_nothing_and_doubles_nothing(tmp_path, p
 
     told_of: list[tuple[int, int]] = []
     server = Server(echo)
-    store = ResponseStore(tmp_path, maker())
+    store = ResponseStore(tmp_path, origin())
     assert len(store) == num_kept
     write_responses_from(
-        client_of(server, plain), everything, store, tell=lambda *done: told_of.append(done)
+        client_of(server, plain), everything, store, on_progress=lambda *done: told_of.append(done)
     )
     assert told_of == [(number, 9) for number in range(num_kept, 10)]
     assert len(server.asked) == 9 - num_kept
@@ -339,12 +340,12 @@ def test_a_server_that_breaks_down_loses_nothing_and_doubles_nothing(tmp_path, p
 def test_nobody_is_waited_for_after_the_end(tmp_path, plain):
     client = client_of(Server(httpx.Response(404)), plain)
     with pytest.raises(InvalidRequest):
-        write_responses_from(client, prompts(2), ResponseStore(tmp_path, maker()))
+        write_responses_from(client, prompts(2), ResponseStore(tmp_path, origin()))
     assert client.closing.is_set()
 
 
 def test_the_key_of_the_environment_is_sent(plain, monkeypatch):
-    config = ServerConfig(url="http://server", model="m")
+    config = ResponseServerConfig(url="http://server", model="m")
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     with ResponseServer.connect(config, plain).client as client:
         assert client.headers["authorization"] == "Bearer k"

@@ -5,8 +5,8 @@ import json
 import pytest
 from tests.unit.align.evaluation.judgements import figures, judged
 
-from forerun.align.evaluation.compare import changes, finding
-from forerun.align.evaluation.plot import plot_survival
+from forerun.align.evaluation.figures import changes, finding
+from forerun.align.plots import plot_survival
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.tiny import PROMPTS, adapted, drafting, engine_over, network, tokenizer
 
-from forerun.align.evaluation.judge import Judge, spread
-from forerun.align.evaluation.judged import HeldOut
+from forerun.align.evaluation.judge import Judge, evenly_spaced
+from forerun.align.evaluation.judged import HeldOutPrompt
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1, max_tokens=24, ignore_eos=True)
 FREE = CostTable(lines=(CostLine(rows=(1, K + 1), verify_s=(1.0, 1.0), plain_s=1.0, draft_s=0.0),))
 HELD_OUT = [
-    HeldOut(prompt_ids=tuple(tokenizer().encode(text)), tag="ab"[index % 2])
+    HeldOutPrompt(prompt_ids=tuple(tokenizer().encode(text)), tag="ab"[index % 2])
     for index, text in enumerate(PROMPTS)
 ]
 
@@ -92,7 +92,7 @@ def test_alpha_is_the_overlap_of_the_deployed_laws(target, cousin, changes):
     judge = judge_of(target, params)
     figures = judge.judge(as_draft(cousin), max_prompts=2)
     wanted = []
-    chosen = spread(len(HELD_OUT), 2)
+    chosen = evenly_spaced(len(HELD_OUT), 2)
     for index, response in zip(chosen, judge.responses(chosen), strict=True):
         ids = torch.tensor([[*HELD_OUT[index].prompt_ids, *response]])
         for end in range(len(HELD_OUT[index].prompt_ids), ids.shape[1]):
@@ -154,8 +154,8 @@ def test_a_drafter_without_a_model_has_no_alpha(target):
 
 
 def test_prompts_are_taken_evenly():
-    assert spread(10, 4) == [0, 2, 5, 7]
-    assert spread(3, 8) == spread(3, None) == [0, 1, 2]
+    assert evenly_spaced(10, 4) == [0, 2, 5, 7]
+    assert evenly_spaced(3, 8) == evenly_spaced(3, None) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from tests.unit.align.export.conftest import Pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from forerun.align.distribution import DenseDistribution, acceptance_probability
 from forerun.align.export.write import describe_pair, export_draft
-from forerun.align.law import DenseLaw
-from forerun.align.objectives.acceptance import acceptance_probability
 from forerun.engine.engine import Engine
 from forerun.sampling.config import SamplingParams
 
@@ -143,9 +142,11 @@ def test_sampled_it_accepts_with_the_predicted_probability(pair: Pair, temperatu
             settings = {"temperature": temperature, "top_k": 0, "do_sample": True}
             text = [*PROMPT, *models.generate(PROMPT, 40, **settings)]
             for start, accepted in models.steps(1, len(text)):
-                law = law_at(target, text[:start], temperature).softmax(-1)
+                distribution = law_at(target, text[:start], temperature).softmax(-1)
                 logits = law_at(draft, text[:start], temperature)
-                alpha = acceptance_probability(logits, DenseLaw(target_probs=law), temperature)
+                alpha = acceptance_probability(
+                    logits, DenseDistribution(target_probs=distribution), temperature
+                )
                 num_accepted += accepted
                 expected += float(alpha)
                 variance += float(alpha * (1 - alpha))

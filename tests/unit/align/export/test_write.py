@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from tests.unit.align.export.conftest import Pair
 
-from forerun.align.export.serving import Serving
+from forerun.align.export.engines import Serving
 from forerun.align.export.write import describe_pair, export_draft
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.sampling.config import SamplingParams

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.align.objectives.laws import GivenRows, argmax_law, dense_law, normal
+from tests.unit.align.objectives.distributions import GivenRows, argmax_law, dense_law, normal
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig, ObjectiveName
-from forerun.align.law import TargetLaw, dense_probs
+from forerun.align.distribution import TargetDistribution, dense_probs
 from forerun.align.objectives.chunked import (
     CHUNK_ROWS,
     DraftHead,
@@ -26,22 +26,26 @@ def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]
     return made[0].requires_grad_(), made[1].requires_grad_(), made[2].requires_grad_()
 
 
-def rows_of(hidden: Tensor, law: TargetLaw, weights: Tensor | None = None) -> LearnedRows:
+def rows_of(
+    hidden: Tensor, distribution: TargetDistribution, weights: Tensor | None = None
+) -> LearnedRows:
     labels = torch.arange(ROWS) * 5 % VOCAB
-    return LearnedRows(hidden=hidden, labels=labels, teacher=GivenRows(law), weights=weights)
+    return LearnedRows(
+        hidden=hidden, labels=labels, teacher=GivenRows(distribution), weights=weights
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: float) -> None:
     hidden, weight, bias = tensors()
-    law = dense_law(ROWS, VOCAB) if temperature else argmax_law(ROWS, VOCAB)
+    distribution = dense_law(ROWS, VOCAB) if temperature else argmax_law(ROWS, VOCAB)
     weights = normal(ROWS, seed=9).abs()
-    rows, head = rows_of(hidden, law, weights), DraftHead(weight=weight, bias=bias)
+    rows, head = rows_of(hidden, distribution, weights), DraftHead(weight=weight, bias=bias)
     objective = make_objective(ObjectiveConfig(objective=name), temperature)
     found = chunked_loss(rows, head, objective, temperature=temperature)
     logits = (hidden @ weight.T + bias) / (temperature or 1)
-    expected = objective.losses(logits, law, rows.labels) @ weights
+    expected = objective.losses(logits, distribution, rows.labels) @ weights
     assert found.num_rows == ROWS
     torch.testing.assert_close(found.loss, expected)
     leaves = (hidden, weight, bias)
@@ -54,12 +58,12 @@ def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_acceptance_comes_with_it(temperature: float) -> None:
     hidden, weight, _ = tensors()
-    law = dense_law(ROWS, VOCAB)
-    rows, head = rows_of(hidden, law), DraftHead(weight=weight)
+    distribution = dense_law(ROWS, VOCAB)
+    rows, head = rows_of(hidden, distribution), DraftHead(weight=weight)
     objective = make_objective(ObjectiveConfig(objective="ce"), temperature)
     found = chunked_loss(rows, head, objective, temperature=temperature, with_acceptance=True)
     logits = (hidden @ weight.T).detach()
-    probs = dense_probs(law, VOCAB).double()
+    probs = dense_probs(distribution, VOCAB).double()
     if temperature == 0:
         expected = probs[torch.arange(ROWS), logits.argmax(-1)]
     else:
@@ -89,11 +93,11 @@ def test_what_is_frozen_gets_no_gradient() -> None:
 def test_a_tied_head_gets_both_gradients() -> None:
     _, weight, _ = tensors()
     ids = torch.arange(ROWS) % VOCAB
-    law = dense_law(ROWS, VOCAB)
+    distribution = dense_law(ROWS, VOCAB)
     objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
-    rows = rows_of(weight[ids], law)
+    rows = rows_of(weight[ids], distribution)
     found = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0).loss
-    expected = objective.losses(weight[ids] @ weight.T, law, rows.labels).sum()
+    expected = objective.losses(weight[ids] @ weight.T, distribution, rows.labels).sum()
     torch.testing.assert_close(
         torch.autograd.grad(found, weight), torch.autograd.grad(expected, weight)
     )
@@ -101,9 +105,9 @@ def test_a_tied_head_gets_both_gradients() -> None:
 
 def test_under_autocast_products_are_bf16_and_gradients_keep_their_dtype() -> None:
     hidden, weight, _ = tensors(torch.float32)
-    law = dense_law(ROWS, VOCAB)
+    distribution = dense_law(ROWS, VOCAB)
     objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
-    rows, head = rows_of(hidden, law), DraftHead(weight=weight)
+    rows, head = rows_of(hidden, distribution), DraftHead(weight=weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = chunked_loss(rows, head, objective, temperature=1.0)
         each = chunked_acceptance(rows, head, temperature=1.0)
@@ -147,7 +151,7 @@ def test_a_teacher_is_asked_only_for_what_is_needed() -> None:
     """Its rows cost a pass through the target's head."""
 
     class Unwilling(GivenRows):
-        def law(self, rows: slice) -> TargetLaw:
+        def distribution(self, rows: slice) -> TargetDistribution:
             raise AssertionError("asked without need")
 
     hidden, weight, _ = tensors()

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.align.objectives.laws import argmax_law, dense_law, normal, truncated_law
+from tests.unit.align.objectives.distributions import argmax_law, dense_law, normal, truncated_law
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig, ObjectiveName
-from forerun.align.law import SparseLaw, TargetLaw, dense_probs
+from forerun.align.distribution import SparseDistribution, TargetDistribution, dense_probs
 from forerun.align.objectives.divergences import PROBABILITY_FLOOR
 from forerun.align.objectives.named import make_objective
 
@@ -73,15 +73,17 @@ CLOSED: dict[str, Closed] = {
 }
 
 
-def losses_of(name: ObjectiveName, logits: Tensor, law: TargetLaw | None) -> Tensor:
+def losses_of(
+    name: ObjectiveName, logits: Tensor, distribution: TargetDistribution | None
+) -> Tensor:
     objective = make_objective(ObjectiveConfig(objective=name, beta=BETA, eta=ETA), 1.0)
-    return objective.losses(logits, law, torch.arange(ROWS) * 3 % VOCAB)
+    return objective.losses(logits, distribution, torch.arange(ROWS) * 3 % VOCAB)
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", LAWS)
 @pytest.mark.parametrize("name", NAMES)
-def test_gradient_is_the_closed_form(name: ObjectiveName, law: str) -> None:
-    target = LAWS[law](ROWS, VOCAB)
+def test_gradient_is_the_closed_form(name: ObjectiveName, distribution: str) -> None:
+    target = LAWS[distribution](ROWS, VOCAB)
     logits = normal(ROWS, VOCAB, seed=0, scale=2).requires_grad_()
     (found,) = torch.autograd.grad(losses_of(name, logits, target).sum(), logits)
     draft, probs = logits.detach().softmax(-1), dense_probs(target, VOCAB).double()
@@ -94,8 +96,8 @@ def test_gradient_is_the_closed_form(name: ObjectiveName, law: str) -> None:
 def test_a_perfect_draft_has_nothing_to_learn_on_average(name: ObjectiveName) -> None:
     """Of CE over labels drawn from the target, which is its expectation over p."""
     logits = normal(ROWS, VOCAB, seed=0).requires_grad_()
-    law = dense_law(ROWS, VOCAB)
-    target = type(law)(target_probs=logits.detach().softmax(-1).float())
+    distribution = dense_law(ROWS, VOCAB)
+    target = type(distribution)(target_probs=logits.detach().softmax(-1).float())
     if name == "ce":
         everything = torch.stack(
             [
@@ -125,28 +127,32 @@ def test_at_temperature_0_the_argmax_alone_is_the_whole_law(name: ObjectiveName)
 
 
 def test_at_temperature_0_fkl_and_log_acceptance_are_ce_on_the_argmax() -> None:
-    law = argmax_law(ROWS, VOCAB)
+    distribution = argmax_law(ROWS, VOCAB)
     logits = normal(ROWS, VOCAB, seed=0, scale=4)
-    surprise = -logits.log_softmax(-1).gather(1, law.ids)[:, 0]
+    surprise = -logits.log_softmax(-1).gather(1, distribution.ids)[:, 0]
     for name in ("fkl", "nla"):
-        torch.testing.assert_close(losses_of(name, logits, law), surprise)
-    torch.testing.assert_close(losses_of("tv", logits, law), 1 - surprise.neg().exp())
+        torch.testing.assert_close(losses_of(name, logits, distribution), surprise)
+    torch.testing.assert_close(losses_of("tv", logits, distribution), 1 - surprise.neg().exp())
 
 
 @pytest.mark.parametrize("name", ["ce", "fkl"])
 def test_the_linear_ones_average_over_drawn_ids_to_the_whole_law(name: ObjectiveName) -> None:
     """Gradients under each possible id, weighed by its probability, sum to that of the law."""
-    law = dense_law(ROWS, VOCAB)
+    distribution = dense_law(ROWS, VOCAB)
     logits = normal(ROWS, VOCAB, seed=0).requires_grad_()
     objective = make_objective(ObjectiveConfig(objective=name), 1.0)
     assert objective.linear
     expected = torch.zeros_like(logits)
     for token in range(VOCAB):
         ids = torch.full((ROWS, 1), token)
-        drawn = SparseLaw(ids=ids, shares=torch.ones(ROWS, 1))
+        drawn = SparseDistribution(ids=ids, shares=torch.ones(ROWS, 1))
         losses = objective.losses(logits, drawn, ids[:, 0])
-        expected += torch.autograd.grad(losses @ law.target_probs[:, token].double(), logits)[0]
-    whole = make_objective(ObjectiveConfig(objective="fkl"), 1.0).losses(logits, law, ids[:, 0])
+        expected += torch.autograd.grad(
+            losses @ distribution.target_probs[:, token].double(), logits
+        )[0]
+    whole = make_objective(ObjectiveConfig(objective="fkl"), 1.0).losses(
+        logits, distribution, ids[:, 0]
+    )
     torch.testing.assert_close(torch.autograd.grad(whole.sum(), logits)[0], expected)
 
 
@@ -160,9 +166,9 @@ def test_laws_without_anything_in_common_leave_gradients_finite(name: ObjectiveN
     logits = torch.full((1, VOCAB), -300.0, dtype=torch.float32)
     logits[0, 0] = 300.0
     logits.requires_grad_()
-    law = SparseLaw(ids=torch.tensor([[5]]), shares=torch.ones(1, 1))
+    distribution = SparseDistribution(ids=torch.tensor([[5]]), shares=torch.ones(1, 1))
     objective = make_objective(ObjectiveConfig(objective=name, beta=BETA, eta=ETA), 1.0)
-    loss = objective.losses(logits, law, torch.tensor([5]))
+    loss = objective.losses(logits, distribution, torch.tensor([5]))
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     assert bool(loss.isfinite().all()) and bool(gradient.isfinite().all())
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from tests import tiny
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig, TeacherConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
-from forerun.align.objectives.base import Objective
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives.named import Objective, make_objective
 from forerun.align.teachers.choose import TeacherSource
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
@@ -34,13 +33,13 @@ def texts(number: int = 9, seed: int = 0, vocab_size: int = tiny.VOCAB_SIZE) -> 
     return found
 
 
-def all_rows(samples: Sequence[Sample]) -> tuple[Packing, Batch]:
+def all_rows(samples: Sequence[Sample]) -> tuple[Packing, PackedBatch]:
     """Every row of an epoch as one batch."""
     packing = Packing(samples, window=WINDOW, seed=0)
     return packing, packing.batch(0, packing.rows_per_epoch)
 
 
-def expected_logits(network, packing: Packing, batch: Batch) -> torch.Tensor:
+def expected_logits(network, packing: Packing, batch: PackedBatch) -> torch.Tensor:
     """Logits at the learned rows of a batch, every sample read alone by the whole network."""
     alone = [network(torch.tensor([sample.token_ids])).logits[0] for sample in packing.samples]
     owners, positions = batch.samples[batch.predicts], batch.positions[batch.predicts]

@@ -12,7 +12,7 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
 
-from forerun.align.law import dense_probs
+from forerun.align.distribution import dense_probs
 from forerun.align.teachers import filling, hidden
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.cache import RowCache
@@ -47,9 +47,9 @@ def no_target(monkeypatch):
     return forbid
 
 
-def laws(teacher: Teacher, batch) -> torch.Tensor:
+def probs_of_rows(teacher: Teacher, batch) -> torch.Tensor:
     rows = teacher.rows(batch)
-    return dense_probs(rows.law(slice(0, len(rows))), tiny.VOCAB_SIZE)
+    return dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)
 
 
 def shards(source):
@@ -63,7 +63,7 @@ def test_hidden_states_give_the_laws_of_the_target(make, on_disk):
     assert isinstance(teacher, Teacher)
     assert not teacher.truncated
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    torch.testing.assert_close(laws(teacher, batch), expected, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
 
 
 def test_one_cache_serves_every_temperature(make, on_disk, no_target):
@@ -73,7 +73,7 @@ def test_one_cache_serves_every_temperature(make, on_disk, no_target):
     teacher = make(sampling=SamplingParams(temperature=0.6))
     teacher.prepare(packing.samples)
     expected = (expected_logits(on_disk.network, packing, batch) / 0.6).softmax(-1)
-    torch.testing.assert_close(laws(teacher, batch), expected, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +84,7 @@ def test_what_is_cached_needs_no_target(kind, make, no_target):
     no_target()
     again = make(kind)
     again.prepare(packing.samples)
-    assert torch.equal(laws(again, batch), laws(first, batch))
+    assert torch.equal(probs_of_rows(again, batch), probs_of_rows(first, batch))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +92,7 @@ def test_only_what_is_lacking_is_worked_out(kind, make, on_disk):
     packing, _ = all_rows(texts())
     told = []
     make(kind).prepare(packing.samples[:5])
-    make(kind, tell=lambda done, total: told.append((done, total))).prepare(packing.samples)
+    make(kind, on_progress=lambda done, total: told.append((done, total))).prepare(packing.samples)
     lacking = sum(sample.num_learned for sample in packing.samples[5:])
     assert told[-1] == (lacking, lacking)
     assert len(shards(on_disk.source)) == 2
@@ -104,7 +104,7 @@ def test_the_same_text_learned_elsewhere_is_another_entry(make):
     packing, batch = all_rows([sample, other])
     teacher = make()
     teacher.prepare(packing.samples)
-    assert len(laws(teacher, batch)) == sample.num_learned + 2
+    assert len(probs_of_rows(teacher, batch)) == sample.num_learned + 2
 
 
 def test_rows_of_another_packing_are_refused(make):
@@ -124,7 +124,7 @@ def test_a_changed_target_never_finds_what_another_left(make, on_disk):
     assert len({path.parent for path in shards(on_disk.source)}) == 2
     other = tiny.network(num_layers=1, seed=9)
     expected = expected_logits(other, packing, batch).softmax(-1)
-    torch.testing.assert_close(laws(teacher, batch), expected, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
 
 
 @pytest.mark.parametrize("part", ["tokenizer.json", "chat_template.jinja"])
@@ -170,13 +170,13 @@ def test_a_damaged_shard_is_named_and_made_again(kind, damage, make, on_disk, ca
     packing, batch = all_rows(texts())
     first = make(kind)
     first.prepare(packing.samples)
-    expected = laws(first, batch)
+    expected = probs_of_rows(first, batch)
     (shard,) = shards(on_disk.source)
     damage(shard)
     again = make(kind)
     again.prepare(packing.samples)
     assert f"{shard} is damaged; what it held is worked out again" in caplog.text
-    torch.testing.assert_close(laws(again, batch), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(probs_of_rows(again, batch), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_damaged_head_is_made_again(make, on_disk):
@@ -187,7 +187,7 @@ def test_a_damaged_head_is_made_again(make, on_disk):
     flip_last_bit(head)
     again = make()
     again.prepare(packing.samples)
-    assert torch.equal(laws(again, batch), laws(first, batch))
+    assert torch.equal(probs_of_rows(again, batch), probs_of_rows(first, batch))
 
 
 def test_a_shard_that_vanishes_in_training_is_named(make, on_disk):
@@ -226,11 +226,11 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_finished(make, on_disk, mon
     assert shards(on_disk.source) == sorted(kept)
     monkeypatch.setattr(cache, "keep", original)
     told = []
-    teacher = make(tell=lambda done, total: told.append(done))
+    teacher = make(on_progress=lambda done, total: told.append(done))
     teacher.prepare(packing.samples)
     assert len(told) == len(packing.samples) - 4
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    torch.testing.assert_close(laws(teacher, batch), expected, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(probs_of_rows(teacher, batch), expected, atol=2e-5, rtol=2e-4)
 
 
 def test_a_disk_too_full_for_the_head_is_named(make, monkeypatch):
@@ -254,9 +254,9 @@ def test_an_interruption_keeps_what_was_worked_out(kind, make, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make(kind, tell=report).prepare(packing.samples)
+        make(kind, on_progress=report).prepare(packing.samples)
     told = [0, 0, 0]
-    make(kind, tell=report).prepare(packing.samples)
+    make(kind, on_progress=report).prepare(packing.samples)
     assert len(told) == 3 + len(packing.samples) - 3
 
 
@@ -270,7 +270,7 @@ def test_what_a_killed_process_was_writing_is_not_read(make, on_disk):
     again = make()
     again.prepare(packing.samples)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    torch.testing.assert_close(laws(again, batch), expected, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(probs_of_rows(again, batch), expected, atol=2e-5, rtol=2e-4)
     assert len(shards(on_disk.source)) == 2
 
 

@@ -10,12 +10,10 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
 
 from forerun.align.data.sample import Sample
-from forerun.align.law import DenseLaw, SparseLaw
-from forerun.align.teachers.base import Teacher
+from forerun.align.distribution import DenseDistribution, SparseDistribution
+from forerun.align.teachers.base import ALONE, Teacher
 from forerun.align.teachers.model import ModelTeacher
-from forerun.align.teachers.sharded import load_sharded, refuse_offloaded
-from forerun.align.teachers.share import ALONE
-from forerun.align.teachers.target import adopt_target, load_target
+from forerun.align.teachers.target import adopt_target, load_sharded, load_target, refuse_offloaded
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.memory import available_bytes
 from forerun.sampling.config import SamplingParams
@@ -36,15 +34,15 @@ def test_packed_rows_are_what_the_samples_are_alone(family):
     assert len(rows) == packing.num_learned
     expected = expected_logits(network, packing, batch).softmax(-1)
     assert expected.amax(-1).mean() < 0.9  # laws in which something can differ
-    law = rows.law(slice(0, len(rows)))
-    torch.testing.assert_close(law.target_probs, expected, atol=2e-5, rtol=2e-4)
+    distribution = rows.distribution(slice(0, len(rows)))
+    torch.testing.assert_close(distribution.target_probs, expected, atol=2e-5, rtol=2e-4)
 
 
 def test_chunks_are_rows_of_the_whole():
     _, batch = all_rows(texts())
     rows = teacher_of(tiny.network(), SamplingParams(temperature=0.7)).rows(batch)
-    whole = rows.law(slice(0, len(rows))).target_probs
-    torch.testing.assert_close(rows.law(slice(5, 9)).target_probs, whole[5:9])
+    whole = rows.distribution(slice(0, len(rows))).target_probs
+    torch.testing.assert_close(rows.distribution(slice(5, 9)).target_probs, whole[5:9])
 
 
 def test_temperature_and_truncation_are_those_deployed():
@@ -52,41 +50,45 @@ def test_temperature_and_truncation_are_those_deployed():
     packing, batch = all_rows(texts())
     logits = expected_logits(network, packing, batch)
     rows = teacher_of(network, SamplingParams(temperature=0.5, top_k=3)).rows(batch)
-    law = rows.law(slice(0, len(rows)))
-    assert isinstance(law, DenseLaw)
+    distribution = rows.distribution(slice(0, len(rows)))
+    assert isinstance(distribution, DenseDistribution)
     best = logits.topk(3)
     expected = torch.zeros_like(logits).scatter_(-1, best.indices, (best.values / 0.5).softmax(-1))
-    torch.testing.assert_close(law.target_probs, expected, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(distribution.target_probs, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_a_greedy_law_is_the_most_likely_token():
     network = tiny.network()
     packing, batch = all_rows(texts())
-    law = teacher_of(network, SamplingParams(temperature=0)).rows(batch).law(slice(0, 7))
-    assert isinstance(law, SparseLaw)
+    distribution = (
+        teacher_of(network, SamplingParams(temperature=0)).rows(batch).distribution(slice(0, 7))
+    )
+    assert isinstance(distribution, SparseDistribution)
     expected = expected_logits(network, packing, batch)[:7].argmax(-1)
-    assert law.ids[:, 0].tolist() == expected.tolist()
-    assert law.shares.tolist() == [[1.0]] * 7
+    assert distribution.ids[:, 0].tolist() == expected.tolist()
+    assert distribution.shares.tolist() == [[1.0]] * 7
 
 
 def test_penalties_and_biases_are_left_to_the_engine():
     _, batch = all_rows(texts())
     shaped = SamplingParams(repetition_penalty=3.0, logit_bias={5: 50.0}, bad_token_ids=(7,))
-    laws = [
-        teacher_of(tiny.network(), params).rows(batch).law(slice(0, 4)).target_probs
+    probs_of_rows = [
+        teacher_of(tiny.network(), params).rows(batch).distribution(slice(0, 4)).target_probs
         for params in (shaped, SamplingParams())
     ]
-    assert torch.equal(*laws)
+    assert torch.equal(*probs_of_rows)
 
 
 def test_laws_can_be_trained_on():
     """Tensors of inference mode could not be."""
     _, batch = all_rows(texts())
-    law = teacher_of(tiny.network(), SamplingParams()).rows(batch).law(slice(0, 4))
-    logits = torch.zeros_like(law.target_probs, requires_grad=True)
-    (law.target_probs * logits.log_softmax(-1)).sum().backward()
+    distribution = (
+        teacher_of(tiny.network(), SamplingParams()).rows(batch).distribution(slice(0, 4))
+    )
+    logits = torch.zeros_like(distribution.target_probs, requires_grad=True)
+    (distribution.target_probs * logits.log_softmax(-1)).sum().backward()
     torch.testing.assert_close(
-        logits.grad, law.target_probs - 1 / tiny.VOCAB_SIZE, atol=1e-6, rtol=1e-5
+        logits.grad, distribution.target_probs - 1 / tiny.VOCAB_SIZE, atol=1e-6, rtol=1e-5
     )
 
 
@@ -95,7 +97,7 @@ def test_a_batch_may_have_nothing_learned():
     batch.predicts.zero_()
     rows = teacher_of(tiny.network(), SamplingParams()).rows(batch)
     assert len(rows) == 0
-    assert rows.law(slice(0, 0)).target_probs.shape == (0, tiny.VOCAB_SIZE)
+    assert rows.distribution(slice(0, 0)).target_probs.shape == (0, tiny.VOCAB_SIZE)
 
 
 def test_a_target_from_a_folder_computes_the_same(on_disk):
@@ -103,8 +105,8 @@ def test_a_target_from_a_folder_computes_the_same(on_disk):
     target = load_target(on_disk.source.target, device="cpu")
     rows = ModelTeacher(target, SamplingParams()).rows(batch)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    law = rows.law(slice(0, len(rows)))
-    torch.testing.assert_close(law.target_probs, expected, atol=2e-5, rtol=2e-4)
+    distribution = rows.distribution(slice(0, len(rows)))
+    torch.testing.assert_close(distribution.target_probs, expected, atol=2e-5, rtol=2e-4)
     assert not any(parameter.requires_grad for parameter in target.body.parameters())
 
 
@@ -114,8 +116,8 @@ def test_a_device_map_computes_the_same(on_disk):
     target = load_sharded(on_disk.source.target, dtype="auto", device="cpu", share=ALONE)
     rows = ModelTeacher(target, SamplingParams()).rows(batch)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    law = rows.law(slice(0, len(rows)))
-    torch.testing.assert_close(law.target_probs, expected, atol=2e-5, rtol=2e-4)
+    distribution = rows.distribution(slice(0, len(rows)))
+    torch.testing.assert_close(distribution.target_probs, expected, atol=2e-5, rtol=2e-4)
 
 
 def test_weights_that_stay_on_disk_are_refused(on_disk):

@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
 
-from forerun.align.law import SparseLaw, dense_probs
+from forerun.align.distribution import SparseDistribution, dense_probs
 from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.sampled import draw_ids
 from forerun.errors import InvalidRequest, NumericalError
@@ -71,18 +71,20 @@ def test_the_gradient_of_a_linear_objective_is_unbiased():
     for step in range(num_offsets):
         offsets = torch.full((len(probs),), (step + 0.5) / num_offsets, dtype=torch.float64)
         drawn = draw_ids(probs, offsets, 3)
-        law = SparseLaw(ids=drawn, shares=torch.full(drawn.shape, 1 / 3))
-        law = merged(law)
-        total += torch.autograd.grad(objective("fkl").losses(logits, law, labels).sum(), logits)[0]
+        distribution = SparseDistribution(ids=drawn, shares=torch.full(drawn.shape, 1 / 3))
+        distribution = merged(distribution)
+        total += torch.autograd.grad(
+            objective("fkl").losses(logits, distribution, labels).sum(), logits
+        )[0]
     expected = logits.detach().softmax(-1) - probs
     torch.testing.assert_close(total / num_offsets, expected, atol=2e-3, rtol=0)
 
 
-def merged(law: SparseLaw) -> SparseLaw:
+def merged(distribution: SparseDistribution) -> SparseDistribution:
     """Distinct ids, as the contract wants them."""
-    dense = dense_probs(law, VOCAB_SIZE)
+    dense = dense_probs(distribution, VOCAB_SIZE)
     best = dense.topk(3)
-    return SparseLaw(ids=best.indices, shares=best.values)
+    return SparseDistribution(ids=best.indices, shares=best.values)
 
 
 def test_a_law_that_is_no_number_is_refused():
@@ -104,16 +106,16 @@ def test_shares_are_near_the_deployed_law(on_disk):
     assert not teacher.truncated
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    law = rows.law(slice(0, len(rows)))
-    assert isinstance(law, SparseLaw)
-    torch.testing.assert_close(law.shares.sum(-1), torch.ones(len(rows)))
-    for ids, shares in zip(law.ids.tolist(), law.shares.tolist(), strict=True):
+    distribution = rows.distribution(slice(0, len(rows)))
+    assert isinstance(distribution, SparseDistribution)
+    torch.testing.assert_close(distribution.shares.sum(-1), torch.ones(len(rows)))
+    for ids, shares in zip(distribution.ids.tolist(), distribution.shares.tolist(), strict=True):
         named = [token for token, share in zip(ids, shares, strict=True) if share > 0]
         assert len(set(named)) == len(named)
     kept = (expected_logits(on_disk.network, packing, batch) / 0.8).topk(9)
     expected = torch.zeros(len(rows), tiny.VOCAB_SIZE)
     expected.scatter_(-1, kept.indices, kept.values.softmax(-1))
-    assert (dense_probs(law, tiny.VOCAB_SIZE) - expected).abs().max() < 1 / 64 + 1e-4
+    assert (dense_probs(distribution, tiny.VOCAB_SIZE) - expected).abs().max() < 1 / 64 + 1e-4
 
 
 def test_drawn_ids_depend_on_the_text_alone(on_disk, tmp_path):
@@ -124,7 +126,7 @@ def test_drawn_ids_depend_on_the_text_alone(on_disk, tmp_path):
         teacher.prepare(samples)
         teacher.prepare(packing.samples)
         rows = teacher.rows(batch)
-        found.append(dense_probs(rows.law(slice(0, len(rows))), tiny.VOCAB_SIZE))
+        found.append(dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE))
     # Padding of a pass moves a law by a rounding, and with it a draw at most.
     assert (found[0] != found[1]).any(-1).float().mean() < 0.02
 
@@ -134,10 +136,10 @@ def test_a_greedy_law_is_one_id_and_exact(on_disk):
     teacher = sampled(on_disk, sampling=SamplingParams(temperature=0))
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    law = rows.law(slice(0, len(rows)))
+    distribution = rows.distribution(slice(0, len(rows)))
     expected = expected_logits(on_disk.network, packing, batch).argmax(-1)
-    assert law.ids[:, 0].tolist() == expected.tolist()
-    assert law.shares.tolist() == [[1.0]] * len(rows)
+    assert distribution.ids[:, 0].tolist() == expected.tolist()
+    assert distribution.shares.tolist() == [[1.0]] * len(rows)
     (shard,) = on_disk.source.cache_dir.glob("*/rows-*")
     assert shard.stat().st_size < 16 * len(rows) + 2000
 
@@ -162,4 +164,4 @@ def test_a_batch_may_have_nothing_learned(on_disk):
     teacher.prepare(packing.samples)
     rows = teacher.rows(replace(batch, predicts=torch.zeros_like(batch.predicts)))
     assert len(rows) == 0
-    assert math.prod(rows.law(slice(0, 0)).ids.shape) == 0
+    assert math.prod(rows.distribution(slice(0, 0)).ids.shape) == 0

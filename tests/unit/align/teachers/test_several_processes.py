@@ -18,10 +18,10 @@ from tests.unit.align.teachers.conftest import (
     texts,
 )
 
-from forerun.align.law import dense_probs
+from forerun.align.distribution import dense_probs
 from forerun.align.teachers import filling
+from forerun.align.teachers.base import ProcessShare
 from forerun.align.teachers.choose import make_teacher
-from forerun.align.teachers.share import Share
 
 WORKER = """
 import json, sys
@@ -32,11 +32,11 @@ import torch.distributed as dist
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
-from forerun.align.law import dense_probs
+from forerun.align.distribution import dense_probs
 from forerun.align.teachers import filling
 from forerun.align.teachers.choose import TeacherSource, make_teacher
-from forerun.align.teachers.share import Share
-from forerun.align.teachers.sharded import load_sharded
+from forerun.align.teachers.base import ProcessShare
+from forerun.align.teachers.target import load_sharded
 from forerun.sampling.config import SamplingParams
 
 torch.set_num_threads(1)
@@ -51,15 +51,15 @@ source = TeacherSource(
     sampling=SamplingParams(),
     cache_dir=folder / "caches",
     device="sharded",
-    tell=lambda done, total: reports.append((done, total)),
-    share=Share(index=rank, number=2, wait=dist.barrier),
+    on_progress=lambda done, total: reports.append((done, total)),
+    share=ProcessShare(index=rank, number=2, wait=dist.barrier),
 )
 out = {"reports": reports}
 for kind in ("hidden", "model"):
     teacher = make_teacher(caching(kind), objective(), source, 100)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    out[kind] = dense_probs(rows.law(slice(0, len(rows))), tiny.VOCAB_SIZE).tolist()
+    out[kind] = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE).tolist()
 split = load_sharded(source.target, dtype="auto", device="cpu", share=source.share)
 out["held"] = sum(parameter.to_local().numel() for parameter in split.body.parameters())
 (folder / f"{rank}.json").write_text(json.dumps(out))
@@ -95,11 +95,11 @@ def test_two_processes_share_work_and_weights(on_disk, tmp_path):
 
 def test_shares_are_disjoint_complete_and_equally_long():
     for number in (1, 2, 3, 5):
-        shares = [list(Share(index=i, number=number).of(range(7))) for i in range(number)]
+        shares = [list(ProcessShare(index=i, number=number).of(range(7))) for i in range(number)]
         assert len({len(share) for share in shares}) == 1
         kept = [part for share in shares for part, is_kept in share if is_kept]
         assert sorted(kept) == list(range(7))
-    assert list(Share(index=1, number=2).of([])) == []
+    assert list(ProcessShare(index=1, number=2).of([])) == []
 
 
 def test_rows_written_by_another_are_found(on_disk, monkeypatch):
@@ -111,13 +111,13 @@ def test_rows_written_by_another_are_found(on_disk, monkeypatch):
     def wait():
         waits.append(0)
         if len(waits) == 1:
-            other = on_disk.with_(share=Share(index=1, number=2))
+            other = on_disk.with_(share=ProcessShare(index=1, number=2))
             make_teacher(caching(), objective(), other, 100).prepare(packing.samples)
 
-    mine = replace(on_disk.source, share=Share(index=0, number=2, wait=wait))
+    mine = replace(on_disk.source, share=ProcessShare(index=0, number=2, wait=wait))
     teacher = make_teacher(caching(), objective(), mine, 100)
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
-    law = dense_probs(rows.law(slice(0, len(rows))), tiny.VOCAB_SIZE)
+    distribution = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)
     expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
-    torch.testing.assert_close(law, expected, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(distribution, expected, atol=2e-5, rtol=2e-4)

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
 from forerun.align.data.sample import Sample
-from forerun.align.law import dense_probs
+from forerun.align.distribution import dense_probs
 from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.top_k import known_shares
 from forerun.errors import InvalidRequest
@@ -109,7 +109,7 @@ def test_rows_are_those_of_their_samples(on_disk):
     teacher.prepare(packing.samples)
     rows = teacher.rows(batch)
     assert len(rows) == packing.num_learned
-    probs = dense_probs(rows.law(slice(0, len(rows))), tiny.VOCAB_SIZE)
+    probs = dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE)
     learned = batch.predicts
     for row, (owner, place) in enumerate(
         zip(batch.samples[learned].tolist(), batch.positions[learned].tolist(), strict=True)
@@ -131,10 +131,10 @@ def test_a_greedy_law_is_known_whole(on_disk):
     assert not teacher.truncated
     packing, batch = all_rows(with_logprobs(texts(2)))
     teacher.prepare(packing.samples)
-    law = teacher.rows(batch).law(slice(0, 3))
-    best = law.ids.gather(1, law.shares.argmax(-1, keepdim=True))
+    distribution = teacher.rows(batch).distribution(slice(0, 3))
+    best = distribution.ids.gather(1, distribution.shares.argmax(-1, keepdim=True))
     assert set(best.flatten().tolist()) <= {20, 21}
-    assert law.shares.sum(-1).tolist() == [1.0] * 3
+    assert distribution.shares.sum(-1).tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize(

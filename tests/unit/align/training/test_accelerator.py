@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests import training
 
-from forerun.align.training.accelerator import make_accelerator, settle_shards
+from forerun.align.training.processes import configure_sharding, make_accelerator
 
 
 def test_one_process_on_the_cpu() -> None:
@@ -24,7 +24,7 @@ def test_shards_are_read_by_all_and_added_in_fp32(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
     plugin.set_mixed_precision("bf16")
-    settle_shards(plugin, "bf16")
+    configure_sharding(plugin, "bf16")
     assert not plugin.cpu_ram_efficient_loading
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
     policy = plugin.mixed_precision_policy
@@ -35,5 +35,5 @@ def test_shards_are_read_by_all_and_added_in_fp32(monkeypatch: pytest.MonkeyPatc
 def test_without_autocast_nothing_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    settle_shards(plugin, "no")
+    configure_sharding(plugin, "no")
     assert plugin.mixed_precision_policy is None

@@ -9,7 +9,7 @@ import torch
 from tests import tiny, training
 from torch import Tensor
 
-from forerun.align.batch import Batch
+from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig
 from forerun.align.objectives.length_aware import length_weights
 from forerun.align.objectives.named import make_objective
@@ -35,7 +35,7 @@ def by_hand(module: DraftLoss, name: str) -> tuple[Tensor, Tensor]:
     return loss, alpha
 
 
-def batch() -> Batch:
+def batch() -> PackedBatch:
     packing = training.packing(12)
     return packing.batch(0, packing.rows_per_epoch)
 

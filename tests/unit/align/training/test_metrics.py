@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from forerun.align.plots import plot_training
+from forerun.align.progress import TrainingProgress
 from forerun.align.training.metrics import MetricsLog, StepMetrics, read_metrics
-from forerun.align.training.plot import plot_training
-from forerun.align.training.progress import TrainingProgress
 
 
 def step(number: int, **changes: object) -> StepMetrics:

@@ -141,8 +141,8 @@ def test_a_step_without_anything_to_learn_is_harmless(tmp_path: Path) -> None:
     batch = training.packing().batch(0, 4)
 
     class Nothing:
-        def batch(self, first_row: int, num_rows: int) -> training.Batch:
-            return training.Batch(
+        def batch(self, first_row: int, num_rows: int) -> training.PackedBatch:
+            return training.PackedBatch(
                 ids=batch.ids,
                 positions=batch.positions,
                 samples=batch.samples,

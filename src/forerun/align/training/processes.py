@@ -1,17 +1,23 @@
-"""Which processes train together, and on what."""
+"""Which processes train together, and on what.
+
+Ctrl-C and SIGTERM as a wish that is granted between two steps.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from datetime import timedelta
-from typing import Literal
+from types import FrameType
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["make_accelerator", "settle_shards"]
+__all__ = ["StopSignal", "configure_sharding", "make_accelerator"]
 
 PATIENCE = timedelta(days=7)
 """Other processes wait while the main one generates and judges, however long that takes."""
@@ -34,11 +40,11 @@ def make_accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     if accelerator.is_fsdp2:
-        settle_shards(accelerator.state.fsdp_plugin, mixed_precision)
+        configure_sharding(accelerator.state.fsdp_plugin, mixed_precision)
     return accelerator
 
 
-def settle_shards(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> None:
+def configure_sharding(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> None:
     """What this training needs of FSDP2, whatever `accelerate config` says of it.
 
     Every process reads the draft: the other way leaves all but one with empty models, and each of
@@ -51,3 +57,34 @@ def settle_shards(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) 
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignal:
+    """Notes the first signal; the second does what signals do.
+
+    Only the main thread may handle signals: elsewhere nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {name: signal.signal(name, self._note) for name in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            name, handler = self._before.popitem()
+            signal.signal(name, handler)

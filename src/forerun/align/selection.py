@@ -9,11 +9,11 @@ from pathlib import Path
 
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
-from forerun.align.lines import read_lines, write_lines
+from forerun.align.jsonl import read_lines, write_lines
 from forerun.align.workspace import Workspace
 from forerun.replacing import replacing
 
-__all__ = ["Judgement", "Keeper", "judgement_of"]
+__all__ = ["DraftSelector", "Judgement", "judgement_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Judgement:
         return self.predicted_speedup or 0.0, self.acceptance_length
 
 
-class Keeper:
+class DraftSelector:
     """Keeps every judgement, and in `Workspace.draft` the draft of the best.
 
     Args:
