@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, Outcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.tree import TokenTree
 
@@ -24,6 +24,7 @@ class Faulty:
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.method = inner.method
+        self.required_features = inner.required_features
         self.num_proposals = 0
         self.num_observations = 0
 
@@ -33,7 +34,7 @@ class Faulty:
         self.num_proposals += 1
         return self.inner.propose(requests, plans)
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         self.num_observations += 1
         self.inner.observe(outcomes)
 

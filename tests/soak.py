@@ -97,7 +97,7 @@ class RandomController:
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         most = min(MOST_K, capacity.max_rows // max(1, len(states)) - 1)
         ks = [self.rng.randint(0, most) for _ in states]
-        return [Plan(method="draft_model" if k else "plain", num_speculative_tokens=k) for k in ks]
+        return [Plan.chain("draft_model" if k else "plain", k) for k in ks]
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         pass

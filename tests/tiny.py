@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from forerun.control.base import Controller
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -38,6 +38,8 @@ from forerun.models.tabular import TabularModel
 from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.proposal import Choice, Proposal, Verdict
+from forerun.theory.tree import TokenTree
 
 EOS = 0
 VOCAB_SIZE = 300
@@ -222,6 +224,23 @@ def sequence(name: str = "r", num_prompt: int = 3) -> Sequence:
         detokenizer=Detokenizer(tokenizer()),
         history=None,
         arrived_at_s=0.0,
+    )
+
+
+def outcome(request: DraftRequest, verdict: Verdict) -> StepOutcome:
+    """What a drafter is told of a chain with this verdict, its tokens committed."""
+    accepted = verdict.tokens[:-1]
+    drafted = Proposal(
+        tokens=torch.tensor(accepted, dtype=torch.int64),
+        tree=TokenTree.chain(len(accepted)),
+        choice=Choice.DETERMINISTIC,
+    )
+    return StepOutcome(
+        request=request,
+        num_committed=len(request.ids) - len(verdict.tokens) - 1,
+        num_rows=len(verdict.tokens),
+        verdict=verdict,
+        proposal=drafted,
     )
 
 

@@ -59,7 +59,7 @@ class SharedBudget(Controller):
             for state in states
         ]
         depths = depths_within(curves, self.per_request * len(states))
-        return [Plan(method=WAY.method, num_speculative_tokens=depth) for depth in depths]
+        return [Plan.chain(WAY.method, depth) for depth in depths]
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn from whoever drafted."""

@@ -30,7 +30,7 @@ from forerun.control.base import Plan
 from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.safety import SafeController
-from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import load_drafters
@@ -71,6 +71,7 @@ class Swapped:
     """
 
     method = "draft_model"
+    required_features: tuple[int, ...] = ()
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self.drafters = drafters
@@ -82,7 +83,7 @@ class Swapped:
         """The current one's."""
         return self.current.propose(requests, plans)
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Of the current one's proposals: it is swapped between steps."""
         self.current.observe(outcomes)
 

@@ -267,7 +267,7 @@ def step_us(target: Engine, texts: Sequence[Text]) -> dict[str, float]:
             history=None,
             coupled=False,
         )
-        plan = Plan(method="suffix", num_speculative_tokens=24)
+        plan = Plan.chain("suffix", 24)
         drafter.propose([request], [plan])
         for token in output:
             ids.append(token)

@@ -19,7 +19,7 @@ from tests import tiny
 from tests.automaton import Automaton
 
 from forerun.control.base import Capacity, Plan, RequestState
-from forerun.drafters.base import Drafter, DraftRequest, Outcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.several import SeveralDrafters
 from forerun.drafters.suffix.drafter import SuffixDrafter
@@ -182,6 +182,7 @@ class Sapling:
     """Two guesses and one that follows the first of them, all drawn from the draft."""
 
     method = "sapling"
+    required_features: tuple[int, ...] = ()
     TREE = TokenTree((-1, -1, 0))
 
     def __init__(self, draft: TabularModel) -> None:
@@ -209,7 +210,7 @@ class Sapling:
             draft_probs=torch.cat([root, after]).float(),
         )
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Nothing is kept."""
 
     def forget(self, request_id: str) -> None:
@@ -243,9 +244,9 @@ class Restless:
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
         choices = [finalise(self.told + at) for at in range(len(states))]
         return [
-            Plan(
-                method=self.methods[choice % len(self.methods)],
-                num_speculative_tokens=choice // 7 % 4,
+            Plan.chain(
+                self.methods[choice % len(self.methods)],
+                choice // 7 % 4,
                 stop=self.RULES[choice // 31 % 3],
             )
             for choice in choices

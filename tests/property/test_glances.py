@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.unit.drafters.test_draft_model import GREEDY, SAMPLED, asked, plan
 from tests.unit.drafters.test_glance import NEVER, Watched, watched
 
-from forerun.drafters.base import Outcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.glance import CLOSE_LOOK, GLANCE, LEAST_SEEN, SAMPLED_GLANCE, UNASKED
 from forerun.sampling.proposal import Proposal, TokenSource, Verdict
@@ -133,7 +132,7 @@ class Traffic:
         first = len(ids)
         ids.extend(verdict.tokens)
         self.known[name] |= set(range(first, len(ids) - is_bonus))
-        self.drafter.observe([Outcome(request_id=name, verdict=verdict)])
+        self.drafter.observe([tiny.outcome(self.requests[name], verdict)])
 
     def forget(self, name: str) -> None:
         """It goes; another of its name begins anew with the same text."""

@@ -40,7 +40,7 @@ class Erratic:
             assert state.max_new >= 1
             k = self.depths[self.count % len(self.depths)]
             self.count += 1
-            plans.append(Plan(method="draft_model" if k else "plain", num_speculative_tokens=k))
+            plans.append(Plan.chain("draft_model" if k else "plain", k))
         return plans
 
     def observe(self, records):

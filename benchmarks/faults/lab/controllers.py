@@ -34,7 +34,7 @@ class Oscillating:
             steps = self._num_steps.get(state.request_id, 0)
             self._num_steps[state.request_id] = steps + 1
             k = self.high if steps // self.period % 2 else self.low
-            plans.append(Plan(method=self.method, num_speculative_tokens=k) if k else Plan())
+            plans.append(Plan.chain(self.method, k) if k else Plan())
         return plans
 
     def observe(self, records: Sequence[StepRecord]) -> None:
@@ -51,7 +51,7 @@ class Pausing:
     """
 
     def __init__(self, method: str, k: int, every: int) -> None:
-        self.plan = Plan(method=method, num_speculative_tokens=k)
+        self.plan = Plan.chain(method, k)
         self.every = every
         self._num_steps: dict[str, int] = {}
 

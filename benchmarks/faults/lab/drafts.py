@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, Outcome, Pause
+from forerun.drafters.base import DraftRequest, Pause, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel
@@ -41,9 +41,11 @@ class OwnText(DraftModel):
     def _open(self, request: DraftRequest) -> Context:
         return Context(self.model.store, [*request.ids])
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Keep the rows of accepted tokens, and take in what `replaced` says instead of others."""
         for outcome in outcomes:
+            if outcome.proposal is None or outcome.verdict is None:
+                continue
             branch = self._branches[outcome.request_id]
             proposed = self._proposed[outcome.request_id]
             num_accepted = outcome.verdict.num_accepted
@@ -136,6 +138,7 @@ class Broken:
     """A drafter that fails at once, so that everything is decoded plainly."""
 
     method = "draft_model"
+    required_features: tuple[int, ...] = ()
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
@@ -143,7 +146,7 @@ class Broken:
         """Fail."""
         raise DrafterError("the draft cannot be reached")
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Nothing was proposed."""
 
     def forget(self, request_id: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from forerun.engine.engine import Engine
+from forerun.engine.scheduled import ScheduledSequence
 from forerun.engine.step import Stepper
 from forerun.engine.timing import StepClock
-from forerun.engine.turn import Turn
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.models.wrapped import WrappedModel
 from forerun.sampling.proposal import Verdict
@@ -20,8 +20,8 @@ from lab.device import Device
 
 __all__ = ["LabEngine", "VerdictChange"]
 
-VerdictChange = Callable[[Turn, Tensor], Verdict]
-"""From a turn with its verdict, and the logits of its rows, to the verdict that counts."""
+VerdictChange = Callable[[ScheduledSequence, Tensor], Verdict]
+"""From a scheduled sequence with its verdict, and its logits, to the verdict that counts."""
 
 
 class LastScores(WrappedModel):
@@ -67,18 +67,28 @@ class LabStepper(Stepper):
         self._began = self.device.spent()
         return super().run()
 
-    def _decide(self, fed: Sequence[Turn], emitting: Sequence[Turn], clock: StepClock) -> None:
+    def _decide(
+        self,
+        fed: Sequence[ScheduledSequence],
+        emitting: Sequence[ScheduledSequence],
+        clock: StepClock,
+    ) -> None:
         super()._decide(fed, emitting, clock)
         if self.change_verdict is None:
             return
         row = 0
-        for turn in emitting:
+        for entry in emitting:
             assert self.last.logits is not None
-            turn.verdict = self.change_verdict(turn, self.last.logits[row : row + turn.num_rows])
-            row += turn.num_rows
+            entry.verdict = self.change_verdict(
+                entry, self.last.logits[row : row + entry.num_logit_rows]
+            )
+            row += entry.num_logit_rows
 
     def _records(
-        self, emitting: Sequence[Turn], fed: Sequence[Turn], clock: StepClock
+        self,
+        emitting: Sequence[ScheduledSequence],
+        fed: Sequence[ScheduledSequence],
+        clock: StepClock,
     ) -> list[StepRecord]:
         spent = self.device.spent().since(self._began)
         return [

@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.engine.turn import Turn
+from forerun.engine.scheduled import ScheduledSequence
 from forerun.models.base import LanguageModel
 from forerun.sampling.choice import TokenSource
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
@@ -50,16 +50,16 @@ class WrongRecord(DraftModel):
         return (probs.clamp(min=1e-30).log() / self.factor).softmax(-1)
 
 
-def unclipped_residual(turn: Turn, logits: Tensor) -> Verdict:
+def unclipped_residual(entry: ScheduledSequence, logits: Tensor) -> Verdict:
     """After a rejection draw from |p - q| instead of max(0, p - q)."""
-    verdict, proposal = turn.verdict, turn.proposal
+    verdict, proposal = entry.verdict, entry.proposal
     assert verdict is not None
     if proposal is None or proposal.draft_probs is None:
         return verdict
     accepted = verdict.num_accepted
     if accepted == proposal.num_drafted:
         return verdict
-    sequence = turn.sequence
+    sequence = entry.sequence
     params = pack_params([sequence.params], logits.device, [0])
     target_row = target_probs(logits[accepted : accepted + 1], params, [None])
     weights = (target_row - proposal.draft_probs[accepted : accepted + 1]).abs()
@@ -80,13 +80,13 @@ class LenientVerifier:
     def __init__(self, leniency: float) -> None:
         self.leniency = leniency
 
-    def __call__(self, turn: Turn, logits: Tensor) -> Verdict:
+    def __call__(self, entry: ScheduledSequence, logits: Tensor) -> Verdict:
         """The verdict with one more accepted, sometimes."""
-        verdict, proposal = turn.verdict, turn.proposal
+        verdict, proposal = entry.verdict, entry.proposal
         assert verdict is not None
         if proposal is None or verdict.num_accepted == proposal.num_drafted:
             return verdict
-        sequence, accepted = turn.sequence, verdict.num_accepted
+        sequence, accepted = entry.sequence, verdict.num_accepted
         keys = [
             step_key(sequence.noise_key, len(sequence.ids), node, Purpose.ACCEPT)
             for node in (1000, 1001)  # of no node that there is
@@ -124,9 +124,9 @@ class SlowVerifier:
         self.device = device
         self.seconds = seconds
 
-    def __call__(self, turn: Turn, logits: Tensor) -> Verdict:
+    def __call__(self, entry: ScheduledSequence, logits: Tensor) -> Verdict:
         """The verdict as it is, late."""
-        verdict = turn.verdict
+        verdict = entry.verdict
         assert verdict is not None
         self.device.waited_s += self.seconds * len(verdict.tokens)
         return verdict

@@ -72,7 +72,7 @@ class BanditController:
             self._playing = None if arm is None else (batch, arm)
             return [Plan()] * batch
         self._playing = batch, arm
-        return [Plan(method=arm.method, num_speculative_tokens=arm.k)] * batch
+        return [Plan.chain(arm.method, arm.k)] * batch
 
     def _best(
         self, arms: Sequence[BanditArm], plays: dict[BanditArm, ArmTotals]

@@ -1,15 +1,52 @@
-"""The controller's contract: from what is known before drafting to one plan per request."""
+"""The contract of a controller: request states in, one plan per request out, step records back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from forerun.sampling.config import Verification
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
-__all__ = ["Capacity", "Controller", "Plan", "RequestState"]
+__all__ = ["Capacity", "Chain", "Controller", "Plan", "RequestState", "Tree"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The shape of a draft whose tokens follow one another.
+
+    Attributes:
+        num_tokens: K, the most tokens to propose; 0 is plain decoding.
+    """
+
+    num_tokens: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """The most draft nodes, each of which is a row of the target pass."""
+        return self.num_tokens
+
+    @property
+    def depth(self) -> int:
+        """The most draft tokens that one step can accept."""
+        return self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """The shape of a draft that continues the text in several ways at once.
+
+    Attributes:
+        num_nodes: the most draft nodes, the root excluded; at least 1.
+        depth: the most levels, and so the most draft tokens that one step can accept; at least 1.
+        width: the most children of a node; at least 1.
+    """
+
+    num_nodes: int
+    depth: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,18 +55,40 @@ class Plan:
 
     Attributes:
         method: name of the drafter, or "plain".
-        num_speculative_tokens: K, most nodes to propose (0: plain decoding).
-        stop: ends a draft before K where the drafter is unsure; None drafts all of K.
-        probe: made to learn something, not because it is believed to be fastest.
-        num_steps: steps a plain plan may be followed for without asking again, while all plans
-            allow it and the requests stay the same; what came of the last of them is told.
+        shape: the largest draft that may be proposed.
+        stop: ends a draft early where the drafter is unsure; None drafts the whole shape.
+        probe: the draft is made to update an acceptance estimate, not because it is expected to be
+            the fastest choice.
+        verification: how the draft is verified; None leaves the choice to the request.
+        num_steps: for how many steps a plain plan may be followed before the controller decides
+            again, provided that all plans allow it and the requests stay the same.
     """
 
     method: str = "plain"
-    num_speculative_tokens: int = 0
+    shape: Chain | Tree = field(default_factory=Chain)
     stop: StopRule | None = None
     probe: bool = False
+    verification: Verification | None = None
     num_steps: int = 1
+
+    @classmethod
+    def chain(
+        cls,
+        method: str,
+        num_tokens: int,
+        *,
+        stop: StopRule | None = None,
+        probe: bool = False,
+    ) -> Plan:
+        """The plan to draft a chain of `num_tokens`; without any it is the plain plan."""
+        if num_tokens == 0:
+            return cls()
+        return cls(method=method, shape=Chain(num_tokens=num_tokens), stop=stop, probe=probe)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most draft nodes: K of a chain, the budget of a tree."""
+        return self.shape.num_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +96,13 @@ class RequestState:
     """What a controller may know of a request before its next step.
 
     Attributes:
-        request_id: which request.
+        request_id: name of the sample.
         num_committed: prompt and output tokens so far.
         max_new: tokens that may still be emitted (context and max_tokens considered).
         temperature: of the request.
         tags: free-form labels of the request.
-        tpot_target_s: seconds per output token it wants to stay below; None: no such wish.
-        time_left_s: seconds until its deadline, as the step begins; None without one.
+        tpot_target_s: seconds per output token that the request must stay below; None: no target.
+        time_left_s: seconds from the start of the step to the deadline; None without a deadline.
     """
 
     request_id: str
@@ -57,11 +116,11 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What the engine says beside the requests.
+    """The room that the engine has in a step.
 
     Attributes:
-        max_rows: rows the target pass may take in this step, over all requests.
-        num_steps: this one and those before it that followed a plan that held for several.
+        max_rows: rows that the target pass may take, over all requests.
+        num_steps: this step, and those before it in which a plan was followed without a decision.
     """
 
     max_rows: int
@@ -70,17 +129,21 @@ class Capacity:
 
 @runtime_checkable
 class Controller(Protocol):
-    """Chooses plans. Pure with respect to clock and randomness: it sees only its arguments."""
+    """Decides the plans of every step.
+
+    A controller is deterministic: it reads neither a clock nor random numbers, only its arguments.
+    """
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """One plan per state, in order, for those requests that may draft in this step.
+        """Return one plan per state, in order, for the requests that may draft in this step.
 
-        The engine cuts plans to `max_new - 1` tokens and to its own K. Requests that prefill, or
-        whose drafter has asked for a pause, are in the step without being asked about.
+        The engine shortens a plan to `max_new - 1` accepted tokens and to its own K. A request
+        whose prompt is still being read, or whose drafter asked for a pause, takes part in the step
+        but is not among the states.
         """
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Outcomes of the step the last plans were for, and of the requests beside them.
+        """Receive the records of the step that the last plans were made for.
 
-        Of plans that are followed for several steps, those of the last.
+        Requests that were not among the states have a record too, once they emit tokens.
         """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from forerun.control.base import Plan
+from forerun.control.base import Chain, Plan
 from forerun.control.beliefs import RequestClass, UnreadText
 from forerun.control.config import GoodputConfig
 
@@ -169,7 +169,7 @@ class Exploration:
         for at in idle[: -(-len(idle) // SCOUTS)]:
             if spare > 0:
                 k = min(PROBE_DEPTH, most[at], spare)
-                varied[at] = Plan(method=method, num_speculative_tokens=k, probe=True)
+                varied[at] = Plan.chain(method, k, probe=True)
                 spare -= k
                 self.probed.append(at)
         self._follows = False
@@ -189,13 +189,13 @@ class Exploration:
         others = [method for method in methods if method != plan.method]
         self._num_explored += 1
         if others and turn % 2:
-            other = Plan(
-                method=others[turn // 2 % len(others)],
-                num_speculative_tokens=PROBE_DEPTH,
+            other = Plan.chain(
+                others[turn // 2 % len(others)],
+                PROBE_DEPTH,
                 probe=True,
             )
         elif k < most[at] and spare > 0:
-            other = replace(plan, num_speculative_tokens=k + 1, probe=True)
+            other = replace(plan, shape=Chain(num_tokens=k + 1), probe=True)
         else:
             self.pay(0.0)
             return plans

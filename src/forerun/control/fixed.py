@@ -21,7 +21,7 @@ class FixedController:
         """K for everyone (the engine drafts no further than a request may go)."""
         share = capacity.max_rows // max(1, len(states)) - 1
         k = max(0, min(self.num_speculative_tokens, share))
-        plan = Plan(method=self.method if k else "plain", num_speculative_tokens=k)
+        plan = Plan.chain(self.method if k else "plain", k)
         return [plan] * len(states)
 
     def observe(self, records: Sequence[StepRecord]) -> None:

@@ -358,4 +358,4 @@ def plan_of(method: str, k: int, rule: StopRule | None, was: Plan) -> Plan:
         return PLAIN
     if was.num_speculative_tokens == k and was.method == method and was.stop == rule:
         return was
-    return Plan(method=method, num_speculative_tokens=k, stop=rule)
+    return Plan.chain(method, k, stop=rule)

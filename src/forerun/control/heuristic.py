@@ -117,4 +117,4 @@ def best_threshold(seen: Sequence[tuple[float, bool]]) -> float:
 
 def plan_of(method: str, k: int, stop: StopRule | None = None) -> Plan:
     """K tokens of a drafter, or plain decoding where K is 0 or less."""
-    return Plan(method=method, num_speculative_tokens=k, stop=stop) if k > 0 else Plan()
+    return Plan.chain(method, k, stop=stop) if k > 0 else Plan()

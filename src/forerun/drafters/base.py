@@ -1,4 +1,4 @@
-"""The drafter's contract: contexts and plans in, token trees out, outcomes back."""
+"""The contract of a drafter: requests and plans in, token trees out, outcomes of steps back."""
 
 from __future__ import annotations
 
@@ -6,30 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Float
+from torch import Tensor
+
 from forerun.control.base import Plan
 from forerun.models.context import Context
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
-__all__ = ["DraftRequest", "Drafter", "Outcome", "Pause"]
+__all__ = ["DraftRequest", "Drafter", "Pause", "StepOutcome"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRequest:
-    """One sequence a drafter is asked to continue.
+    """One sequence that a drafter is asked to continue; the same object in every step.
 
     Attributes:
         request_id: key of the drafter's own state for this sequence.
-        ids: committed prompt and output tokens (shared with the engine: read only).
-        num_prompt: how many of them are prompt.
+        ids: committed prompt and output tokens. The list grows; a drafter must not change it.
+        num_prompt: how many of them belong to the prompt.
         params: the request's sampling parameters.
         noise_key: key of (seed, sample index), see `forerun.sampling.noise`.
         history: token counts of prompt and output where penalties need them (read only).
-        coupled: draw with the target's position-keyed noise.
-        scope: requests of one scope may use what was computed from each other's tokens; None: none.
-        context: the target's view of the sequence, for drafters that work in the target's own KV
-            (staging rows there is all they may do).
+        coupled: the draft must be drawn with the target's position-keyed noise.
+        scope: requests of the same scope may use what was computed from each other's tokens; None
+            allows no sharing.
+        context: the target's view of the sequence, for drafters that work in the target's own KV.
+            They may stage rows there and nothing else.
     """
 
     request_id: str
@@ -45,42 +49,79 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Nothing to propose, and nothing expected before `num_tokens` more are committed.
+    """An answer without a proposal: none is expected before `num_tokens` more are committed.
 
-    Until then the sequence decodes plainly, at no cost of drafting.
+    Until then the sequence is decoded plainly and the drafter is not asked.
     """
 
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
-    """What became of one proposal."""
+class StepOutcome:
+    """What one step committed of one request.
 
-    request_id: str
-    verdict: Verdict
+    The target's cache grew by rows `num_committed` to `num_committed + num_rows`, which belong to
+    the tokens at these places of `request.ids`. The last emitted token has no row yet.
+
+    Attributes:
+        request: the sequence; a drafter may create its state here, since the prompt is read before
+            the first call of `propose`.
+        num_committed: rows in the target's cache before the step. It is 0 in the first outcome of a
+            sequence, also where the first rows were found in the cache.
+        num_rows: rows that the step added: pending tokens that were fed, then the accepted path. In
+            the first outcome they include the rows that were found in the cache.
+        verdict: None while a prompt is being read.
+        proposal: the draft that was verified; None for plain steps and while a prompt is read.
+        features: of the rows, in order, one entry per layer of `Drafter.required_features`; None
+            where these are empty.
+    """
+
+    request: DraftRequest
+    num_committed: int
+    num_rows: int
+    verdict: Verdict | None = None
+    proposal: Proposal | None = None
+    features: Float[Tensor, "rows layers width"] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Key of the drafter's own state for this sequence."""
+        return self.request.request_id
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes token trees. State is per request_id, created on first use, dropped by `forget`."""
+    """Proposes token trees. Its state is kept per request_id and dropped by `forget`."""
 
     @property
     def method(self) -> str:
-        """What plans and traces call it."""
+        """The name that plans and traces use for this drafter."""
+
+    @property
+    def required_features(self) -> tuple[int, ...]:
+        """Layers of the target whose input the drafter reads; empty for most drafters.
+
+        Layer 0 stands for the embeddings, the number of layers for what leaves the last one, before
+        the final norm.
+        """
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> Sequence[Proposal | Pause | None]:
-        """One proposal of at most K nodes per request; None where there is nothing to propose.
+        """Return one proposal per request within the shape of its plan, or None for plain decoding.
 
-        Whether a sampled node is proposed must not depend on what was drawn for it: to raise, to
-        return None or to prune because of a drawn token biases the text. Where drafting cannot go
-        on, return the chain up to there.
+        Whether a sampled node is proposed must not depend on the token that was drawn for it: to
+        raise, to return None or to prune because of a drawn token biases the text. Where drafting
+        cannot go on, return the part that was drafted.
         """
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Verdicts on the last proposals, called once the accepted tokens are committed."""
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Receive the outcome of every step that committed rows, after the tokens are committed.
+
+        Prompts that are being read, plain steps and drafted steps are all reported, in order. The
+        last step of a sequence is followed by `forget` instead.
+        """
 
     def forget(self, request_id: str) -> None:
-        """Drop all state of a request; unknown ids are ignored."""
+        """Drop the state of a request; unknown ids are ignored."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, Outcome
+from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.branch import Branch
 from forerun.drafters.glance import CLOSE_LOOK, Past
 from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
@@ -42,6 +42,7 @@ class DraftModel:
     """
 
     method = "draft_model"
+    required_features: tuple[int, ...] = ()
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.model = model
@@ -236,10 +237,12 @@ class DraftModel:
                 branch.context.commit(range(PREFILL_CHUNK))
                 branch.proven = False
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep the KV of accepted tokens."""
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Commit the KV of accepted tokens; other tokens are read before the next draft."""
         for outcome in outcomes:
             name, verdict = outcome.request_id, outcome.verdict
+            if outcome.proposal is None or verdict is None:
+                continue  # nothing was staged
             glance = self._glances.get(name)
             if glance is None:
                 self._branches[name].commit(verdict.num_accepted)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.errors import DrafterError
 from forerun.sampling.proposal import Proposal
 
@@ -31,6 +32,11 @@ class SeveralDrafters:
         """Of the first, which drafts where nobody chooses."""
         return next(iter(self.drafters))
 
+    @property
+    def required_features(self) -> tuple[int, ...]:
+        """Layers that any of them reads."""
+        return tuple(sorted({i for d in self.drafters.values() for i in d.required_features}))
+
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
@@ -50,12 +56,16 @@ class SeveralDrafters:
                 self._proposed[requests[at].request_id] = method
         return proposals
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell every drafter what became of its own proposals."""
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Report every step to every drafter; a proposal only to the one that made it."""
+        makers = [self._proposed.pop(outcome.request_id, None) for outcome in outcomes]
         for method, drafter in self.drafters.items():
-            own = [o for o in outcomes if self._proposed.get(o.request_id) == method]
-            if own:
-                drafter.observe(own)
+            drafter.observe(
+                [
+                    outcome if maker == method else replace(outcome, proposal=None)
+                    for outcome, maker in zip(outcomes, makers, strict=True)
+                ]
+            )
 
     def forget(self, request_id: str) -> None:
         """Drop all state of a request, in all of them, even where one of them raises."""

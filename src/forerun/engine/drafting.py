@@ -1,8 +1,7 @@
-"""Ask the drafter, and survive it.
+"""Calls of the drafter, whose failures must not cost a token.
 
-A drafter is a guess: whatever goes wrong in one must not cost a token. A failing batch is retried
-row by row once; a sequence whose row fails again decodes plainly from then on, with one logged
-reason.
+A batch that fails is repeated request by request. A request that fails again is decoded plainly
+from then on, and the log says why once.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 
-from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.proposal_check import check_proposals
+from forerun.engine.scheduled import ScheduledSequence
 from forerun.engine.sequence import Sequence
-from forerun.engine.turn import Turn
 from forerun.errors import DrafterError
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
@@ -24,104 +23,127 @@ logger = logging.getLogger("forerun.drafting")
 
 
 class GuardedDrafter:
-    """A drafter whose failures turn into plain decoding."""
+    """A drafter whose failures end in plain decoding.
+
+    The drafter sees every row that the target's cache holds of a request, in order, before it is
+    asked to continue it: also after a failure made it drop its state.
+
+    Args:
+        drafter: the one to guard.
+        vocab_size: of the target.
+    """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
-        self._requests: dict[str, DraftRequest] = {}
 
-    def propose(self, turns: Seq[Turn]) -> None:
-        """Give every turn a checked proposal, or none where the sequence decodes plainly."""
-        wanted = [turn for turn in turns if not turn.sequence.drafting_failed]
+    def propose(self, entries: Seq[ScheduledSequence]) -> None:
+        """Give every entry a checked proposal, or none where the sequence is decoded plainly."""
+        wanted = [entry for entry in entries if not entry.sequence.draft.failed]
         if not wanted:
             return
         try:
             self._propose(wanted)
         except Exception as error:  # noqa: BLE001 - any drafter failure must leave the text intact
             logger.info("drafter failed on a batch of %d, retrying singly: %s", len(wanted), error)
-            for turn in wanted:
-                self._propose_singly(turn)
+            for entry in wanted:
+                self._propose_singly(entry)
 
-    def _propose_singly(self, turn: Turn) -> None:
-        self.forget(turn.sequence)  # the failed attempt may have left half a state
+    def _propose_singly(self, entry: ScheduledSequence) -> None:
+        self.forget(entry.sequence)  # the failed attempt may have left half a state
         try:
-            self._propose([turn])
+            self._propose([entry])
         except Exception as error:  # noqa: BLE001 - as above
-            self._give_up(turn.sequence, error)
+            self._give_up(entry.sequence, error)
 
-    def _propose(self, turns: Seq[Turn]) -> None:
-        requests = [self._request(turn.sequence) for turn in turns]
-        answers = self.drafter.propose(requests, [turn.plan for turn in turns])
-        if len(answers) != len(turns):
-            raise DrafterError(f"{len(answers)} proposals for {len(turns)} requests")
+    def _propose(self, entries: Seq[ScheduledSequence]) -> None:
+        unseen = [entry for entry in entries if entry.sequence.draft.num_observed == 0]
+        if unseen:
+            self.drafter.observe([outcome_of(entry, entry.num_committed) for entry in unseen])
+        requests = [request_of(entry.sequence) for entry in entries]
+        answers = self.drafter.propose(requests, [entry.plan for entry in entries])
+        if len(answers) != len(entries):
+            raise DrafterError(f"{len(answers)} proposals for {len(entries)} requests")
         proposals = [None if isinstance(answer, Pause) else answer for answer in answers]
-        check_proposals(turns, proposals, self.vocab_size)
-        for turn, proposal, answer in zip(turns, proposals, answers, strict=True):
-            turn.proposal = proposal
+        check_proposals(entries, proposals, self.vocab_size)
+        for entry, proposal, answer in zip(entries, proposals, answers, strict=True):
+            entry.proposal = proposal
             if isinstance(answer, Pause):
-                turn.sequence.drafts_from = len(turn.sequence.ids) + answer.num_tokens
-
-    def _request(self, sequence: Sequence) -> DraftRequest:
-        """The drafter's view of a sequence, the same object at every step."""
-        request = self._requests.get(sequence.key)
-        if request is None:
-            request = self._requests[sequence.key] = as_request(sequence)
-        return request
+                sequence = entry.sequence
+                sequence.draft.paused_until = len(sequence.ids) + answer.num_tokens
 
     def _give_up(self, sequence: Sequence, error: Exception) -> None:
-        sequence.drafting_failed = True
+        sequence.draft.failed = True
         self.forget(sequence)
         logger.warning("request %s decodes plainly: drafter failed: %s", sequence.key, error)
 
-    def observe(self, turns: Seq[Turn]) -> None:
-        """Pass verdicts on; a drafter that fails here loses its state, not the text.
+    def observe(self, entries: Seq[ScheduledSequence]) -> None:
+        """Report a step to the drafter; one that fails here loses its state, not the text.
 
-        Half-told outcomes cannot be told again. So a failing batch is forgotten, its sequences are
-        told singly from the next step on, and the one that fails once more decodes plainly.
+        An outcome cannot be reported twice. So the requests of a failing batch are forgotten and
+        reported singly from the next step on; the one that fails once more is decoded plainly.
         """
-        together = [turn for turn in turns if not turn.sequence.observing_failed]
-        singly = [[turn] for turn in turns if turn.sequence.observing_failed]
-        for group in [together, *singly] if together else singly:
-            self._tell(group)
+        together: list[ScheduledSequence] = []
+        for entry in entries:
+            draft = entry.sequence.draft
+            if draft.failed:
+                continue
+            if draft.observe_failed:
+                self._observe([entry])
+            else:
+                together.append(entry)
+        if together:
+            self._observe(together)
 
-    def _tell(self, turns: Seq[Turn]) -> None:
-        outcomes = [
-            Outcome(request_id=turn.sequence.key, verdict=turn.verdict)
-            for turn in turns
-            if turn.verdict is not None
-        ]
+    def _observe(self, entries: Seq[ScheduledSequence]) -> None:
         try:
-            self.drafter.observe(outcomes)
+            self.drafter.observe([outcome_of(entry, entry.num_cached) for entry in entries])
         except Exception as error:  # noqa: BLE001 - as above
-            logger.info("drafter failed to observe a batch of %d: %s", len(turns), error)
-            for turn in turns:
-                if turn.sequence.observing_failed:
-                    self._give_up(turn.sequence, error)
+            logger.info("drafter failed to observe a batch of %d: %s", len(entries), error)
+            for entry in entries:
+                if entry.sequence.draft.observe_failed:
+                    self._give_up(entry.sequence, error)
                 else:
-                    turn.sequence.observing_failed = True
-                    self.forget(turn.sequence)
+                    entry.sequence.draft.observe_failed = True
+                    self.forget(entry.sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the drafter's state of a sequence that is finished, aborted or given up."""
-        self._requests.pop(sequence.key, None)
+        sequence.draft.request = None
+        sequence.draft.num_observed = 0
         try:
             self.drafter.forget(sequence.key)
         except Exception as error:  # noqa: BLE001 - as above
             logger.warning("drafter failed to forget request %s: %s", sequence.key, error)
 
 
-def as_request(sequence: Sequence) -> DraftRequest:
-    """The drafter's view of a sequence."""
-    params = sequence.params
-    return DraftRequest(
-        request_id=sequence.key,
-        ids=sequence.ids,
-        num_prompt=sequence.num_prompt,
-        params=params,
-        noise_key=sequence.noise_key,
-        history=sequence.history,
-        coupled=resolve_verification(params, Choice.SAMPLED) == "coupled",
-        scope=sequence.scope,
-        context=sequence.context,
+def outcome_of(entry: ScheduledSequence, num_cached: int) -> StepOutcome:
+    """The rows up to `num_cached` that were not reported before, with the verdict of the step."""
+    draft = entry.sequence.draft
+    start, draft.num_observed = draft.num_observed, num_cached
+    return StepOutcome(
+        request=request_of(entry.sequence),
+        num_committed=start,
+        num_rows=num_cached - start,
+        verdict=entry.verdict,
+        proposal=entry.proposal if entry.verdict is not None else None,
     )
+
+
+def request_of(sequence: Sequence) -> DraftRequest:
+    """The drafter's view of a sequence, the same object at every step."""
+    request = sequence.draft.request
+    if request is None:
+        params = sequence.params
+        request = sequence.draft.request = DraftRequest(
+            request_id=sequence.key,
+            ids=sequence.ids,
+            num_prompt=sequence.num_prompt,
+            params=params,
+            noise_key=sequence.noise_key,
+            history=sequence.history,
+            coupled=resolve_verification(params, Choice.SAMPLED) == "coupled",
+            scope=sequence.scope,
+            context=sequence.context,
+        )
+    return request

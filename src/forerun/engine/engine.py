@@ -303,7 +303,7 @@ class Engine:
             records = self._stepper.run()
         except NumericalError as error:
             for sequence in running:
-                sequence.suspect |= error.request_id in (None, sequence.request_id)
+                sequence.kv_invalid |= error.request_id in (None, sequence.request_id)
             raise
         for sequence in self.scheduler.drop_finished():
             self._release(sequence)
@@ -346,7 +346,7 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         """Give back what a sequence held in target and drafter; others may begin with it."""
         if sequence.context is not None:
-            sequence.context.close(0 if sequence.suspect else sequence.context.num_cached)
+            sequence.context.close(0 if sequence.kv_invalid else sequence.context.num_cached)
             sequence.context = None
         if self.drafter is not None:
             self.drafter.forget(sequence)

@@ -8,16 +8,19 @@ waits for the device once; those a drafter vouches for (`Assurance`) only where 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from forerun.engine.turn import Turn
+from forerun.control.base import Tree
+from forerun.engine.scheduled import ScheduledSequence
 from forerun.errors import DrafterError
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
 from forerun.sampling.proposal import Proposal
+from forerun.theory.tree import TokenTree
 
 __all__ = ["check_proposals"]
 
@@ -26,12 +29,12 @@ MASS_TOLERANCE = 1e-4
 
 
 def check_proposals(
-    turns: Sequence[Turn], proposals: Sequence[Proposal | None], vocab_size: int
+    entries: Sequence[ScheduledSequence], proposals: Sequence[Proposal | None], vocab_size: int
 ) -> None:
     """Refuse proposals the step could not, or must not, verify.
 
     Args:
-        turns: what was asked for.
+        entries: what was asked for.
         proposals: what the drafter returned.
         vocab_size: of the target.
 
@@ -40,20 +43,22 @@ def check_proposals(
         InvalidRequest: the verifier a request asks for is not exact for its proposal.
     """
     filled: list[Proposal] = []
-    for turn, proposal in zip(turns, proposals, strict=True):
+    for entry, proposal in zip(entries, proposals, strict=True):
         if proposal is not None:
-            check_structure(turn, proposal, vocab_size)
+            check_structure(entry, proposal, vocab_size)
             if proposal.num_drafted:
                 filled.append(proposal)
     check_ids([p.tokens for p in filled if p.tokens.is_cpu or not p.is_assured], vocab_size)
     check_laws([p for p in filled if p.draft_probs is not None and not p.is_assured])
 
 
-def check_structure(turn: Turn, proposal: Proposal, vocab_size: int) -> None:
+def check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: int) -> None:
     """Refuse what can be seen without looking at values."""
-    num_nodes, most = proposal.num_drafted, turn.plan.num_speculative_tokens
+    num_nodes, most = proposal.num_drafted, entry.plan.num_speculative_tokens
     if num_nodes > most:
         raise DrafterError(f"{num_nodes} nodes, but K is {most}")
+    if isinstance(entry.plan.shape, Tree):
+        check_tree(entry.plan.shape, proposal.tree)
     if proposal.tokens.shape != (num_nodes,) or proposal.tokens.dtype != torch.int64:
         raise DrafterError(
             f"{num_nodes} nodes, but tokens of shape {tuple(proposal.tokens.shape)} and dtype "
@@ -63,9 +68,19 @@ def check_structure(turn: Turn, proposal: Proposal, vocab_size: int) -> None:
         check_shape(proposal, proposal.draft_probs, vocab_size)
     if num_nodes == 0:
         return
-    resolve_verification(turn.sequence.params, proposal.choice, is_chain=proposal.tree.is_chain)
+    resolve_verification(entry.params, proposal.choice, is_chain=proposal.tree.is_chain)
     if proposal.draft_probs is None and proposal.choice is Choice.SAMPLED:
         raise DrafterError("a sampled proposal needs the draft_probs it was drawn from")
+
+
+def check_tree(shape: Tree, tree: TokenTree) -> None:
+    """Refuse a tree that is deeper or wider than planned."""
+    depth, width = max(tree.depths, default=0), max(Counter(tree.parents).values(), default=0)
+    if depth > shape.depth or width > shape.width:
+        raise DrafterError(
+            f"a tree of depth {depth} and width {width}, but the plan allows depth {shape.depth} "
+            f"and width {shape.width}"
+        )
 
 
 def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> None:

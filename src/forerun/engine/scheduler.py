@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from forerun.engine.config import EngineConfig
+from forerun.engine.scheduled import ScheduledSequence
 from forerun.engine.sequence import Sequence
-from forerun.engine.turn import Turn
 from forerun.models.prefixes import MIN_SHARED_TOKENS, common_length
 
 __all__ = ["Scheduler"]
@@ -134,23 +134,23 @@ class Scheduler:
             self.running = [s for s in self.running if s.stop is None]
         return finished
 
-    def share(self, turns: Seq[Turn]) -> None:
+    def assign_rows(self, entries: Seq[ScheduledSequence]) -> None:
         """Say how many pending tokens every running sequence feeds in this pass.
 
         Args:
-            turns: of all running sequences, with proposals already within the budget.
+            entries: of all running sequences, with proposals already within the budget.
         """
         budget = self.config.max_step_rows
-        for turn in turns:
-            if turn.decodes:
-                turn.num_chain = 1
-                budget -= turn.num_rows
+        for entry in entries:
+            if entry.decodes:
+                entry.num_chain = 1
+                budget -= entry.num_logit_rows
         if self.config.max_prefill_rows is not None:
             budget = min(budget, self.config.max_prefill_rows)
-        for turn in turns:
-            if not turn.decodes:
-                turn.num_chain = max(0, min(turn.num_pending, self.config.prefill_chunk, budget))
-                budget -= turn.num_chain
+        for entry in entries:
+            if not entry.decodes:
+                entry.num_chain = max(0, min(entry.num_pending, self.config.prefill_chunk, budget))
+                budget -= entry.num_chain
 
 
 def rank(sequence: Sequence) -> tuple[int, int]:

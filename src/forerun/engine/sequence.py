@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from forerun.drafters.base import DraftRequest
 from forerun.engine.results import (
     Completion,
     RequestOutput,
@@ -24,6 +25,25 @@ __all__ = ["Sequence", "output_of"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class DraftState:
+    """What the engine keeps of a sequence for the calls of its drafter.
+
+    Attributes:
+        request: the drafter's view of the sequence; None until the drafter has seen it.
+        num_observed: rows of the target's cache that were reported to the drafter.
+        paused_until: length from which the drafter wants to be asked again.
+        observe_failed: the drafter once raised when an outcome was reported.
+        failed: the drafter raised again; the sequence is decoded plainly.
+    """
+
+    request: DraftRequest | None = None
+    num_observed: int = 0
+    paused_until: int = 0
+    observe_failed: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """One sample of one request.
 
@@ -36,9 +56,10 @@ class Sequence:
         ends_at_s: its deadline.
         tpot_target_s: seconds per token it wants to stay below.
         tags: what it is like.
+        draft: for the calls of its drafter.
         num_cached: prompt tokens whose KV was there when it first joined.
         num_preemptions: how often it had to give up its place.
-        suspect: its last pass was not usable, so its KV must not serve others.
+        kv_invalid: its last pass failed, so its KV must not be shared with others.
     """
 
     request_id: str
@@ -59,9 +80,7 @@ class Sequence:
     joined_at_s: float | None = None
     first_token_at_s: float | None = None
     finished_at_s: float | None = None
-    drafting_failed: bool = False
-    drafts_from: int = 0
-    observing_failed: bool = False
+    draft: DraftState = field(default_factory=DraftState)
     rank: tuple[int, int] = (0, 0)
     scope: str | None = None
     ends_at_s: float = math.inf
@@ -69,7 +88,7 @@ class Sequence:
     tags: tuple[str, ...] = ()
     num_cached: int = 0
     num_preemptions: int = 0
-    suspect: bool = False
+    kv_invalid: bool = False
     num_shown: int = 0
     num_streamed: int = 0
     num_searched: int = 0
@@ -88,7 +107,7 @@ class Sequence:
     @property
     def may_draft(self) -> bool:
         """Whether the drafter's pause is over."""
-        return self.drafts_from <= len(self.ids)
+        return self.draft.paused_until <= len(self.ids)
 
     @property
     def max_new(self) -> int:

@@ -13,14 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from forerun.control.base import Controller, Plan, RequestState
+from forerun.control.base import Chain, Controller, Plan, RequestState, Tree
 from forerun.control.unasked import Unasked
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
+from forerun.engine.scheduled import PLAIN, ScheduledSequence
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StepClock
-from forerun.engine.turn import PLAIN, Turn
 from forerun.engine.verification import token_logprobs, verify
 from forerun.models.base import LanguageModel, RowBatch
 from forerun.models.context import pack
@@ -46,51 +46,53 @@ class Stepper:
         self.controller = controller
         self.scheduler = scheduler
         self.unasked = Unasked(config.max_step_rows)
-        self.most_emitted = config.num_speculative_tokens + 1
+        self.max_nodes = config.num_speculative_tokens
         self.cycle_id = 0
 
     def run(self) -> list[StepRecord]:
         """Advance every running sequence once; returns one record per sequence that emitted."""
         clock = StepClock(self.target.device)
-        turns = [turn_of(sequence) for sequence in self.scheduler.running]
+        entries = [schedule(sequence) for sequence in self.scheduler.running]
         drafter = self.drafter
         if drafter is not None and self.unasked.goes_on(self.scheduler.running):
             drafter = None  # nor is the controller asked
         if drafter is not None:
-            asked = [turn for turn in turns if turn.decodes and turn.sequence.may_draft]
+            asked = [entry for entry in entries if entry.decodes and entry.sequence.may_draft]
             if asked:
                 self._plan(asked, clock.started_s)
         clock.mark()
         if drafter is not None:
-            drafter.propose([turn for turn in turns if turn.plan.num_speculative_tokens])
+            drafter.propose([entry for entry in entries if entry.plan.num_speculative_tokens])
         clock.mark()
-        self.scheduler.share(turns)
-        fed = [turn for turn in turns if turn.num_chain]
-        emitting = [turn for turn in fed if turn.completes]
+        self.scheduler.assign_rows(entries)
+        fed = [entry for entry in entries if entry.num_chain]
+        emitting = [entry for entry in fed if entry.completes]
         self._decide(fed, emitting, clock)
-        for turn in fed:
-            if turn.completes:
-                take(turn)
+        for entry in fed:
+            if entry.completes:
+                apply_verdict(entry)
             else:
-                turn.commit()
-        if drafter is not None:
-            tell(drafter, emitting)
+                entry.commit()
+        if self.drafter is not None:
+            self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
         records = self._records(emitting, fed, clock) if emitting else []
         if self.drafter is not None and self.unasked.tells:
             self.controller.observe(records)
         self.cycle_id += 1
         return records
 
-    def _plan(self, turns: Seq[Turn], now_s: float) -> None:
+    def _plan(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
         """Plans of sequences that decode; those still prefilling do not draft."""
-        states = [state_of(turn.sequence, now_s) for turn in turns]
+        states = [state_of(entry.sequence, now_s) for entry in entries]
         plans = self.controller.decide(states, self.unasked.capacity)
         self.unasked.follow(self.scheduler.running, plans)
-        for turn, plan in zip(turns, plans, strict=True):
-            turn.plan = bounded(plan, min(turn.sequence.max_new, self.most_emitted))
+        for entry, plan in zip(entries, plans, strict=True):
+            entry.plan = bounded(plan, self.max_nodes, entry.sequence.max_new - 1)
 
     @torch.inference_mode()
-    def _decide(self, fed: Seq[Turn], emitting: Seq[Turn], clock: StepClock) -> None:
+    def _decide(
+        self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
+    ) -> None:
         """One target pass, and the verdicts of those it yields tokens for."""
         clock.mark()
         batch = self._batch(fed)
@@ -100,72 +102,85 @@ class Stepper:
         if len(logits) < len(tokens):  # else all rows are wanted, in order
             tokens = tokens.index_select(0, batch.logit_rows)
         row = 0
-        for turn, verdict in zip(emitting, verify(emitting, logits, tokens), strict=True):
-            turn.verdict = verdict
-            if turn.sequence.params.logprobs is not None:
-                turn.logits = logits[row : row + turn.num_rows]
-            row += turn.num_rows
+        for entry, verdict in zip(emitting, verify(emitting, logits, tokens), strict=True):
+            entry.verdict = verdict
+            if entry.sequence.params.logprobs is not None:
+                entry.logits = logits[row : row + entry.num_logit_rows]
+            row += entry.num_logit_rows
 
-    def _batch(self, fed: Seq[Turn]) -> RowBatch:
-        """The rows of all turns: pending tokens, then draft nodes; logits where tokens come out."""
+    def _batch(self, fed: Seq[ScheduledSequence]) -> RowBatch:
+        """Rows of all entries: pending tokens, then draft nodes; logits where tokens come out."""
         device = self.target.device
         wanted: list[int] = []
         row = 0
-        for turn in fed:
-            row += turn.num_chain
-            if turn.completes:
-                wanted += range(row - 1, row + turn.num_drafted)
-                row += turn.num_drafted
-        return pack([turn.span() for turn in fed], tokens_of(fed, device), wanted, device)
+        for entry in fed:
+            row += entry.num_chain
+            if entry.completes:
+                wanted += range(row - 1, row + entry.num_drafted)
+                row += entry.num_drafted
+        return pack([entry.span() for entry in fed], tokens_of(fed, device), wanted, device)
 
-    def _records(self, emitting: Seq[Turn], fed: Seq[Turn], clock: StepClock) -> list[StepRecord]:
+    def _records(
+        self, emitting: Seq[ScheduledSequence], fed: Seq[ScheduledSequence], clock: StepClock
+    ) -> list[StepRecord]:
         """One trace record per sequence that emitted; durations belong to the whole cycle."""
-        num_prefill = sum(turn.num_chain for turn in fed if turn.prefills)
-        batch_rows = sum(turn.num_chain + turn.num_drafted for turn in fed)
+        num_prefill = sum(entry.num_chain for entry in fed if entry.prefills)
+        batch_rows = sum(entry.num_chain + entry.num_drafted for entry in fed)
         draft_s, verify_s, other_s = clock.durations()
         return [
             StepRecord(
                 cycle_id=self.cycle_id,
                 t_s=clock.started_s,
-                request_id=turn.sequence.key,
-                step=turn.sequence.acceptance.num_steps,
-                method=turn.plan.method,
-                k_budget=turn.plan.num_speculative_tokens,
-                num_drafted=turn.num_drafted,
-                depth_drafted=turn.depth,
+                request_id=entry.sequence.key,
+                step=entry.sequence.acceptance.num_steps,
+                method=entry.plan.method,
+                k_budget=entry.plan.num_speculative_tokens,
+                num_drafted=entry.num_drafted,
+                depth_drafted=entry.depth,
                 num_accepted=verdict.num_accepted,
-                num_emitted=turn.num_emitted,
+                num_emitted=entry.num_emitted,
                 draft_s=draft_s,
                 verify_s=verify_s,
                 other_s=other_s,
                 batch_rows=batch_rows,
                 num_prefill_rows=num_prefill,
-                context_tokens=len(turn.sequence.ids) - turn.num_emitted,
-                last_token_source=verdict.sources[turn.num_emitted - 1],
+                context_tokens=len(entry.sequence.ids) - entry.num_emitted,
+                last_token_source=verdict.sources[entry.num_emitted - 1],
                 expected_accepted=verdict.expected_accepted,
-                stop_reason=turn.proposal.stop_reason if turn.proposal else None,
-                stop_values=turn.proposal.stop_values if turn.proposal else None,
-                hindsight=turn.proposal.hindsight if turn.proposal else None,
+                stop_reason=entry.proposal.stop_reason if entry.proposal else None,
+                stop_values=entry.proposal.stop_values if entry.proposal else None,
+                hindsight=entry.proposal.hindsight if entry.proposal else None,
             )
-            for turn in emitting
-            if (verdict := turn.verdict) is not None
+            for entry in emitting
+            if (verdict := entry.verdict) is not None
         ]
 
 
-def turn_of(sequence: Sequence) -> Turn:
-    """The turn of a sequence that has joined the batch."""
+def schedule(sequence: Sequence) -> ScheduledSequence:
+    """The entry of a sequence that has joined the batch."""
     assert sequence.context is not None
-    return Turn(sequence=sequence, num_pending=sequence.context.num_pending)
+    num_committed = sequence.context.num_cached
+    return ScheduledSequence(
+        sequence=sequence,
+        num_committed=num_committed,
+        num_pending=len(sequence.ids) - num_committed,
+    )
 
 
-def bounded(plan: Plan, max_new: int) -> Plan:
-    """No plan may emit more than `max_new` tokens: there is no room in the context, or in a pass.
+def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:
+    """The plan, cut to the rows that a pass has for one sequence and to its room for tokens.
 
-    The pass itself yields one more token than is accepted.
+    The pass itself yields one token more than are accepted.
     """
-    if plan.num_speculative_tokens < max_new:
-        return plan if plan.num_speculative_tokens > 0 else PLAIN
-    return replace(plan, num_speculative_tokens=max_new - 1) if max_new > 1 else PLAIN
+    shape = plan.shape
+    if 0 < shape.num_nodes <= max_nodes and shape.depth <= max_depth:
+        return plan
+    num_nodes, depth = min(shape.num_nodes, max_nodes), min(shape.depth, max_depth)
+    if num_nodes <= 0 or depth <= 0:
+        return PLAIN
+    if isinstance(shape, Tree):
+        return replace(plan, shape=replace(shape, num_nodes=num_nodes, depth=depth))
+    return replace(plan, shape=Chain(num_tokens=min(num_nodes, depth)))
 
 
 def state_of(sequence: Sequence, now_s: float) -> RequestState:
@@ -182,43 +197,36 @@ def state_of(sequence: Sequence, now_s: float) -> RequestState:
     )
 
 
-def tokens_of(turns: Seq[Turn], device: torch.device) -> list[int] | Tensor:
-    """Tokens of a pass: the draft nodes of every turn behind its pending tokens.
+def tokens_of(entries: Seq[ScheduledSequence], device: torch.device) -> list[int] | Tensor:
+    """Tokens of a pass: the draft nodes of every entry behind its pending tokens.
 
     Nodes that are on a device are not waited for.
     """
-    proposals = [turn.proposal for turn in turns]
+    proposals = [entry.proposal for entry in entries]
     if all(p is None or p.tokens.is_cpu for p in proposals):
         ids: list[int] = []
-        for turn, proposal in zip(turns, proposals, strict=True):
-            ids += turn.pending()
+        for entry, proposal in zip(entries, proposals, strict=True):
+            ids += entry.pending()
             if proposal is not None:
                 ids += proposal.tokens.tolist()
         return ids
     pieces: list[Tensor] = []
-    for turn, proposal in zip(turns, proposals, strict=True):
-        pending = torch.tensor(turn.pending(), dtype=torch.int64)
+    for entry, proposal in zip(entries, proposals, strict=True):
+        pending = torch.tensor(entry.pending(), dtype=torch.int64)
         pieces.append(pending.to(device, non_blocking=True))
         if proposal is not None:
             pieces.append(proposal.tokens.to(device))
     return torch.cat(pieces)
 
 
-def tell(drafter: GuardedDrafter, turns: Seq[Turn]) -> None:
-    """What became of the proposals of those who go on."""
-    drafted = [t for t in turns if t.proposal is not None and t.sequence.stop is None]
-    if drafted:
-        drafter.observe(drafted)
-
-
-def take(turn: Turn) -> None:
-    """Tokens of a verdict into the sequence, accepted rows into the target's KV."""
-    sequence, verdict = turn.sequence, turn.verdict
+def apply_verdict(entry: ScheduledSequence) -> None:
+    """Append the tokens of a verdict to the sequence and commit the accepted rows to the KV."""
+    sequence, verdict = entry.sequence, entry.verdict
     assert verdict is not None
-    turn.num_emitted = sequence.append(verdict.tokens, verdict.sources)
-    if turn.logits is not None:
-        sequence.logprobs += token_logprobs(turn)
-    sequence.acceptance.add(turn.depth, verdict.num_accepted, num_drafted=turn.num_drafted)
+    entry.num_emitted = sequence.append(verdict.tokens, verdict.sources)
+    if entry.logits is not None:
+        sequence.logprobs += token_logprobs(entry)
+    sequence.acceptance.add(entry.depth, verdict.num_accepted, num_drafted=entry.num_drafted)
     if sequence.first_token_at_s is None or sequence.stop is not None:
         now_s = time.monotonic()
         if sequence.first_token_at_s is None:
@@ -226,7 +234,7 @@ def take(turn: Turn) -> None:
         if sequence.stop is not None:
             sequence.finished_at_s = now_s
     if sequence.stop is None:
-        turn.commit()
+        entry.commit()
     else:  # what was fed may yet serve other sequences
         assert sequence.context is not None
-        sequence.context.commit(range(turn.num_chain))
+        sequence.context.commit(range(entry.num_chain))

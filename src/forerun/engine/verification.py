@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.engine.results import TokenLogprobs
-from forerun.engine.turn import Rule, Turn
+from forerun.engine.scheduled import Rule, ScheduledSequence
 from forerun.errors import NumericalError
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
 from forerun.sampling.choice import Choice, TokenSource
@@ -45,30 +45,32 @@ class Batch:
     """Turns under one rule.
 
     Attributes:
-        turns: whose rows.
+        entries: whose rows.
         logits: row of the last pending token of each, then one per draft node.
         tokens: the token fed at each row.
     """
 
-    turns: Seq[Turn]
+    entries: Seq[ScheduledSequence]
     logits: Float[Tensor, "rows vocab"]
     tokens: Int64[Tensor, " rows"]
 
-    def rows(self) -> Iterator[tuple[Turn, slice]]:
-        """Every turn with its rows."""
+    def rows(self) -> Iterator[tuple[ScheduledSequence, slice]]:
+        """Every entry with its rows."""
         start = 0
-        for turn in self.turns:
-            yield turn, slice(start, start + turn.num_rows)
-            start += turn.num_rows
+        for entry in self.entries:
+            yield entry, slice(start, start + entry.num_logit_rows)
+            start += entry.num_logit_rows
 
 
 def verify(
-    turns: Seq[Turn], logits: Float[Tensor, "rows vocab"], tokens: Int64[Tensor, " rows"]
+    entries: Seq[ScheduledSequence],
+    logits: Float[Tensor, "rows vocab"],
+    tokens: Int64[Tensor, " rows"],
 ) -> list[Verdict]:
-    """Verdict of every turn, in order.
+    """Verdict of every entry, in order.
 
     Args:
-        turns: those whose pass yields tokens.
+        entries: those whose pass yields tokens.
         logits: their rows: of the last pending token, then one per draft node.
         tokens: fed at these rows.
 
@@ -76,22 +78,26 @@ def verify(
         NumericalError: a sequence's logits are NaN or leave no token; nothing has been committed.
     """
     by_rule: dict[Rule, list[int]] = {}
-    for index, turn in enumerate(turns):
-        by_rule.setdefault(turn.rule, []).append(index)
+    for index, entry in enumerate(entries):
+        by_rule.setdefault(entry.rule, []).append(index)
     if len(by_rule) == 1:
-        return verify_batch(turns[0].rule, Batch(turns=turns, logits=logits, tokens=tokens))
-    ends = list(accumulate(turn.num_rows for turn in turns))
+        return verify_batch(entries[0].rule, Batch(entries=entries, logits=logits, tokens=tokens))
+    ends = list(accumulate(entry.num_logit_rows for entry in entries))
     verdicts: dict[int, Verdict] = {}
     for rule, indices in by_rule.items():
-        wanted = [row for i in indices for row in range(ends[i] - turns[i].num_rows, ends[i])]
+        wanted = [
+            row for i in indices for row in range(ends[i] - entries[i].num_logit_rows, ends[i])
+        ]
         rows = torch.tensor(wanted, device=logits.device)
-        batch = Batch(turns=[turns[i] for i in indices], logits=logits[rows], tokens=tokens[rows])
+        batch = Batch(
+            entries=[entries[i] for i in indices], logits=logits[rows], tokens=tokens[rows]
+        )
         verdicts |= zip(indices, verify_batch(rule, batch), strict=True)
-    return [verdicts[i] for i in range(len(turns))]
+    return [verdicts[i] for i in range(len(entries))]
 
 
 def verify_batch(rule: Rule, batch: Batch) -> list[Verdict]:
-    """Verdicts of turns under one rule."""
+    """Verdicts of entries under one rule."""
     if rule == "greedy":
         return verify_greedy(batch)
     if rule == "walk":
@@ -99,26 +105,26 @@ def verify_batch(rule: Rule, batch: Batch) -> list[Verdict]:
     return verify_sampled(batch, rule)
 
 
-def refuse(turn: Turn) -> None:
+def refuse(entry: ScheduledSequence) -> None:
     """Name the request whose logits cannot be used."""
     raise NumericalError(
-        f"request {turn.sequence.key}: the target's logits are NaN or infinite, or its parameters "
+        f"request {entry.sequence.key}: the target's logits are NaN or infinite, or its parameters "
         "leave no possible token; nothing was emitted: abort it, and check dtype and weights",
-        request_id=turn.sequence.request_id,
+        request_id=entry.sequence.request_id,
     )
 
 
-def check_visited(turn: Turn, path: tuple[int, ...], failed: Seq[bool]) -> None:
+def check_visited(entry: ScheduledSequence, path: tuple[int, ...], failed: Seq[bool]) -> None:
     """Refuse a sequence whose tokens were taken from a row without a law."""
     if failed[0] or any(failed[node + 1] for node in path):
-        refuse(turn)
+        refuse(entry)
 
 
 def verdict_of(
-    turn: Turn, path: tuple[int, ...], emitted: tuple[int, ...], expected: float
+    entry: ScheduledSequence, path: tuple[int, ...], emitted: tuple[int, ...], expected: float
 ) -> Verdict:
     """Accepted tokens along `path` and the one after: a bonus where nothing was left to reject."""
-    at_leaf = not turn.tree.children(path[-1] if path else -1)
+    at_leaf = not entry.tree.children(path[-1] if path else -1)
     last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
     return Verdict(
         path=path,
@@ -139,11 +145,11 @@ def verify_greedy(batch: Batch) -> list[Verdict]:
     scores, best = largest(batch.logits)
     targets, fed, highest = on_host(best, batch.tokens, scores)
     verdicts = []
-    for turn, rows in batch.rows():
+    for entry, rows in batch.rows():
         drafted = fed[rows][1:]
-        path, final = walk(turn.tree, drafted, targets[rows])
-        check_visited(turn, path, [not math.isfinite(score) for score in highest[rows]])
-        verdicts.append(verdict_of(turn, path, (*(drafted[n] for n in path), final), len(path)))
+        path, final = walk(entry.tree, drafted, targets[rows])
+        check_visited(entry, path, [not math.isfinite(score) for score in highest[rows]])
+        verdicts.append(verdict_of(entry, path, (*(drafted[n] for n in path), final), len(path)))
     return verdicts
 
 
@@ -156,49 +162,49 @@ def verify_walked(batch: Batch) -> list[Verdict]:
     probs = probabilities(batch)
     keys = [
         key
-        for turn in batch.turns
-        for key in target_keys(turn.sequence.noise_key, len(turn.sequence.ids), turn.tree)
+        for entry in batch.entries
+        for key in target_keys(entry.sequence.noise_key, len(entry.sequence.ids), entry.tree)
     ]
     drawn = target_tokens(probs, torch.tensor(keys, device=probs.device))
     columns = on_host(drawn, batch.tokens, failed_rows(probs), match_probs(batch, probs))
     targets, fed, failed, matches = columns
     verdicts = []
-    for turn, rows in batch.rows():
+    for entry, rows in batch.rows():
         drafted = fed[rows][1:]
-        path, final = walk(turn.tree, drafted, targets[rows])
-        check_visited(turn, path, failed[rows])
-        expected = expected_accepted(turn.tree, matches[rows][1:])
-        verdicts.append(verdict_of(turn, path, (*(drafted[n] for n in path), final), expected))
+        path, final = walk(entry.tree, drafted, targets[rows])
+        check_visited(entry, path, failed[rows])
+        expected = expected_accepted(entry.tree, matches[rows][1:])
+        verdicts.append(verdict_of(entry, path, (*(drafted[n] for n in path), final), expected))
     return verdicts
 
 
 def match_probs(batch: Batch, probs: Tensor) -> Float[Tensor, " rows"]:
     """Probability that the target agrees with the node of each row, its parent reached; else 0."""
     matches = []
-    for turn, rows in batch.rows():
-        laws, tokens, proposal = probs[rows], batch.tokens[rows][1:], turn.proposal
+    for entry, rows in batch.rows():
+        laws, tokens, proposal = probs[rows], batch.tokens[rows][1:], entry.proposal
         matches.append(probs.new_zeros(1))
         if proposal is None or not proposal.num_drafted:
             continue
         draft_probs = proposal.draft_probs  # of a chain one row per node, of a tree per parent
-        if proposal.choice is Choice.COUPLED and draft_probs is not None and turn.tree.is_chain:
+        if proposal.choice is Choice.COUPLED and draft_probs is not None and entry.tree.is_chain:
             draft_probs = draft_probs.to(probs.device)
             matches.append(coupled_match_probs(laws[:-1], draft_probs, tokens))
         else:
-            matches.append(edge_probs(turn.tree, tokens, laws))
+            matches.append(edge_probs(entry.tree, tokens, laws))
     return torch.cat(matches).nan_to_num(0.0)
 
 
 def probabilities(batch: Batch) -> Float[Tensor, "rows vocab"]:
     """Processed target probabilities of all rows."""
-    turns = batch.turns
-    rows = [index for index, turn in enumerate(turns) for _ in range(turn.num_rows)]
-    params = pack_params([turn.sequence.params for turn in turns], batch.logits.device, rows)
+    entries = batch.entries
+    rows = [index for index, entry in enumerate(entries) for _ in range(entry.num_logit_rows)]
+    params = pack_params([entry.sequence.params for entry in entries], batch.logits.device, rows)
     histories: list[RowHistory | None] = []
-    if any(turn.sequence.history is not None for turn in turns):
+    if any(entry.sequence.history is not None for entry in entries):
         drafted: list[int] = batch.tokens.tolist()
-        for turn, of_turn in batch.rows():
-            histories += turn.row_histories(drafted[of_turn][1:])
+        for entry, entry_rows in batch.rows():
+            histories += entry.row_histories(drafted[entry_rows][1:])
     return target_probs(batch.logits, params, histories)
 
 
@@ -209,42 +215,42 @@ def verify_sampled(batch: Batch, rule: Rule) -> list[Verdict]:
     """Block or token-level verification of sampled chains."""
     assert rule in ("block", "token")
     found = verify_chain_batch(
-        probabilities(batch), batch.tokens, [drawn_chain(turn) for turn in batch.turns], rule
+        probabilities(batch), batch.tokens, [drawn_chain(entry) for entry in batch.entries], rule
     )
     verdicts = []
-    for index, (turn, rows) in enumerate(batch.rows()):
+    for index, (entry, rows) in enumerate(batch.rows()):
         num_accepted = found.num_accepted[index]
         if num_accepted == found.num_valid[index]:
-            refuse(turn)
+            refuse(entry)
         emitted = (
             *found.tokens[rows.start + 1 : rows.start + 1 + num_accepted],
             found.final_tokens[index],
         )
         path, expected = tuple(range(num_accepted)), found.expected_accepted[index]
-        verdicts.append(verdict_of(turn, path, emitted, expected))
+        verdicts.append(verdict_of(entry, path, emitted, expected))
     return verdicts
 
 
-def drawn_chain(turn: Turn) -> DrawnChain:
-    """The chain of a turn with its noise; a plain step is a chain of none."""
-    sequence, proposal = turn.sequence, turn.proposal
+def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
+    """The chain of a entry with its noise; a plain step is a chain of none."""
+    sequence, proposal = entry.sequence, entry.proposal
     return DrawnChain(
         draft_probs=None if proposal is None else proposal.draft_probs,
-        keys=chain_keys(sequence.noise_key, len(sequence.ids), turn.num_drafted),
+        keys=chain_keys(sequence.noise_key, len(sequence.ids), entry.num_drafted),
     )
 
 
 # ---------------------------------------------------------------------------------------- logprobs
 
 
-def token_logprobs(turn: Turn) -> list[TokenLogprobs]:
-    """Raw log-probabilities of the emitted tokens of a turn that kept its logits."""
-    verdict, logits = turn.verdict, turn.logits
+def token_logprobs(entry: ScheduledSequence) -> list[TokenLogprobs]:
+    """Raw log-probabilities of the emitted tokens of a entry that kept its logits."""
+    verdict, logits = entry.verdict, entry.logits
     assert verdict is not None
     assert logits is not None
-    rows = [0, *(node + 1 for node in verdict.path)][: turn.num_emitted]
-    tokens = torch.tensor(verdict.tokens[: turn.num_emitted], device=logits.device)
-    raw = raw_logprobs(logits[rows], tokens, turn.sequence.params.logprobs or 0)
+    rows = [0, *(node + 1 for node in verdict.path)][: entry.num_emitted]
+    tokens = torch.tensor(verdict.tokens[: entry.num_emitted], device=logits.device)
+    raw = raw_logprobs(logits[rows], tokens, entry.sequence.params.logprobs or 0)
     tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
     return [
         TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.control.base import Plan
+from forerun.control.base import Chain, Plan
 from forerun.control.beliefs import UnreadText
 from forerun.control.config import GoodputConfig
 from forerun.control.exploration import (
@@ -33,7 +33,7 @@ from forerun.control.exploration import (
 PLAIN = Plan()
 
 QUIET = GoodputConfig(explore=0.0, probe_share=0.1)
-DRAFTS = Plan(method="d", num_speculative_tokens=3)
+DRAFTS = Plan.chain("d", 3)
 
 
 def texts(*missed: int, tokens: int = LEAST_TEXT, kind: str = "k") -> Callable[[int], UnreadText]:
@@ -255,7 +255,7 @@ def test_drafting_deeper_loses_no_more_than_its_share(loss):
     for _ in range(2000):
         (plan,) = exploration.varied([DRAFTS], [9], JUST_READ, ["d"], 9)
         if exploration.explored is not None:
-            assert plan == replace(DRAFTS, num_speculative_tokens=4, probe=True)
+            assert plan == replace(DRAFTS, shape=Chain(num_tokens=4), probe=True)
             deeper += 1
             exploration.pay(loss)
     assert 0.009 * 2000 < deeper * loss <= 0.01 * 2000 + loss
@@ -288,7 +288,7 @@ def test_other_drafters_get_their_turn():
         if exploration.explored is not None:
             exploration.pay(0.5)
     assert {plan.method for plan in plans} == {"d", "e"}
-    other = Plan(method="e", num_speculative_tokens=PROBE_DEPTH, probe=True)
+    other = Plan.chain("e", PROBE_DEPTH, probe=True)
     assert {plan for plan in plans if plan.method == "e"} == {other}
     assert 0.3 < sum(plan.probe for plan in plans) / 300 < 0.45
 
@@ -296,7 +296,7 @@ def test_other_drafters_get_their_turn():
 def test_another_drafter_drafts_a_token_however_deep_the_first_does():
     exploration = Exploration(GoodputConfig(explore=0.2))
     for k in (1, 2, 9):
-        deep, others = replace(DRAFTS, num_speculative_tokens=k), []
+        deep, others = replace(DRAFTS, shape=Chain(num_tokens=k)), []
         for _ in range(20):
             (plan,) = exploration.varied([deep], [k], JUST_READ, ["d", "e"], k)
             if plan.method == "e":

@@ -30,7 +30,7 @@ def test_requests_share_the_rows_of_a_pass():
 def test_a_plan_without_drafts_is_plain():
     assert FixedController(4).decide([state(9)], Capacity(max_rows=1)) == [Plan()]
     assert FixedController(4, "suffix").decide([state(9)], Capacity(max_rows=64)) == [
-        Plan(method="suffix", num_speculative_tokens=4)
+        Plan.chain("suffix", 4)
     ]
 
 

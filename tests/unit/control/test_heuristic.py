@@ -40,7 +40,7 @@ def test_k_stays_at_least_one_and_is_of_one_request():
 def test_steps_without_a_draft_move_nothing():
     ours = HeuristicController("d", 9)
     ours.observe([outcome(0, 0)])
-    assert ours.decide([STATE], CAPACITY) == [Plan(method="d", num_speculative_tokens=5)]
+    assert ours.decide([STATE], CAPACITY) == [Plan.chain("d", 5)]
 
 
 def test_confidence_starts_at_its_threshold():

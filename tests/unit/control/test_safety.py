@@ -94,9 +94,9 @@ def test_where_speculation_is_off_probes_pass_if_nobody_wants_to_draft(wanted, n
         def decide(self, states, capacity):
             self.asked = getattr(self, "asked", 0) + 1
             if self.asked % 10 == 0:
-                return [Plan(method="d", num_speculative_tokens=3, probe=True)]
+                return [Plan.chain("d", 3, probe=True)]
             k = 5 if self.asked < 30 else wanted
-            return [Plan(method="d", num_speculative_tokens=k) if k else Plan()]
+            return [Plan.chain("d", k) if k else Plan()]
 
     ours = world(0.0)
     ours.run(SafeController(Curious(5, "d"), SafetyConfig(retry_after=1000)), 300)
@@ -149,7 +149,7 @@ def test_plain_steps_are_measured_although_others_probe_in_between():
     class Curious(FixedController):
         def decide(self, states, capacity):
             self.asked = getattr(self, "asked", 0) + 1
-            return [Plan(method="d", num_speculative_tokens=5, probe=self.asked % 3 == 0)]
+            return [Plan.chain("d", 5, probe=self.asked % 3 == 0)]
 
     ours = world(0.8)
     ours.run(SafeController(Curious(5, "d")), 1000)
@@ -161,7 +161,7 @@ def test_probes_of_the_inner_controller_are_refused_where_they_cost_too_much():
         def decide(self, states, capacity):
             self.asked = getattr(self, "asked", 0) + 1
             k = 0 if self.asked % 8 == 0 else 1
-            return [Plan(method="d", num_speculative_tokens=k, probe=True) if k else Plan()]
+            return [Plan.chain("d", k, probe=True) if k else Plan()]
 
     ours = world(0.0)
     safe = SafeController(Obsessed(1, "d"))

@@ -15,7 +15,7 @@ MOST_LATE = PLAIN_PATIENCE // MOST_LONG
 """Steps by which it is decided late where the parts of a wait are not all needed in full."""
 
 
-DRAFTS = Plan(method="d", num_speculative_tokens=2)
+DRAFTS = Plan.chain("d", 2)
 
 
 def settled(*plans: Plan, wish_s: float | None = None) -> ActivePlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.control.base import Capacity, Plan
+from forerun.control.base import Capacity, Chain, Plan
 from forerun.control.unasked import Unasked
 
 PATIENT = Plan(num_steps=3)
@@ -36,7 +36,7 @@ def test_where_somebody_was_not_asked_nothing_holds():
     [
         Plan(num_steps=0),
         Plan(num_steps=-3),
-        Plan(method="d", num_speculative_tokens=3, num_steps=4),
+        Plan(method="d", shape=Chain(num_tokens=3), num_steps=4),
     ],
 )
 def test_only_plain_plans_for_several_steps_hold(plan):

@@ -7,7 +7,7 @@ import torch
 from tests import tiny
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, Outcome
+from forerun.drafters.base import Drafter, DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
 from forerun.models.tabular import TabularModel
@@ -48,7 +48,7 @@ def asked(
 
 
 def plan(k: int = 3, *, probe: bool = False) -> Plan:
-    return Plan(method="draft_model", num_speculative_tokens=k, probe=probe)
+    return Plan.chain("draft_model", k, probe=probe)
 
 
 def proposed(
@@ -74,7 +74,7 @@ def told(
         sources=(TokenSource.ACCEPTED,) * len(accepted) + (last,),
         expected_accepted=0.0,
     )
-    drafter.observe([Outcome(request_id=request.request_id, verdict=verdict)])
+    drafter.observe([tiny.outcome(request, verdict)])
 
 
 def argmax_chain(model: TabularModel, ids: list[int], k: int) -> list[int]:

@@ -25,9 +25,9 @@ class Turns:
     def decide(self, states: list[RequestState], capacity: Capacity) -> list[Plan]:
         self.step += 1
         return [
-            Plan(
-                method=self.methods[(self.step + at) % len(self.methods)],
-                num_speculative_tokens=3,
+            Plan.chain(
+                self.methods[(self.step + at) % len(self.methods)],
+                3,
             )
             for at in range(len(states))
         ]

@@ -14,7 +14,7 @@ from tests import tiny
 from tests.natives import native_model
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, Outcome
+from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.models.tabular import TabularModel
 from forerun.models.wrapped import WrappedModel
@@ -50,7 +50,7 @@ def asked(name: str, ids: list[int], vocab_size: int, request_id: str = "r") -> 
 
 
 def plan(rule: StopRule | None, k: int = K) -> Plan:
-    return Plan(method="draft_model", num_speculative_tokens=k, stop=rule)
+    return Plan.chain("draft_model", k, stop=rule)
 
 
 def drafted(drafter: DraftModel, request: DraftRequest, rule: StopRule | None) -> Proposal:
@@ -163,7 +163,7 @@ def told(drafter: DraftModel, request: DraftRequest, tokens: list[int]) -> None:
         sources=(*(TokenSource.ACCEPTED,) * len(tokens), TokenSource.BONUS),
         expected_accepted=0.0,
     )
-    drafter.observe([Outcome(request_id=request.request_id, verdict=verdict)])
+    drafter.observe([tiny.outcome(request, verdict)])
 
 
 @pytest.mark.parametrize("wrap", [WrappedModel, lambda model: model], ids=["levels", "fused"])

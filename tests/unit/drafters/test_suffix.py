@@ -40,7 +40,7 @@ def asked(
 
 
 def proposed(drafter: SuffixDrafter, request: DraftRequest, k: int = 8) -> Proposal | None:
-    (answer,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=k)])
+    (answer,) = drafter.propose([request], [Plan.chain("suffix", k)])
     return None if isinstance(answer, Pause) else answer
 
 
@@ -160,13 +160,13 @@ def test_pauses_grow_until_something_is_copied():
     drafter, request = SuffixDrafter(), asked([0])
     pauses = []
     for token in [*LINE[:14], *LINE[:12]]:
-        (answer,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=8)])
+        (answer,) = drafter.propose([request], [Plan.chain("suffix", 8)])
         pauses.append(answer.num_tokens if isinstance(answer, Pause) else 0)
         request.ids.append(token)
     assert pauses[:14] == [2, 2, 4, 4, 8, 8, 16, 16, 32, 32, 32, 32, 32, 32]
     assert pauses[-1] == 0
     request.ids[-1] = 999  # the copying is over, and long copies have made the pauses short again
-    (answer,) = drafter.propose([request], [Plan(method="suffix", num_speculative_tokens=8)])
+    (answer,) = drafter.propose([request], [Plan.chain("suffix", 8)])
     assert 2 <= answer.num_tokens <= 4
 
 

@@ -33,7 +33,7 @@ class Listening:
 
     def decide(self, states, capacity):
         self.states += states
-        return [Plan(method="draft_model", num_speculative_tokens=50)] * len(states)
+        return [Plan.chain("draft_model", 50)] * len(states)
 
     def observe(self, records):
         self.records += records

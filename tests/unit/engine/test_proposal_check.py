@@ -15,7 +15,7 @@ from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine import proposal_check
 from forerun.engine.proposal_check import check_proposals
-from forerun.engine.turn import Turn
+from forerun.engine.scheduled import ScheduledSequence
 from forerun.errors import ForerunError
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Assurance, Choice, Proposal
@@ -23,9 +23,12 @@ from forerun.sampling.proposal import Assurance, Choice, Proposal
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-def turns(num: int) -> list[Turn]:
-    plan = Plan(method="draft_model", num_speculative_tokens=3)
-    return [Turn(sequence=tiny.sequence(str(i)), num_pending=1, plan=plan) for i in range(num)]
+def entries(num: int) -> list[ScheduledSequence]:
+    plan = Plan.chain("draft_model", 3)
+    return [
+        ScheduledSequence(sequence=tiny.sequence(str(i)), num_pending=1, plan=plan)
+        for i in range(num)
+    ]
 
 
 def drafted(num: int, params: SamplingParams) -> list[Proposal]:
@@ -42,7 +45,7 @@ def drafted(num: int, params: SamplingParams) -> list[Proposal]:
         )
         for i in range(num)
     ]
-    plan = Plan(method="draft_model", num_speculative_tokens=3)
+    plan = Plan.chain("draft_model", 3)
     proposals = DraftModel(tiny.tabular(0), 8).propose(requests, [plan] * num)
     return [proposal for proposal in proposals if proposal is not None]
 
@@ -62,7 +65,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
 
 
 def check(proposals: Sequence[Proposal | None]) -> None:
-    check_proposals(turns(len(proposals)), proposals, 8)
+    check_proposals(entries(len(proposals)), proposals, 8)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0)])
@@ -112,7 +115,7 @@ def test_a_draft_that_is_nan_from_the_start_vouches_for_nothing():
         history=None,
         coupled=False,
     )
-    plan = Plan(method="draft_model", num_speculative_tokens=3)
+    plan = Plan.chain("draft_model", 3)
     (proposal,) = DraftModel(model, 8).propose([request], [plan])
     assert proposal is not None
     assert proposal.choice is Choice.SAMPLED

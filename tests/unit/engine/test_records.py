@@ -44,7 +44,7 @@ class ProbesOnce:
         self.num_committed = num_committed
 
     def decide(self, states, capacity):
-        probe = Plan(method="draft_model", num_speculative_tokens=1, probe=True)
+        probe = Plan.chain("draft_model", 1, probe=True)
         return [probe if state.num_committed == self.num_committed else Plan() for state in states]
 
     def observe(self, records):
@@ -218,7 +218,7 @@ class Greedy:
         self.k = k
 
     def decide(self, states: list[RequestState], capacity: Capacity) -> list[Plan]:
-        return [Plan(method="mine", num_speculative_tokens=self.k) for _ in states]
+        return [Plan.chain("mine", self.k) for _ in states]
 
     def observe(self, records: list[StepRecord]) -> None:
         """Nothing to learn."""

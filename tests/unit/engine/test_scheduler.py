@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests import tiny
 
 from forerun.engine.config import EngineConfig
+from forerun.engine.scheduled import ScheduledSequence
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.stopping import Stop
-from forerun.engine.turn import Turn
 from forerun.models.context import Context
 from forerun.models.tabular import TokenStore
 from forerun.sampling.proposal import Choice, Proposal
@@ -33,10 +33,10 @@ def config(**changes: int) -> EngineConfig:
     return EngineConfig(**({"max_batch": 4, "num_speculative_tokens": 3} | changes))
 
 
-def shared(scheduler: Scheduler, drafted: list[int]) -> list[Turn]:
-    """The turns of the running sequences, each with so many draft nodes."""
-    turns = [
-        Turn(
+def assigned(scheduler: Scheduler, drafted: list[int]) -> list[ScheduledSequence]:
+    """The entries of the running sequences, each with so many draft nodes."""
+    entries = [
+        ScheduledSequence(
             sequence=each,
             num_pending=len(each.ids),
             proposal=Proposal(
@@ -47,12 +47,12 @@ def shared(scheduler: Scheduler, drafted: list[int]) -> list[Turn]:
         )
         for each, num_nodes in zip(scheduler.running, drafted, strict=True)
     ]
-    scheduler.share(turns)
-    return turns
+    scheduler.assign_rows(entries)
+    return entries
 
 
 def rows(scheduler: Scheduler, drafted: list[int]) -> list[tuple[int, bool]]:
-    return [(turn.num_chain, turn.completes) for turn in shared(scheduler, drafted)]
+    return [(entry.num_chain, entry.completes) for entry in assigned(scheduler, drafted)]
 
 
 def test_first_come_first_served_within_batch_and_slots():
@@ -114,13 +114,13 @@ def test_no_pass_exceeds_its_rows_and_some_sequence_advances(
         config(max_step_rows=max_step_rows, prefill_chunk=prefill_chunk), num_pending
     )
     drafted = [data.draw(st.integers(0, 3)) if n == 1 else 0 for n in num_pending]
-    turns = shared(scheduler, drafted)
-    assert sum(turn.num_chain for turn in turns) + sum(drafted) <= max_step_rows
-    assert any(turn.num_chain for turn in turns)
-    for turn, pending in zip(turns, num_pending, strict=True):
-        assert 0 <= turn.num_chain <= min(pending, prefill_chunk)
-        assert turn.num_chain == 1 or pending > 1
-        assert turn.completes == (turn.num_chain == pending)
+    entries = assigned(scheduler, drafted)
+    assert sum(entry.num_chain for entry in entries) + sum(drafted) <= max_step_rows
+    assert any(entry.num_chain for entry in entries)
+    for entry, pending in zip(entries, num_pending, strict=True):
+        assert 0 <= entry.num_chain <= min(pending, prefill_chunk)
+        assert entry.num_chain == 1 or pending > 1
+        assert entry.completes == (entry.num_chain == pending)
 
 
 def test_prompts_together_have_a_budget_of_their_own():

@@ -13,7 +13,7 @@ import torch
 from tests import tiny
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, Outcome
+from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.models.tabular import TabularModel
@@ -41,6 +41,7 @@ class ErrsAt:
     """Drafts what will be said, except for one token of every round."""
 
     method = "errs"
+    required_features: tuple[int, ...] = ()
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -62,7 +63,7 @@ class ErrsAt:
             choice=Choice.DETERMINISTIC,
         )
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Nothing is kept."""
 
     def forget(self, request_id: str) -> None:

@@ -11,7 +11,7 @@ from tests import tiny
 from transformers import PreTrainedModel
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, Outcome
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.engine.results import RequestOutput
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
@@ -34,6 +34,7 @@ class Branching:
     """
 
     method = "branching"
+    required_features: tuple[int, ...] = ()
 
     def __init__(self, next_logits: NextLogits, *, first_chain_only: bool = False) -> None:
         self.next_logits = next_logits
@@ -60,7 +61,7 @@ class Branching:
             tokens=torch.tensor(tokens, dtype=torch.int64), tree=tree, choice=Choice.DETERMINISTIC
         )
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Nothing is kept."""
 
     def forget(self, request_id: str) -> None:

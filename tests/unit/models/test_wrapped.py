@@ -51,7 +51,7 @@ def proposals(model: LanguageModel, vocab_size: int, rule: StopRule | None) -> l
             history=None,
             coupled=coupled,
         )
-        plan = Plan(method="draft_model", num_speculative_tokens=K, stop=rule)
+        plan = Plan.chain("draft_model", K, stop=rule)
         found += drafter.propose([request], [plan])
     return [proposal for proposal in found if proposal is not None]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.control.base import Plan
+from forerun.control.base import Chain, Plan
 from forerun.control.fixed import FixedController
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
@@ -101,7 +101,9 @@ def test_a_cycle_has_the_overhead_of_its_deepest_draft():
     class Uneven(Listening):
         def decide(self, states, capacity):
             plans = super().decide(states, capacity)
-            return [replace(plan, num_speculative_tokens=1 + 2 * n) for n, plan in enumerate(plans)]
+            return [
+                replace(plan, shape=Chain(num_tokens=1 + 2 * n)) for n, plan in enumerate(plans)
+            ]
 
     controller = Uneven(3)
     work = workload(requests=2, output_tokens=Fixed(tokens=40))
@@ -281,7 +283,7 @@ def test_a_stop_rule_ends_drafts_where_the_draft_is_unsure():
 
         def decide(self, states, capacity):
             rule = StopRule(measure="top_probability", threshold=0.5)
-            plan = Plan(method="draft_model", num_speculative_tokens=6, stop=rule)
+            plan = Plan.chain("draft_model", 6, stop=rule)
             return [plan] * len(states)
 
         def observe(self, records):

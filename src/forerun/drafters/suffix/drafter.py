@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, Outcome, Pause
+from forerun.drafters.base import DraftRequest, Pause, StepOutcome
 from forerun.drafters.suffix.automaton import NONE
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.copying import NOTHING, Copy, Match, OwnMatch, StoredMatch, copy_on
@@ -37,6 +37,7 @@ class SuffixDrafter:
     """
 
     method = "suffix"
+    required_features: tuple[int, ...] = ()
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config or SuffixConfig()
@@ -62,7 +63,7 @@ class SuffixDrafter:
         reader.read()
         return reader
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Nothing to do: committed tokens are read, and judged, before the next draft."""
 
     def forget(self, request_id: str) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, Outcome, Pause
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.sampling.config import SamplingParams
@@ -93,6 +93,11 @@ class PassRecorder:
         """Of the drafter."""
         return self.inner.method
 
+    @property
+    def required_features(self) -> tuple[int, ...]:
+        """Of the drafter."""
+        return self.inner.required_features
+
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> Sequence[Proposal | Pause | None]:
@@ -103,7 +108,7 @@ class PassRecorder:
                 self.proposals[request.request_id, len(request.ids)] = answer
         return answers
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Tell the drafter."""
         self.inner.observe(outcomes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -12,12 +12,12 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import MaskError
 from forerun.models.base import Span
 from forerun.sampling.choice import Choice
-from forerun.sampling.config import resolve_verification
+from forerun.sampling.config import SamplingParams, resolve_verification
 from forerun.sampling.history import RowHistory
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.theory.tree import NO_TREE, TokenTree
 
-__all__ = ["PLAIN", "Rule", "Turn"]
+__all__ = ["PLAIN", "Rule", "ScheduledSequence"]
 
 Rule = Literal["greedy", "walk", "block", "token"]
 
@@ -25,11 +25,12 @@ PLAIN = Plan()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Turn:
+class ScheduledSequence:
     """Filled in from top to bottom while the step goes on.
 
     Attributes:
-        sequence: whose turn.
+        sequence: whose entry.
+        num_committed: rows of it in the target's cache before the step.
         num_pending: its tokens the target has not seen.
         plan: what the controller decided.
         proposal: what was drafted; None decodes plainly.
@@ -41,6 +42,7 @@ class Turn:
 
     sequence: Sequence
     num_pending: int
+    num_committed: int = 0
     plan: Plan = PLAIN
     proposal: Proposal | None = None
     num_chain: int = 0
@@ -75,7 +77,7 @@ class Turn:
         return 0 if self.proposal is None else len(self.proposal.tree.parents)
 
     @property
-    def num_rows(self) -> int:
+    def num_logit_rows(self) -> int:
         """Rows whose logits yield tokens: the last pending token's, then one per draft node."""
         return 1 + self.num_drafted
 
@@ -85,9 +87,15 @@ class Turn:
         return max(self.tree.depths, default=0)
 
     @property
+    def params(self) -> SamplingParams:
+        """Parameters of the request, verified as the plan demands where it does."""
+        params, verification = self.sequence.params, self.plan.verification
+        return params if verification is None else replace(params, verification=verification)
+
+    @property
     def rule(self) -> Rule:
         """How its rows are verified; "greedy" where the raw argmax decides."""
-        params = self.sequence.params
+        params = self.params
         if params.greedy and self.sequence.history is None:
             return "greedy"
         proposal = self.proposal  # where nothing was drafted, it does not matter how
@@ -115,7 +123,7 @@ class Turn:
         """
         history = self.sequence.history
         if history is None:
-            return [None] * self.num_rows
+            return [None] * self.num_logit_rows
         try:
             return [*history.along(self.tree, drafted)]
         except Exception as error:  # a mask is the caller's own code
@@ -124,6 +132,13 @@ class Turn:
                 "step was emitted: abort it, the others go on",
                 request_id=self.sequence.request_id,
             ) from error
+
+    @property
+    def num_cached(self) -> int:
+        """Rows in the target's cache now: after `commit`, those of the step included."""
+        context = self.sequence.context
+        assert context is not None
+        return context.num_cached
 
     def commit(self) -> None:
         """Keep the rows of the fed tokens and of the accepted path; the others are gone."""
