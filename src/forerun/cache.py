@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from forerun.replacing import replacing
+from forerun.atomic_write import atomic_write
 
 __all__ = [
     "HASH_LENGTH",
@@ -54,7 +54,7 @@ def keep(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
         OSError: the folder cannot be written.
     """
     path = folder / f"{stem}-{hash_of(content)}{suffix}"
-    with replacing(path, shared=True) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_bytes(content)
     return path
 

@@ -5,6 +5,7 @@ ForerunError
 ├── InvalidModel        weights, configuration or tokenizer that cannot be used
 ├── InvalidCheckpoint   a training cannot go on from a file: damaged, or of another run
 ├── InvalidProfile      a cost profile that cannot be read, or was made elsewhere
+├── UnreadableInput     a file, stream or answer that is no regular file, or over a limit
 ├── InvalidTrace        a trace that cannot be read, or holds nothing of one
 ├── InvalidCache        a cache of a teacher that is of something else than it should be
 ├── CacheTooLarge       a cache does not fit on its disk; what was finished of it is kept
@@ -41,6 +42,7 @@ __all__ = [
     "RunnerUnavailable",
     "ServerUnavailable",
     "TrainingDiverged",
+    "UnreadableInput",
 ]
 
 
@@ -50,6 +52,10 @@ class ForerunError(Exception):
 
 class InvalidRequest(ForerunError, ValueError):
     """A prompt or a parameter of a request cannot be honoured."""
+
+
+class UnreadableInput(ForerunError, ValueError):
+    """A file, standard input or an HTTP body cannot be read within the limits of its reader."""
 
 
 class InvalidModel(ForerunError):

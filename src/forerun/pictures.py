@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forerun.replacing import replacing
+from forerun.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,5 +48,5 @@ def picture(paths: Sequence[Path], *, width: float, height: float) -> Iterator[F
         yield figure
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            with replacing(path) as scratch:
+            with atomic_write(path) as scratch:
                 figure.savefig(scratch, format=path.suffix[1:], dpi=160, metadata=metadata)

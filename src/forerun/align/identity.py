@@ -19,11 +19,11 @@ from forerun.align.texts import PromptSplit
 from forerun.align.training.checkpoint import differences
 from forerun.align.training.trainer import FREE_SETTINGS
 from forerun.align.workspace import Workspace
+from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
 from forerun.provenance import content_hash
-from forerun.replacing import replacing
 
 __all__ = ["DEFAULTS", "check_folder", "claim_folder", "identity_of", "of_training"]
 
@@ -142,7 +142,7 @@ def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) 
     kept = {workspace.identity: of_folder(identity), workspace.settings: settings_of(config)}
     try:
         for path, content in kept.items():
-            with replacing(path) as scratch:
+            with atomic_write(path) as scratch:
                 scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"{workspace.root} cannot be written: {error}") from error

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.replacing import replacing
+from forerun.atomic_write import atomic_write
 
 __all__ = ["append_line", "read_lines", "write_lines"]
 
@@ -24,7 +24,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
     """Write a file anew: what is appended next then begins a line of its own."""
-    with replacing(path) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_text("".join(map(line_of, rows)), encoding="utf-8")
 
 

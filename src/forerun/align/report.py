@@ -11,8 +11,8 @@ from forerun.align.evaluation.figures import DraftFigures, FigureChange, changes
 from forerun.align.evaluation.ledger import Ledger
 from forerun.align.selection import Judgement
 from forerun.align.settings import built
+from forerun.atomic_write import atomic_write
 from forerun.provenance import Provenance
-from forerun.replacing import replacing
 
 __all__ = ["AlignReport", "DataSummary", "JudgedPair"]
 
@@ -125,5 +125,5 @@ class AlignReport:
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
-        with replacing(path) as scratch:
+        with atomic_write(path) as scratch:
             scratch.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")

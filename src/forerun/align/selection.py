@@ -11,7 +11,7 @@ from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
 from forerun.align.jsonl import read_lines, write_lines
 from forerun.align.workspace import Workspace
-from forerun.replacing import replacing
+from forerun.atomic_write import atomic_folder
 
 __all__ = ["DraftSelector", "Judgement", "judgement_of"]
 
@@ -74,8 +74,8 @@ class DraftSelector:
             )
             self._keep(judgement_of(step, figures, time.monotonic() - started_s))
         if self.best.step == step:
-            with replacing(self.workspace.draft) as scratch:
-                shutil.copytree(self.workspace.snapshot(step), scratch)
+            with atomic_folder(self.workspace.draft) as scratch:
+                shutil.copytree(self.workspace.snapshot(step), scratch, dirs_exist_ok=True)
         return self.judgements[step]
 
     def _keep(self, judgement: Judgement) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.atomic_write import atomic_write
 from forerun.bench.config import BenchConfig, parse_arms
 from forerun.cli.command import Command
 from forerun.cli.flags import TraceFlags
@@ -18,7 +19,6 @@ from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
-from forerun.replacing import replacing
 
 if TYPE_CHECKING:
     from forerun.bench.comparison import BenchComparison
@@ -205,7 +205,7 @@ def show(comparison: BenchComparison, options: BenchOptions) -> None:
     else:
         print_comparison(report)
         if options.json is not None:
-            with replacing(options.json) as scratch:
+            with atomic_write(options.json) as scratch:
                 scratch.write_text(content + "\n", encoding="utf-8")
     if options.plot is not None and report.has_results:
         from forerun.bench.plot import plot

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.atomic_write import atomic_write
 from forerun.bench.config import DemoConfig
 from forerun.cli.command import Command
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
-from forerun.replacing import replacing
 
 if TYPE_CHECKING:
     from forerun.bench.demo import Demo
@@ -79,7 +79,7 @@ def show(demo: Demo, options: DemoOptions) -> None:
     else:
         print_report(report, demo.example)
     if options.out is not None:
-        with replacing(options.out / "demo.json") as scratch:
+        with atomic_write(options.out / "demo.json") as scratch:
             scratch.write_text(content + "\n", encoding="utf-8")
         panels = {f"T=0, {report.rows[0].num_blocks} held-out prompts": report.rows}
         plot(panels, report.config.target, [options.out / "demo.png", options.out / "demo.svg"])

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command
 from forerun.cli.paths import check_writable
 from forerun.errors import InvalidRequest
-from forerun.replacing import replacing
 
 if TYPE_CHECKING:
     from forerun.diagnose.diagnosis import Diagnosis
@@ -114,7 +114,7 @@ def run(options: DiagnoseOptions) -> int:
     if options.html is not None:
         from forerun.diagnose.report.page import page_of
 
-        with replacing(options.html) as scratch:
+        with atomic_write(options.html) as scratch:
             scratch.write_text(page_of(diagnosis), encoding="utf-8")
     if options.json:
         print(json.dumps(diagnosis.to_dict()))

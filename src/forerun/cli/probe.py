@@ -106,14 +106,14 @@ def run(options: ProbeOptions) -> int:
     """Measure, show and write."""
     config, params, draft = options.config, options.params, options.check()
 
+    from forerun.atomic_write import atomic_write
     from forerun.diagnose.readers.facts_file import facts_document
-    from forerun.replacing import replacing
 
     evidence = probed(options, draft, config, params)
     document = facts_document(evidence, f"forerun probe of {options.models.target} and {draft}")
     text = json.dumps(document, indent=1) + "\n"
     if options.out is not None:
-        with replacing(options.out) as scratch:
+        with atomic_write(options.out) as scratch:
             scratch.write_text(text, encoding="utf-8")
     if options.json:
         print(text, end="")

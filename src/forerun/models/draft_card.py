@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.content_hash import template_hash, tokenizer_hash, weights_sample_hash
-from forerun.replacing import replacing
 from forerun.theory.intervals import Interval
 
 __all__ = [
@@ -144,7 +144,7 @@ def identify(folder: Path) -> TargetIdentity:
 
 def write_card(card: DraftCard, folder: Path) -> None:
     """Put a card into a draft's folder, replacing an earlier one as a whole."""
-    with replacing(folder / CARD_FILE) as scratch:
+    with atomic_write(folder / CARD_FILE) as scratch:
         scratch.write_text(json.dumps(card.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 

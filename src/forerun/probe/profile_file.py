@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidProfile
 from forerun.probe.profile import FORMAT, Profile, ProfileSetup
-from forerun.replacing import replacing
 
 __all__ = ["check_setup", "load_profile", "write_profile"]
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as JSON."""
-    with replacing(path) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
 
 

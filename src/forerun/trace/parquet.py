@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forerun.replacing import UNFINISHED, replacing
+from forerun.atomic_write import UNFINISHED, atomic_write
 from forerun.trace.jsonl import JsonLines, read_json_lines
 from forerun.trace.schema import FIELDS, KINDS, Damage, Item, Row, record_from
 from forerun.trace.writer import FlushRule
@@ -77,7 +77,7 @@ class ParquetParts:
 
     def _write_part(self, name: str, table: pa.Table) -> None:
         path = self.folder / name / f"{self.num_parts[name]:05}{SUFFIX}"
-        with replacing(path) as scratch:
+        with atomic_write(path, durable=False) as scratch:
             pq.write_table(table, scratch, write_page_checksum=True)
         self.num_parts[name] += 1
 

@@ -23,9 +23,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from forerun.align.data.sample import Sample
+from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of, is_whole, keep
 from forerun.errors import CacheTooLarge, InvalidCache
-from forerun.replacing import replacing
 
 __all__ = ["CacheIdentity", "RowCache", "full_disk_named", "key_of"]
 
@@ -197,7 +197,7 @@ class RowCache:
     def _write_description(self) -> None:
         path = self.folder / DESCRIPTION
         if not path.exists():
-            with replacing(path, shared=True) as scratch:
+            with atomic_write(path) as scratch:
                 scratch.write_text(self.identity.to_json(), encoding="utf-8")
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidCheckpoint
 from forerun.models.tensor_files import writing_tensors
-from forerun.replacing import replacing
 
 __all__ = ["differences", "load_checkpoint", "save_checkpoint", "trained_weights", "whole"]
 
@@ -85,7 +85,7 @@ def save_checkpoint(
             tensors[name] = gathered.cpu().clone()
     if not is_writer:
         return
-    with replacing(path) as scratch, writing_tensors():
+    with atomic_write(path) as scratch, writing_tensors():
         save_file(tensors, scratch, {"step": str(step), "identity": json.dumps(dict(identity))})
 
 

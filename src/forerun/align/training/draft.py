@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from forerun.atomic_write import atomic_folder
 from forerun.engine.loading import check_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import read_architecture
@@ -24,7 +25,6 @@ from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
 from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tensor_files import writing_tensors
-from forerun.replacing import replacing
 
 __all__ = ["Draft", "DraftConfig", "check_tokenizers", "check_trainable", "load_draft"]
 
@@ -82,7 +82,7 @@ class Draft:
             weights: trained weights by their names in `DraftLoss`, as `Trainer.weights` gives them.
         """
         merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
-        with replacing(folder) as scratch:
+        with atomic_folder(folder) as scratch:
             with quiet_transformers(), writing_tensors():
                 merged.to(torch.bfloat16).save_pretrained(scratch)
             copy_tokenizer(self.config.target, scratch)

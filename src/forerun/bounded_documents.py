@@ -1,0 +1,179 @@
+"""JSON and YAML are parsed within limits on depth, values and digits."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from forerun.bounded_read import (
+    Deadline,
+    ReadLimits,
+    decoded,
+    first_line,
+    open_bounded,
+    read_bytes,
+)
+from forerun.errors import UnreadableInput
+
+__all__ = ["json_lines", "parse_json", "parse_yaml", "read_json"]
+
+DEFAULT = ReadLimits()
+YAML_LIMITS = ReadLimits(max_bytes=1 << 20, max_seconds=10.0, max_values=100_000)
+"""The YAML parser is written in Python: a megabyte takes it seconds."""
+
+
+def read_json(path: Path, limits: ReadLimits = DEFAULT) -> Any:
+    """The JSON document in a file.
+
+    Raises:
+        UnreadableInput: it cannot be read within the limits, or is not JSON.
+    """
+    return parse_json(read_bytes(path, limits), str(path), limits)
+
+
+def json_lines(path: Path, limits: ReadLimits = DEFAULT) -> Iterator[tuple[int, Any]]:
+    """Line numbers from 1 and the JSON values of the lines that are not blank.
+
+    Raises:
+        UnreadableInput: the file cannot be read within the limits, or a line is not JSON; the
+            message has its number.
+    """
+    with open_bounded(path, limits) as file:
+        for number, line in enumerate(file.lines(), start=1):
+            if line.strip():
+                yield number, parse_json(line, f"{path} line {number}", limits)
+
+
+def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> Any:
+    """Parse JSON whose depth, values and digits are limited.
+
+    Args:
+        data: one document; its size was limited when it was read.
+        name: of the source, for messages.
+        limits: depth, values and digits are enforced here.
+
+    Raises:
+        UnreadableInput: it is not JSON, or over a limit.
+    """
+    text = decoded(data, name) if isinstance(data, bytes) else data
+    # Commas and brackets bound the number of values before memory is spent on them.
+    if text.count(",") + text.count("[") + text.count("{") + 1 > limits.max_values:
+        raise UnreadableInput(
+            f"{name} may hold more than {limits.max_values} values, the limit here"
+        )
+    hooks: dict[str, Any] = {}
+    if re.search(rf"[0-9]{{{limits.max_digits + 1}}}|[eE]\+?[0-9]{{3}}", text):
+
+        def integer(digits: str) -> int:
+            return int(checked_number(digits, name, limits))
+
+        def real(digits: str) -> float:
+            return float(checked_number(digits, name, limits))
+
+        hooks = {"parse_int": integer, "parse_float": real}
+    try:
+        value = json.loads(text, **hooks)
+    except UnreadableInput:
+        raise
+    except RecursionError as error:
+        raise too_deep(name, limits) from error
+    except ValueError as error:
+        raise UnreadableInput(f"{name} is not JSON: {error}") from error
+    if text.count("[") + text.count("{") > limits.max_depth:
+        check_depth(value, name, limits)
+    return value
+
+
+def parse_yaml(data: bytes | str, name: str, limits: ReadLimits = YAML_LIMITS) -> Any:
+    """Parse YAML of plain values; aliases are refused, since they make a small file endless.
+
+    Args:
+        data: one document.
+        name: of the source, for messages.
+        limits: all of them but lines are enforced here.
+
+    Raises:
+        UnreadableInput: it is not YAML, uses aliases, or is over a limit.
+    """
+    import yaml
+
+    if len(data) > limits.max_bytes:
+        raise UnreadableInput(
+            f"{name} is YAML of more than {limits.max_bytes} bytes, the limit here; write JSON"
+        )
+    deadline = Deadline(limits.max_seconds, name)
+    depth = num_tokens = 0
+    try:
+        for token in yaml.scan(data):
+            num_tokens += 1
+            if isinstance(token, yaml.AliasToken):
+                raise UnreadableInput(f"{name} uses YAML aliases; write the values out")
+            opens = (*YAML_BLOCKS, "FlowSequenceStartToken", "FlowMappingStartToken")
+            closes = ("BlockEndToken", "FlowSequenceEndToken", "FlowMappingEndToken")
+            kind = type(token).__name__
+            depth += (kind in opens) - (kind in closes)
+            if depth > limits.max_depth:
+                raise too_deep(name, limits)
+            if num_tokens > limits.max_values:
+                raise UnreadableInput(
+                    f"{name} has more than {limits.max_values} YAML tokens, the limit here"
+                )
+            if num_tokens % 1024 == 0:
+                deadline.remaining_s()
+        value = yaml.safe_load(data)
+    except UnreadableInput:
+        raise
+    # Dates that do not exist, unhashable keys and unknown tags raise errors of many kinds.
+    except (yaml.YAMLError, RecursionError, ArithmeticError, LookupError) as error:
+        raise UnreadableInput(f"{name} is not YAML: {first_line(error)}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UnreadableInput(f"{name} is not YAML: {first_line(error)}") from error
+    check_depth(value, name, limits)
+    return value
+
+
+YAML_BLOCKS = ("BlockSequenceStartToken", "BlockMappingStartToken")
+
+
+def checked_number(digits: str, name: str, limits: ReadLimits) -> str:
+    """The digits of a number that a float can hold."""
+    if len(digits) > limits.max_digits:
+        raise UnreadableInput(
+            f"{name} has a number of {len(digits)} digits; at most {limits.max_digits} are read"
+        )
+    if math.isinf(float(digits)):
+        raise UnreadableInput(f"{name} has the number {digits}, which is too large")
+    return digits
+
+
+def check_depth(value: object, name: str, limits: ReadLimits) -> None:
+    """Refuse a document with too many levels, too many values or too large integers."""
+    level, num_values = [value], 0
+    for depth in range(limits.max_depth + 1):
+        num_values += len(level)
+        if num_values > limits.max_values:
+            raise UnreadableInput(f"{name} holds more than {limits.max_values} values")
+        inner: list[object] = []
+        for entry in level:
+            if isinstance(entry, dict | list) and depth == limits.max_depth:
+                raise too_deep(name, limits)
+            if isinstance(entry, dict):
+                inner += entry.values()
+            elif isinstance(entry, list):
+                inner += entry
+            elif isinstance(entry, int) and abs(entry) >= 10**limits.max_digits:
+                raise UnreadableInput(
+                    f"{name} has a number of more than {limits.max_digits} digits"
+                )
+        level = inner
+
+
+def too_deep(name: str, limits: ReadLimits) -> UnreadableInput:
+    """The error for lists and objects inside one another."""
+    return UnreadableInput(
+        f"{name} nests lists and objects more than {limits.max_depth} deep, the limit here"
+    )

@@ -1,0 +1,44 @@
+"""Text from files, servers and arguments is made safe before it reaches a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+__all__ = ["printable"]
+
+ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories that move the cursor, reorder text, or have no glyph."""
+JOINERS = frozenset("\u200c\u200d")
+"""Format characters that scripts and emoji need; they change no other character's place."""
+
+
+def printable(text: object, *, max_length: int | None = None, keep: str = "") -> str:
+    r"""Return text without characters that a terminal would obey.
+
+    Control characters, escape sequences, bidirectional overrides and undecodable bytes of file
+    names are shown as `\x1b` or `\u202e`.
+
+    Args:
+        text: anything; it is converted with `str`.
+        max_length: of the result; a longer one ends in an ellipsis. None for no limit.
+        keep: control characters to keep, such as "\n" where several lines are wanted.
+    """
+    source = str(text)
+    if max_length is not None:
+        source = source[: max_length + 1]  # escaping only makes it longer
+    shown = source if source.isascii() and source.isprintable() else escaped(source, keep)
+    if max_length is not None and len(shown) > max_length:
+        shown = shown[: max(0, max_length - 1)] + "…"
+    return shown
+
+
+def escaped(text: str, keep: str) -> str:
+    """The text with every unsafe character as a Python escape."""
+    return "".join(
+        character
+        if character in keep
+        or character in JOINERS
+        or unicodedata.category(character) not in ESCAPED
+        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for character in text
+    )
