@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from corpus import BOOK_SOURCES, HELD_OUT_MODULES, PYTHON_SOURCES, Source
+from corpus import BOOK_SOURCES, HELD_OUT_MODULES, LIBRARY_SOURCES, PYTHON_SOURCES, Source
 from train import TrainConfig, held_out_bits_per_byte
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +17,11 @@ from forerun.sampling.config import SamplingParams
 from forerun.theory.text import distinct_ngram_share, first_repeat
 
 NUM_NEW_TOKENS = 192
+SOURCES = {
+    "books.npy": BOOK_SOURCES,
+    "python.npy": PYTHON_SOURCES,
+    "library.npy": LIBRARY_SOURCES,
+}
 MIN_GAP_BITS_PER_BYTE = 0.15
 MAX_LOOPING_SHARE = 0.2
 
@@ -86,7 +91,7 @@ def check_gates(target: ModelFigures, domain: ModelFigures) -> list[str]:
 
 def card(figures: ModelFigures, config: TrainConfig, purpose: str) -> str:
     """The model card in Markdown."""
-    sources = BOOK_SOURCES if config.tokens == "books.npy" else PYTHON_SOURCES
+    sources = SOURCES[config.tokens]
     rows = "\n".join(
         f"| {t.temperature:g} | {t.looping_share:.0%} | {t.distinct_4gram_share:.2f} |"
         for t in figures.texts
@@ -103,7 +108,7 @@ library_name: transformers
 {figures.num_parameters / 1e6:.2f}M parameters, Llama-shaped: width {config.hidden_size},
 {figures.num_layers} layers, vocabulary 8,192 (byte-level BPE),
 context {config.context}, bf16, {figures.file_bytes / 2**20:.1f} MiB.
-Trained by `recipes/zoo/build.py` on {tokens / 1e6:.1f}M tokens in windows of {config.window},
+Trained by `recipes/zoo` on {tokens / 1e6:.1f}M tokens in windows of {config.window},
 seed {config.seed}.
 
 Held-out standard-library modules: **{figures.held_out_bits_per_byte:.3f} bits per byte**.
@@ -130,16 +135,24 @@ def source_table(sources: tuple[Source, ...]) -> str:
     return f"| source | licence | repeats |\n|---|---|---|\n{rows}"
 
 
+def write_card(name: str, folder: Path, config: TrainConfig, data: Path) -> ModelFigures:
+    """Judge one model, write README.md and figures.json beside its weights."""
+    figures = judge(name, folder, data)
+    (folder / "README.md").write_text(card(figures, config, PURPOSES[name]), "utf-8")
+    (folder / "figures.json").write_text(json.dumps(asdict(figures), indent=1) + "\n")
+    return figures
+
+
 def write_cards(folders: dict[str, Path], runs: dict[str, TrainConfig], data: Path) -> list[str]:
     """Judge all, write README.md and figures.json beside the weights; returns failed gates."""
-    figures = {name: judge(name, folder, data) for name, folder in folders.items()}
-    for name, folder in folders.items():
-        (folder / "README.md").write_text(card(figures[name], runs[name], PURPOSES[name]), "utf-8")
-        (folder / "figures.json").write_text(json.dumps(asdict(figures[name]), indent=1) + "\n")
+    figures = {name: write_card(name, folder, runs[name], data) for name, folder in folders.items()}
     return check_gates(figures["code-11m"], figures["code-2m"])
 
 
 PURPOSES = {
+    "code-40m": "A target that outgrows a processor's cache and completes Python source: "
+    "`zoo:code-11m` widened to twice its width (`widen.py`), all of it trained on, then tuned "
+    "against repeating itself (`unloop.py`).",
     "code-11m": "A target that fits in a processor's cache and completes Python source. After "
     "training it was tuned for 120 steps against repeating itself (`unloop.py`: unlikelihood on "
     "its own loops, "

@@ -40,6 +40,7 @@ class UnloopConfig:
     lr: float = 2e-4
     tuned_share: float = 0.4  # of the average with the weights before tuning
     seed: int = 3
+    tokens: str = "python.npy"  # token file under the data folder
 
 
 DEFAULTS = UnloopConfig()
@@ -47,7 +48,7 @@ DEFAULTS = UnloopConfig()
 
 def continuations(model: LlamaForCausalLM, config: UnloopConfig, data: Path) -> Tensor:
     """The model's own text after training windows, shape (num_continuations, prompt + new)."""
-    windows = Windows(data / "python.npy", config.prompt_tokens, config.seed)
+    windows = Windows(data / config.tokens, config.prompt_tokens, config.seed)
     torch.manual_seed(config.seed)
     size, done = 64, []
     for first in track(range(0, config.num_continuations, size), description="own text"):
@@ -104,7 +105,7 @@ def unloop(folder: Path, data: Path, out: Path, config: UnloopConfig = DEFAULTS)
     looping = marked.any(1).nonzero()[:, 0]
     print(f"{len(looping)} of {len(texts)} continuations repeat a {config.repeated_ngram}-gram")
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=True)
-    windows = Windows(data / "python.npy", 512, config.seed + 1)
+    windows = Windows(data / config.tokens, 512, config.seed + 1)
     rng = np.random.default_rng(config.seed)
     for step in track(range(config.num_steps), description="unloop"):
         wait_while_paused(out.parent.parent / "PAUSE")
