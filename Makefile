@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
+.PHONY: help install demo test test-full check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ demo: $(STAMP)  ## compare plain and speculative decoding on the shipped pair
 test: check  ## static checks, then every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+test-full: check  ## the same with the full grid of cases (twice as long)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "full or not full" $(ARGS)
+
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -43,7 +46,7 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 docs: $(STAMP)  ## bring the generated list of causes in docs/diagnose.md up to date
 	$(BIN)/python recipes/docs/causes.py
 
-exact: $(STAMP)  ## enumerate every verifier's output law
+exact: $(STAMP)  ## enumerate every verifier's output distribution
 	$(BIN)/forerun exact $(ARGS)
 
 profile: $(STAMP)  ## measure the shipped pair and redraw docs/performance.md (nothing else running)
