@@ -12,7 +12,7 @@ from tests import natives, tiny
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, Pause
 from forerun.drafters.config import NamedDrafter
-from forerun.drafters.named import build_drafter
+from forerun.drafters.registry import build_drafter
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.engine import Engine

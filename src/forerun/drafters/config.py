@@ -1,4 +1,4 @@
-"""Drafters that go by a name instead of a model folder; torch-free."""
+"""Drafters that are given by a name instead of a model folder; torch-free."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedDrafter:
-    """A drafter as a shell says it: `NAME` or `NAME:ARGUMENT`.
+    """A drafter as it is written on a command line: `NAME` or `NAME:ARGUMENT`.
 
     Attributes:
-        name: which drafter.
-        argument: what is behind the colon, empty without one.
+        name: the drafter.
+        argument: the text behind the colon, empty without one.
     """
 
     name: DrafterName
@@ -25,7 +25,7 @@ class NamedDrafter:
 
 
 def parse_drafter(text: str) -> NamedDrafter | None:
-    """The drafter meant by `text`; None where it is a model's folder or name."""
+    """Return the drafter that `text` names; None where it is a model's folder or name."""
     head, _, argument = text.partition(":")
     for name in DRAFTER_NAMES:
         if head == name:

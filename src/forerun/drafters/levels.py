@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.drafters.branch import Branch
-from forerun.drafters.stopping import Stopping
+from forerun.drafters.draft_sequence import DraftSequence
 from forerun.models.base import LanguageModel, RowBatch
 from forerun.sampling.choice import Choice
 from forerun.sampling.history import RowHistory
@@ -27,54 +26,54 @@ class Levels:
     """The chains of one call side by side.
 
     Attributes:
-        tokens: drafted tokens; meaningless past the budget of a branch.
+        tokens: drafted tokens; meaningless past the budget of a sequence.
         draft_probs: the rows they were drawn from, likewise; None where all chains are
             deterministic.
-        stop_values: per branch, what its stop rule measured before its draws, up to the first node
-            it leaves out; empty where no branch has a rule.
+        stop_values: per sequence, what its stop rule measured before its draws, up to the first
+            node it leaves out; empty where no sequence has a rule.
     """
 
-    tokens: Int64[Tensor, "levels branches"]
-    draft_probs: Float[Tensor, "levels branches vocab"] | None
+    tokens: Int64[Tensor, "levels sequences"]
+    draft_probs: Float[Tensor, "levels sequences vocab"] | None
     stop_values: Sequence[Sequence[float]] = ()
 
 
 def draft_levels(
-    model: LanguageModel, branches: Sequence[Branch], batch: RowBatch, vocab_size: int
+    model: LanguageModel, sequences: Sequence[DraftSequence], batch: RowBatch, vocab_size: int
 ) -> Levels:
-    """Draft every branch to its budget, or until all that go on are stopped by their rules.
+    """Draft every sequence to its budget, or until all that go on are stopped by their rules.
 
     Args:
         model: the draft.
-        branches: those that go deepest first, so that the ones going on are always the first.
+        sequences: those that go deepest first, so that the ones going on are always the first.
         batch: feeds all they have pending, and wants the last row of each.
         vocab_size: of the target.
     """
-    num_levels, device = branches[0].budget, model.device
-    chooser = Chooser(branches, num_levels, device)
-    params = pack_params([branch.params for branch in branches], device)
+    num_levels, device = sequences[0].budget, model.device
+    chooser = Chooser(sequences, num_levels, device)
+    params = pack_params([sequence.params for sequence in sequences], device)
     draft_probs = None
-    if any(branch.choice is not Choice.DETERMINISTIC for branch in branches):
-        draft_probs = torch.empty(num_levels, len(branches), vocab_size, device=device)
+    if any(sequence.choice is not Choice.DETERMINISTIC for sequence in sequences):
+        draft_probs = torch.empty(num_levels, len(sequences), vocab_size, device=device)
     positions = batch.positions.index_select(0, batch.logit_rows)
-    stopping = Stopping(branches, device) if any(b.stop is not None for b in branches) else None
+    stopping = Stopping(sequences, device) if any(b.stop is not None for b in sequences) else None
     drafted: list[Tensor] = []
     for level in range(num_levels):
         if level > 0:
-            branches = [branch for branch in branches if branch.budget > level]
-            positions = positions[: len(branches)] + 1
-            batch = next_pass(branches, drafted[-1][: len(branches)], positions)
+            sequences = [sequence for sequence in sequences if sequence.budget > level]
+            positions = positions[: len(sequences)] + 1
+            batch = next_pass(sequences, drafted[-1][: len(sequences)], positions)
         logits = fit_vocabulary(model.forward(batch).logits, vocab_size)
         probs = target_probs(
             logits,
-            params.rows(slice(len(branches))),
-            row_histories(branches, drafted),
-            out=None if draft_probs is None else draft_probs[level, : len(branches)],
+            params.rows(slice(len(sequences))),
+            row_histories(sequences, drafted),
+            out=None if draft_probs is None else draft_probs[level, : len(sequences)],
         )
         if stopping is not None:
-            stopping.look(logits, probs)
+            stopping.measure(logits, probs)
         drafted.append(chooser.choose(probs, level))
-        if stopping is not None and stopping.ended(len(branches)):
+        if stopping is not None and stopping.ended(len(sequences)):
             break
     return Levels(
         tokens=torch.nn.utils.rnn.pad_sequence(drafted, batch_first=True),
@@ -83,58 +82,114 @@ def draft_levels(
     )
 
 
-def draft_keys(branches: Sequence[Branch], num_levels: int) -> Int64[Tensor, "levels branches"]:
+class Stopping:
+    """Evaluates stop rules before each draw and notes which chains have ended.
+
+    Reading the measured values waits for the device once per level.
+
+    Args:
+        sequences: all chains of a call.
+        device: of the draft model.
+
+    Attributes:
+        values: per chain, what its rule has measured so far; empty without a rule.
+    """
+
+    def __init__(self, sequences: Sequence[DraftSequence], device: torch.device) -> None:
+        self.rules = [s.stop for s in sequences]
+        self.values: list[list[float]] = [[] for _ in sequences]
+        self._stopped = [False] * len(sequences)
+        is_entropy = [rule is not None and rule.measure == "entropy" for rule in self.rules]
+        is_greedy = [s.choice is Choice.DETERMINISTIC for s in sequences]
+        self._some_entropy, self._some_greedy = any(is_entropy), any(is_greedy)
+        self._is_entropy = torch.tensor(is_entropy, device=device)
+        self._is_greedy = torch.tensor(is_greedy, device=device)[:, None]
+
+    def measure(
+        self, logits: Float[Tensor, "going vocab"], probs: Float[Tensor, "going vocab"]
+    ) -> None:
+        """Measure before the next draw of the first `going` chains."""
+        for index, value in enumerate(self._measured(logits, probs)):
+            rule = self.rules[index]
+            if rule is None or self._stopped[index]:
+                continue
+            self.values[index].append(value)
+            self._stopped[index] = len(self.values[index]) > 1 and rule.stops(value)
+
+    def ended(self, num_going: int) -> bool:
+        """Whether all of the first `num_going` chains have stopped."""
+        return all(self._stopped[:num_going])
+
+    def _measured(self, logits: Tensor, probs: Tensor) -> list[float]:
+        going = len(probs)
+        if self._some_greedy:
+            probs = torch.where(self._is_greedy[:going], logits.float().softmax(-1), probs)
+        values = probs.amax(-1)
+        if self._some_entropy:
+            entropy = torch.special.entr(probs).sum(-1)
+            values = torch.where(self._is_entropy[:going], entropy, values)
+        measured: list[float] = values.tolist()
+        return measured
+
+
+def draft_keys(
+    sequences: Sequence[DraftSequence], num_levels: int
+) -> Int64[Tensor, "levels sequences"]:
     """Keys of sampled nodes.
 
     By committed length and node: a rejected position is drawn afresh next step.
     """
     keys = [
-        [step_key(b.request.noise_key, b.num_committed, level, Purpose.DRAFT) for b in branches]
+        [step_key(b.request.noise_key, b.num_committed, level, Purpose.DRAFT) for b in sequences]
         for level in range(num_levels)
     ]
     return torch.tensor(keys, dtype=torch.int64)
 
 
-def race_keys(branches: Sequence[Branch], num_levels: int) -> Int64[Tensor, "levels branches"]:
+def race_keys(
+    sequences: Sequence[DraftSequence], num_levels: int
+) -> Int64[Tensor, "levels sequences"]:
     """Keys of coupled nodes: of the race the target will run at the same position."""
     keys = [
-        [position_key(b.request.noise_key, b.num_committed + level) for b in branches]
+        [position_key(b.request.noise_key, b.num_committed + level) for b in sequences]
         for level in range(num_levels)
     ]
     return torch.tensor(keys, dtype=torch.int64)
 
 
-def next_pass(branches: Sequence[Branch], tokens: Tensor, positions: Tensor) -> RowBatch:
-    """Feeds the token each branch has just drafted."""
+def next_pass(sequences: Sequence[DraftSequence], tokens: Tensor, positions: Tensor) -> RowBatch:
+    """Feeds the token each sequence has just drafted."""
     return RowBatch(
         tokens=tokens,
         positions=positions,
-        spans=tuple(branch.next_span() for branch in branches),
-        logit_rows=torch.arange(len(branches), device=tokens.device),
+        spans=tuple(sequence.next_span() for sequence in sequences),
+        logit_rows=torch.arange(len(sequences), device=tokens.device),
     )
 
 
 class Chooser:
-    """Draws the nodes of a level, each branch by its own choice and noise.
+    """Draws the nodes of a level, each sequence by its own choice and noise.
 
     Args:
-        branches: all of them.
+        sequences: all of them.
         num_levels: of the deepest.
         device: of the draft.
     """
 
-    def __init__(self, branches: Sequence[Branch], num_levels: int, device: torch.device) -> None:
-        self.choices = [branch.choice for branch in branches]
+    def __init__(
+        self, sequences: Sequence[DraftSequence], num_levels: int, device: torch.device
+    ) -> None:
+        self.choices = [sequence.choice for sequence in sequences]
         self.kinds = set(self.choices)
         if Choice.SAMPLED in self.kinds:
-            self.uniforms = uniform(draft_keys(branches, num_levels).to(device))
+            self.uniforms = uniform(draft_keys(sequences, num_levels).to(device))
         if Choice.COUPLED in self.kinds:
-            self.positions = race_keys(branches, num_levels).to(device)
+            self.positions = race_keys(sequences, num_levels).to(device)
 
     def choose(
-        self, probs: Float[Tensor, "branches vocab"], level: int
-    ) -> Int64[Tensor, " branches"]:
-        """The next token of every branch that goes on."""
+        self, probs: Float[Tensor, "sequences vocab"], level: int
+    ) -> Int64[Tensor, " sequences"]:
+        """The next token of every sequence that goes on."""
         if len(self.kinds) == 1:
             return self._choose(self.choices[0], probs, level, slice(len(probs)))
         tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
@@ -151,16 +206,18 @@ class Chooser:
         return target_tokens(probs, self.positions[level, rows])
 
 
-def row_histories(branches: Sequence[Branch], drafted: Sequence[Tensor]) -> list[RowHistory | None]:
+def row_histories(
+    sequences: Sequence[DraftSequence], drafted: Sequence[Tensor]
+) -> list[RowHistory | None]:
     """What penalties count up to the next node; reading the drafted ids waits for the device."""
-    if all(branch.request.history is None for branch in branches):
+    if all(sequence.request.history is None for sequence in sequences):
         return []
     levels: list[list[int]] = [tokens.tolist() for tokens in drafted]
     return [
         history.at([tokens[row] for tokens in levels])
-        if (history := branch.request.history) is not None
+        if (history := sequence.request.history) is not None
         else None
-        for row, branch in enumerate(branches)
+        for row, sequence in enumerate(sequences)
     ]
 
 

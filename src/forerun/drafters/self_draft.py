@@ -1,11 +1,11 @@
-"""Self-draft: the target's first layers, its last norm and its head, with nothing trained.
+"""Drafting with the target's own first layers, its final norm and its output head, untrained.
 
-They share the target's weights and its KV. The rows of committed tokens are there already, for the
-target's pass has stored them and layers never see what is above them; drafted rows are staged in
-the target's own slot, and the target's next pass writes over them. So drafting takes no memory and
-never catches up.
+The draft shares the target's weights and its KV cache. The rows of committed tokens are there
+already, because a layer's rows do not depend on the layers above it. Draft rows are staged in the
+target's own slot, and the target's next pass overwrites them. So this drafter needs no memory of
+its own and has no tokens to catch up with.
 
-Cost per step: K passes of one row per sequence through some of the layers and the whole head.
+A step costs K passes of one row per sequence through some of the layers and the whole head.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["SelfDraft"]
 
 
 class SelfDraft(DraftModel):
-    """A draft model that lives in the target; see `LayeredModel.first_layers`."""
+    """A draft model that works in the target's KV cache; see `LayeredModel.first_layers`."""
 
     method = "self"
 
     def _open(self, request: DraftRequest) -> Context:
         assert request.context is not None
-        return Borrowed(request.context)
+        return TargetKVView(request.context)
 
     def forget(self, request_id: str) -> None:
-        """Drop all state of a request; the slot is the target's to give back."""
-        self._branches.pop(request_id, None)
+        """Drop the state of a request; its slot belongs to the target."""
+        self._sequences.pop(request_id, None)
 
 
-class Borrowed(Context):
-    """The target's view of a sequence, in which a drafter may stage rows but commit none.
+class TargetKVView(Context):
+    """The target's view of a sequence, in which a drafter may stage rows but not commit them.
 
     Args:
-        lender: the target's context.
+        target: the target's context.
     """
 
-    def __init__(self, lender: Context) -> None:
-        self.store = lender.store
-        self.ids = lender.ids
-        self.slot = lender.slot
+    def __init__(self, target: Context) -> None:
+        self.store = target.store
+        self.ids = target.ids
+        self.slot = target.slot
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Nothing to do: the target has committed its own rows, and with them the draft's."""
+        """Do nothing: the target commits its own rows, and the draft's are the same rows."""

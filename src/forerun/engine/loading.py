@@ -9,7 +9,7 @@ from pathlib import Path
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
-from forerun.drafters.named import build_drafter
+from forerun.drafters.registry import build_drafter, find_checkpoint
 from forerun.drafters.several import SeveralDrafters, named_by_method
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
@@ -61,7 +61,7 @@ def load_drafter(
     dtype: str,
     config: EngineConfig,
 ) -> Drafter:
-    """A drafter for a loaded target: one of `DRAFTERS` by its name, else a draft model.
+    """A drafter for a loaded target, by its name, by its checkpoint's type, or as a draft model.
 
     A folder that is called like a drafter can be given as a Path, or with "./" in front.
 
@@ -73,6 +73,11 @@ def load_drafter(
     named = parse_drafter(draft) if isinstance(draft, str) else None
     if named is not None:
         return build_drafter(named, target)
+    folder = model_folder(draft)
+    settings = folder / "config.json"
+    load = find_checkpoint(read_object(settings)) if settings.is_file() else None
+    if load is not None:
+        return load(folder, target)
     loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
     check_pair(target, tokenizer, loaded)
     return DraftModel(loaded[0], vocab_size=target.vocab_size)

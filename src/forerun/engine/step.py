@@ -149,7 +149,6 @@ class Stepper:
                 expected_accepted=verdict.expected_accepted,
                 stop_reason=entry.proposal.stop_reason if entry.proposal else None,
                 stop_values=entry.proposal.stop_values if entry.proposal else None,
-                hindsight=entry.proposal.hindsight if entry.proposal else None,
             )
             for entry in emitting
             if (verdict := entry.verdict) is not None

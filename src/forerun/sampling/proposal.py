@@ -48,8 +48,6 @@ class Proposal:
         stop_reason: why drafting ended ("budget", "stop_rule", "context", "score";
             "invalid_probs": the next distribution was NaN).
         stop_values: what a stop rule measured before every node; None without one.
-        hindsight: of the last committed tokens, 1 for each the drafter would have proposed and 0
-            for each other; None unless a probe looked back.
         assurance: spares the check of values that the drafter guarantees.
     """
 
@@ -59,7 +57,6 @@ class Proposal:
     draft_probs: Float[Tensor, "parents vocab"] | None = None
     stop_reason: str = "budget"
     stop_values: tuple[float, ...] | None = None
-    hindsight: tuple[int, ...] | None = None
     assurance: Assurance | None = None
 
     @property

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from tests import tiny
 
 from forerun.bench.config import BenchConfig, parse_arms
+from forerun.drafters import registry
 from forerun.drafters.config import DRAFTER_NAMES, NamedDrafter, parse_drafter
-from forerun.drafters.named import DRAFTERS
+from forerun.drafters.registry import (
+    DRAFTERS,
+    build_drafter,
+    find_checkpoint,
+    register_checkpoint,
+)
+from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.errors import InvalidRequest
 
 
 def test_every_name_has_a_drafter():
@@ -31,6 +40,22 @@ def test_arms_of_a_comparison():
     assert [(arm.name, arm.draft, arm.ks) for arm in arms] == [
         ("suffix", "suffix", (8, 16)),
         ("self:2", "self:2", (3,)),
-        ("draft-domain", "zoo:code-2m", (3,)),
+        ("code-2m", "zoo:code-2m", (3,)),
     ]
     assert BenchConfig(arms=arms).models == ("zoo:code-11m", "zoo:code-2m")
+
+
+def test_numbers_too_long_to_parse_are_refused():
+    with pytest.raises(InvalidRequest, match="whole number"):
+        build_drafter(NamedDrafter(name="suffix", argument="9" * 5000), tiny.tabular())
+
+
+def test_the_type_registered_last_is_tried_first(monkeypatch):
+    monkeypatch.setattr(registry, "_checkpoints", [])
+    first, second = (lambda folder, target: SuffixDrafter() for _ in range(2))
+    register_checkpoint(lambda config: "heads" in config, first)
+    assert find_checkpoint({"heads": 3}) is first
+    register_checkpoint(lambda config: config.get("heads") == 3, second)
+    assert find_checkpoint({"heads": 3}) is second
+    assert find_checkpoint({"heads": 4}) is first
+    assert find_checkpoint({"model_type": "llama"}) is None

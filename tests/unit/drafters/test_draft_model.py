@@ -250,5 +250,5 @@ def test_texts_with_ids_only_the_target_has_are_refused_before_they_are_read(mod
     request = asked([1, 2])
     assert drafter.propose([request], [plan()]) != [None]
     told(drafter, request, [], final=model.vocab_size + 1)
-    with pytest.raises(DrafterError, match=f"token {model.vocab_size + 1}; the draft has"):
+    with pytest.raises(DrafterError, match=f"token {model.vocab_size + 1}, but the draft has"):
         drafter.propose([request], [plan()])

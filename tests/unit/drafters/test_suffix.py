@@ -9,10 +9,8 @@ import pytest
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.suffix.config import SuffixConfig
-from forerun.drafters.suffix.copying import NOTHING, OwnMatch, copy_on
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.rates import HitRates
-from forerun.drafters.suffix.store import OutputStore
+from forerun.drafters.suffix.copying import NOTHING, HitRates, OwnMatch, copy_on
+from forerun.drafters.suffix.drafter import OutputStore, SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams

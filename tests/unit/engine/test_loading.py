@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests import tiny
 
+from forerun.drafters import registry
+from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import eos_token_ids
@@ -158,3 +160,18 @@ def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, 
         assert "the draft's card is of no use" in caplog.records[-1].message
     finally:
         (draft / CARD_FILE).unlink()
+
+
+def test_a_registered_checkpoint_type_is_loaded_by_its_loader(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_checkpoints", [])
+    (tmp_path / "config.json").write_text('{"architectures": ["Heads"]}')
+    loaded = []
+
+    def load(folder, model):
+        loaded.append((folder, model.vocab_size))
+        return SuffixDrafter()
+
+    registry.register_checkpoint(lambda config: config.get("architectures") == ["Heads"], load)
+    engine = Engine.load(target, draft=tmp_path, config=CONFIG)
+    assert engine.generate(["a b"], SamplingParams(max_tokens=4))
+    assert loaded == [(tmp_path, engine.target.vocab_size)]

@@ -37,62 +37,6 @@ def recorded(engine: Engine, params: SamplingParams = PARAMS) -> list[StepRecord
     return records
 
 
-class ProbesOnce:
-    """Decodes plainly but for one probe."""
-
-    def __init__(self, num_committed: int) -> None:
-        self.num_committed = num_committed
-
-    def decide(self, states, capacity):
-        probe = Plan.chain("draft_model", 1, probe=True)
-        return [probe if state.num_committed == self.num_committed else Plan() for state in states]
-
-    def observe(self, records):
-        pass
-
-
-def probed(
-    target: TabularModel, draft: TabularModel, at: int, temperature: float
-) -> tuple[list[int], StepRecord]:
-    """The text, and the record of the one probe."""
-    engine = tiny.engine_over(
-        target, tiny.drafting(draft, 8), controller=ProbesOnce(at), sharing="none"
-    )
-    params = SamplingParams(temperature=temperature, max_tokens=84, ignore_eos=True)
-    records: list[StepRecord] = []
-    engine.on_record = records.append
-    (output,) = engine.generate([[1, 2]], params)
-    (probe,) = [record for record in records if record.k_budget]
-    assert all(record.hindsight is None for record in records if not record.k_budget)
-    return [1, 2, *output.token_ids], probe
-
-
-@pytest.mark.parametrize("at", [16, 24, 40, 80])
-def test_a_greedy_probe_says_what_it_would_have_proposed(target, at):
-    _, probe = probed(target, target, at, 0.0)
-    assert probe.num_accepted == 1
-    assert probe.hindsight is not None
-    assert set(probe.hindsight) == {1}  # the target's own text: all but what it was given
-    assert len(probe.hindsight) >= 8
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_hindsight_is_about_the_last_tokens(target, seed):
-    """This draft needs to have read but two."""
-    draft = tiny.cousin(target, seed, scale=1.5)
-    ids, probe = probed(target, draft, 80, 0.0)
-    assert probe.hindsight is not None
-    places = range(80 - len(probe.hindsight), 80)
-    right = [int(draft.probs(ids[:at]).argmax()) == ids[at] for at in range(81)]
-    assert probe.hindsight == tuple(int(right[at]) for at in places)
-    assert probe.num_accepted == right[80]
-
-
-def test_a_sampled_probe_says_nothing_of_the_kind(target):
-    _, probe = probed(target, target, 80, 1.0)
-    assert probe.hindsight is None
-
-
 @pytest.mark.parametrize("verification", ["auto", "block"])
 def test_counts_of_a_request_add_up(target, verification):
     engine = drafted(target)

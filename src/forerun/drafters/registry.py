@@ -1,0 +1,114 @@
+"""Where drafters are found: by name, or by the type of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from forerun.drafters.base import Drafter
+from forerun.drafters.config import DrafterName, NamedDrafter
+from forerun.drafters.self_draft import SelfDraft
+from forerun.drafters.suffix.config import SuffixConfig
+from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.errors import InvalidRequest
+from forerun.models.base import LanguageModel, LayeredModel
+
+__all__ = [
+    "DRAFTERS",
+    "CheckpointLoader",
+    "CheckpointTest",
+    "build_drafter",
+    "find_checkpoint",
+    "register_checkpoint",
+]
+
+CheckpointTest = Callable[[Mapping[str, Any]], bool]
+"""Tells from the contents of a checkpoint's config.json whether a loader can read it."""
+CheckpointLoader = Callable[[Path, LanguageModel], Drafter]
+"""Loads the drafter in a folder for a loaded target."""
+
+
+def suffix(argument: str, target: LanguageModel) -> Drafter:
+    """Build `suffix`, which copies from the request's own text, or `suffix:N` with N stored tokens.
+
+    Raises:
+        InvalidRequest: the argument is not a whole number.
+    """
+    return SuffixDrafter(SuffixConfig(store_tokens=whole_number(f"suffix:{argument}", argument)))
+
+
+def self_draft(argument: str, target: LanguageModel) -> Drafter:
+    """Build `self:N`, which drafts with the target's first N layers.
+
+    Raises:
+        InvalidRequest: the target cannot run its first layers alone, or N is out of range.
+    """
+    num_layers = whole_number(f"self:{argument}", argument)
+    if not isinstance(target, LayeredModel):
+        raise InvalidRequest(
+            f"self:{argument} needs the target's first layers alone, which {type(target).__name__} "
+            "cannot run; choose another runner or another draft"
+        )
+    if not 0 < num_layers < target.num_layers:
+        raise InvalidRequest(
+            f"self:{argument} drafts with {num_layers} of the target's {target.num_layers} layers; "
+            f"give a number from 1 to {target.num_layers - 1}, as in self:{target.num_layers // 4}"
+        )
+    return SelfDraft(target.first_layers(num_layers), target.vocab_size)
+
+
+DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = MappingProxyType(
+    {"suffix": suffix, "self": self_draft}
+)
+
+
+def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
+    """Build a drafter by its name for a loaded target.
+
+    Raises:
+        InvalidRequest: its argument cannot be used.
+    """
+    return DRAFTERS[wanted.name](wanted.argument, target)
+
+
+def whole_number(text: str, argument: str) -> int:
+    """Return the number behind the colon, 0 where there is none.
+
+    Raises:
+        InvalidRequest: the argument is not a whole number.
+    """
+    if not argument:
+        return 0
+    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
+        raise InvalidRequest(f"draft {text!r} needs a whole number behind the colon")
+    return int(argument)
+
+
+MAX_DIGITS = 12
+"""Of a number behind a colon; Python itself refuses to parse more than 4,300."""
+
+_checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = []
+
+
+def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None:
+    """Let `Engine.load(draft=FOLDER)` load checkpoints of a further type.
+
+    Types that were registered later are tried first. A folder that no registered type matches is
+    loaded as a draft model.
+
+    Args:
+        matches: whether the contents of a config.json describe a checkpoint of this type.
+        load: loads the drafter from its folder for a loaded target.
+    """
+    _checkpoints.insert(0, (matches, load))
+
+
+def find_checkpoint(config: Mapping[str, Any]) -> CheckpointLoader | None:
+    """Return the loader for a checkpoint; None where it is an ordinary language model.
+
+    Args:
+        config: contents of the checkpoint's config.json.
+    """
+    return next((load for matches, load in _checkpoints if matches(config)), None)
