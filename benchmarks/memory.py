@@ -69,9 +69,8 @@ def high_water_bytes() -> int:
 def computed_bytes(options: argparse.Namespace) -> dict[str, int]:
     """What the models need by their files."""
     from forerun.models.checkpoint import read_checkpoint
-    from forerun.models.kv_store import KVGeometry
     from forerun.models.load import choose_dtype, model_folder, read_config
-    from forerun.models.memory import estimate
+    from forerun.models.memory import KVGeometry, estimate
 
     total = {"weights_bytes": 0, "kv_bytes": 0, "logits_bytes": 0}
     for name in models_of(options):

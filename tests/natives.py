@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder
-from forerun.models.kv_store import KVGeometry, geometry_of
+from forerun.models.memory import KVGeometry, geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
 from forerun.models.runner.native import NativeModel, build_native_model
 from forerun.native.library import load_kernels

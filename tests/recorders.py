@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from forerun.models.architecture import read_architecture
 from forerun.models.decoder import read_decoder
-from forerun.models.kv_store import geometry_of
+from forerun.models.memory import geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
 from forerun.models.runner.graphs.recorder import Recorder
 

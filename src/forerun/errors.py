@@ -13,6 +13,7 @@ ForerunError
 ├── NotEnoughMemory     what was asked for does not fit, said before allocating
 ├── QueueFull           too many requests wait; the same request may be accepted later
 ├── EngineStopped       an engine's thread has ended, and what it was to do with it
+├── UnsupportedFeatures the model has no such features (layers, embedding, head) for a drafter
 ├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
 ├── ServerUnavailable   a server of responses does not answer (those it gave are kept)
 ├── TrainingDiverged    loss or gradient is no number (the last checkpoint is kept)
@@ -43,6 +44,7 @@ __all__ = [
     "ServerUnavailable",
     "TrainingDiverged",
     "UnreadableInput",
+    "UnsupportedFeatures",
 ]
 
 
@@ -128,3 +130,7 @@ class ServerUnavailable(ForerunError):
 
 class TrainingDiverged(ForerunError):
     """Loss or gradient is NaN or infinite; nothing was updated and the last checkpoint is kept."""
+
+
+class UnsupportedFeatures(ForerunError):
+    """A drafter needs features, an embedding or a head that the target model does not have."""

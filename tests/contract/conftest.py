@@ -26,7 +26,7 @@ from transformers import (
 
 from forerun.models.base import LanguageModel
 from forerun.models.huggingface import adapt
-from forerun.models.tabular import TabularModel
+from forerun.models.tabular import TabularModel, tabular_features
 
 VOCAB_SIZE = 61
 SIZES = {
@@ -53,10 +53,11 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model with 4 slots of 300 tokens, and the logits it owes after every token of a text."""
+    """A model with 4 slots of 300 tokens, and the logits and features of every token of a text."""
 
     model: LanguageModel
     expected: Callable[[Sequence[int]], Tensor]
+    features: Callable[[Sequence[int]], Tensor]
 
 
 def llama(**changes: object) -> PreTrainedModel:
@@ -106,7 +107,22 @@ def network_case(name: str, runner: str) -> Case:
     def expected(ids: Sequence[int]) -> Tensor:
         return network(torch.tensor([list(ids)])).logits[0]
 
-    return Case(model=model, expected=expected)
+    def features(ids: Sequence[int]) -> Tensor:
+        return hidden_states(network, ids)
+
+    return Case(model=model, expected=expected, features=features)
+
+
+def hidden_states(network: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """What enters every layer, as transformers reports it, and what leaves the last one."""
+    leaving = []
+    names = {"transformer.h", "gpt_neox.layers", "model.decoder.layers", "model.layers"}
+    (layers,) = (module for name, module in network.named_modules() if name in names)
+    hook = layers[-1].register_forward_hook(lambda _, __, output: leaving.append(output))
+    output = network(torch.tensor([list(ids)]), output_hidden_states=True)
+    hook.remove()
+    last = leaving[0][0] if isinstance(leaving[0], tuple) else leaving[0]
+    return torch.stack([*[states[0] for states in output.hidden_states[:-1]], last[0]], dim=1)
 
 
 def random_network(name: str) -> PreTrainedModel:
@@ -129,7 +145,12 @@ def tabular_case(order: int) -> Case:
         laws = [model.probs(ids[: end + 1]) for end in range(len(ids))]
         return torch.stack(laws).log().float()
 
-    return Case(model=model, expected=expected)
+    def features(ids: Sequence[int]) -> Tensor:
+        rows = [ids[: end + 1] for end in range(len(ids))]
+        layers = range(model.num_layers + 1)
+        return torch.tensor([[tabular_features(row, layer) for layer in layers] for row in rows])
+
+    return Case(model=model, expected=expected, features=features)
 
 
 # Tracing is slow, and sees no difference between networks of the same operations.

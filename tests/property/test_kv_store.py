@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from forerun.errors import NotEnoughMemory
 from forerun.models.base import KVPrefix, KVStore
-from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.memory import KVGeometry
 from forerun.models.prefixes import MIN_SHARED_TOKENS, Prefix
 from forerun.models.tabular import TokenStore
 

@@ -11,9 +11,8 @@ from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import tokenizer_hash, weights_hash
 from forerun.models.draft_card import DraftCard, read_card, staleness
-from forerun.models.kv_store import geometry_of
 from forerun.models.load import choose_dtype, load_tokenizer, model_folder, read_config
-from forerun.models.memory import MemoryEstimate, estimate
+from forerun.models.memory import MemoryEstimate, estimate, geometry_of
 from forerun.models.tokenizers import Tokenizer, VocabularyComparison
 
 __all__ = ["DraftFit", "ModelDescription", "compare", "describe"]

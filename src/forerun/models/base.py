@@ -52,6 +52,15 @@ class Span:
     tree: TokenTree = NO_TREE
     causal: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse a tree behind rows that are not a causal chain.
+
+        Raises:
+            ValueError: `causal` is False and there is a tree.
+        """
+        if not self.causal and self.tree.parents:
+            raise ValueError("a span with causal=False cannot have a tree")
+
     @property
     def num_rows(self) -> int:
         """Rows this sequence contributes to the pass."""
@@ -146,6 +155,33 @@ class KVStore(Protocol):
     def free(self, slot: int) -> None:
         """Give `slot` back; its contents are gone."""
 
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Keep features of these layers beside the KV from now on; () stops keeping them.
+
+        From then on every commit needs the features of its rows, so that no row is ever without
+        them. Kept prefixes of earlier sequences are forgotten.
+
+        Raises:
+            ValueError: a slot is reserved.
+            NotEnoughMemory: there is no room for them.
+        """
+
+    def stage_features(
+        self, slot: int, start: int, features: Float[Tensor, "rows layers width"]
+    ) -> None:
+        """Store the features of staged rows `start` and following, as the pass returned them.
+
+        Raises:
+            ValueError: no features are kept, the shape is wrong, or the rows are not staged.
+        """
+
+    def features(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
+        """A copy of the features of committed rows [start, stop).
+
+        Raises:
+            ValueError: no features are kept, or fewer rows are committed.
+        """
+
 
 @runtime_checkable
 class LanguageModel(Protocol):
@@ -160,6 +196,14 @@ class LanguageModel(Protocol):
         """Size of the model, tied parameters counted once."""
 
     @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, and so of features."""
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
 
@@ -172,7 +216,32 @@ class LanguageModel(Protocol):
         """Where inputs are expected and logits are returned."""
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; committing is the caller's business."""
+        """One pass. Stages the KV of every row; the caller commits.
+
+        Raises:
+            UnsupportedFeatures: a layer of `batch.feature_layers` does not exist.
+        """
+
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Token embeddings in the model's dtype, before positions are added to them.
+
+        Raises:
+            UnsupportedFeatures: the model has no embedding.
+        """
+
+    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """What the model's last norm makes of rows that leave its last layer.
+
+        Raises:
+            UnsupportedFeatures: the model has no residual stream.
+        """
+
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Logits of rows after the final norm, in the model's dtype or a wider one.
+
+        Raises:
+            UnsupportedFeatures: the model has no head.
+        """
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
@@ -196,10 +265,6 @@ class LanguageModel(Protocol):
 @runtime_checkable
 class LayeredModel(LanguageModel, Protocol):
     """A language model that can also be run through its first layers alone."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers a pass goes through."""
 
     def first_layers(self, num_layers: int) -> LanguageModel:
         """The model without the layers above, its last norm and its head kept.

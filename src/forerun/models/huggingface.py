@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.architecture import Architecture, read_architecture
+from forerun.models.architecture import SUPPORTED, Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.greedy import chain_by_forward
-from forerun.models.kv_store import ContiguousKVStore, geometry_of
+from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.memory import geometry_of
 from forerun.models.stored import StoredModel
 
 __all__ = ["HuggingFaceModel", "adapt", "quiet_transformers", "read_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Names of the modules of a family in transformers.
+
+    Attributes:
+        layers: the list of decoder layers.
+        embedding: of the tokens.
+        norm: behind the last layer.
+        projection_in: from the embedding to the residual stream, where widths differ.
+        projection_out: back, before the head.
+    """
+
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    projection_in: str | None = None
+    projection_out: str | None = None
+
+
+PLACES: Mapping[str, Places] = MappingProxyType(
+    dict.fromkeys(SUPPORTED, Places())
+    | {
+        "GPT2LMHeadModel": Places(
+            layers="transformer.h", embedding="transformer.wte", norm="transformer.ln_f"
+        ),
+        "GPTNeoXForCausalLM": Places(
+            layers="gpt_neox.layers",
+            embedding="gpt_neox.embed_in",
+            norm="gpt_neox.final_layer_norm",
+        ),
+        "OPTForCausalLM": Places(
+            layers="model.decoder.layers",
+            embedding="model.decoder.embed_tokens",
+            norm="model.decoder.final_layer_norm",
+            projection_in="model.decoder.project_in",
+            projection_out="model.decoder.project_out",
+        ),
+    }
+)
 
 
 class HuggingFaceModel(StoredModel):
@@ -55,20 +98,67 @@ class HuggingFaceModel(StoredModel):
             NotEnoughMemory: rows do not fit into their slot.
             ValueError: rows overwrite committed ones or leave a gap.
         """
+        self._check_features(batch.feature_layers)
         sizes = self.architecture
         positions = batch.positions
         if sizes.learned_positions:
             # Rows staged past the end of the table can never be committed: any position does.
             positions = positions.clamp(max=sizes.max_positions - 1)
         groups = sizes.num_heads // sizes.num_kv_heads
-        outputs = self.network(
-            input_ids=batch.tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            attention_pass=plan_pass(batch.spans, self._store, groups),
-        )
-        return ModelOutput(logits=outputs.logits[0])
+        with captured(self._layers, batch.feature_layers) as features:
+            outputs = self.network(
+                input_ids=batch.tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                attention_pass=plan_pass(batch.spans, self._store, groups),
+            )
+        if not features:
+            return ModelOutput(logits=outputs.logits[0])
+        stacked = torch.stack([features[layer] for layer in batch.feature_layers], dim=1)
+        return ModelOutput(logits=outputs.logits[0], features=stacked)
+
+    @torch.inference_mode()
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Token embeddings as they enter the residual stream, without learned positions."""
+        places = PLACES[self.architecture.name]
+        embedded = self.network.get_submodule(places.embedding)(tokens)
+        embedded = embedded * self._setting("embedding_multiplier", 1.0)
+        return self._project(places.projection_in, embedded)
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """The norm behind the last layer; the rows themselves where the model has none."""
+        return self._project(PLACES[self.architecture.name].norm, hidden)
+
+    @torch.inference_mode()
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Logits of rows after the final norm, scaled and capped where the family does."""
+        projected = self._project(PLACES[self.architecture.name].projection_out, hidden)
+        lm_head: Any = self.network.get_submodule("lm_head")
+        logits: Tensor = lm_head(projected)
+        logits = logits / self._setting("logits_scaling", 1.0)
+        cap = self._setting("final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        layers = self.network.get_submodule(PLACES[self.architecture.name].layers)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def _setting(self, name: str, default: Any) -> Any:
+        config: Any = self.network.config
+        return config.to_dict().get(name, default)
+
+    def _project(self, name: str | None, rows: Tensor) -> Tensor:
+        """What a module of the network makes of `rows`; they themselves where it has none."""
+        if name is None:
+            return rows
+        parent, _, child = name.rpartition(".")
+        module: Any = getattr(self.network.get_submodule(parent), child)
+        projected: Tensor = rows if module is None else module(rows)
+        return projected
 
     @torch.inference_mode()
     def greedy_chain(
@@ -85,20 +175,54 @@ class HuggingFaceModel(StoredModel):
     def first_layers(self, num_layers: int) -> HuggingFaceModel:
         """The model without the layers above; weights and store are shared."""
         return HuggingFaceModel(
-            network=without_upper_layers(self.network, self.num_layers, num_layers),
+            network=without_upper_layers(
+                self.network, PLACES[self.architecture.name].layers, num_layers
+            ),
             store=self._store,
             architecture=replace(self.architecture, num_layers=num_layers),
         )
 
 
-def without_upper_layers(network: nn.Module, num_layers: int, num_kept: int) -> nn.Module:
+@contextmanager
+def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Collect the residual stream entering layers of a network while a pass runs.
+
+    Args:
+        layers: of the network.
+        wanted: layers whose input is wanted; their number stands for what leaves the last one.
+
+    Yields:
+        By layer, one row per row of the pass; filled when the pass is over.
+    """
+    found: dict[int, Tensor] = {}
+
+    def entering(layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            found[layer] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        return note
+
+    def leaving(_: nn.Module, __: Any, output: Any) -> None:
+        found[len(layers)] = (output[0] if isinstance(output, tuple) else output)[0]
+
+    handles = [
+        layers[layer].register_forward_pre_hook(entering(layer), with_kwargs=True)
+        if layer < len(layers)
+        else layers[-1].register_forward_hook(leaving)
+        for layer in set(wanted)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.Module:
     """A copy of the modules of a network with its first layers only, over the same tensors."""
     tensors = [*network.parameters(), *network.buffers()]
     shorter = copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
-    # Whatever a family calls it, the outermost list with as many members is that of the layers.
-    lists = (module for module in shorter.modules() if isinstance(module, nn.ModuleList))
-    layers = next(found for found in lists if len(found) == num_layers)
-    del layers[num_kept:]
+    del shorter.get_submodule(layers)[num_kept:]
     return shorter
 
 

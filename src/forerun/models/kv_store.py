@@ -6,73 +6,21 @@ import contextlib
 import mmap
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from forerun.models.architecture import Architecture
 from forerun.models.base import KVPrefix
+from forerun.models.features import FeatureRows, check_features, kept_features
+from forerun.models.memory import KVGeometry, bytes_needed
 from forerun.models.prefixes import Prefix
 from forerun.models.slots import SlotTable, num_in_place
 
-__all__ = ["ContiguousKVStore", "KVGeometry", "bytes_needed", "geometry_of"]
+__all__ = ["ContiguousKVStore"]
 
 
 HUGE_PAGE_BYTES = 2 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVGeometry:
-    """What a store is sized by.
-
-    Attributes:
-        num_layers: attention layers.
-        num_kv_heads: key/value heads per layer.
-        head_dim: width of a head.
-        num_slots: sequences.
-        capacity: tokens a sequence may commit.
-        max_staged_rows: rows that may be staged past the capacity.
-        dtype: of keys and values.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    num_slots: int
-    capacity: int
-    max_staged_rows: int
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the one tensor: keys of layer l at 2l, values at 2l + 1; then slots."""
-        width = self.capacity + self.max_staged_rows
-        return (2 * self.num_layers, self.num_slots, self.num_kv_heads, width, self.head_dim)
-
-
-def geometry_of(
-    architecture: Architecture,
-    *,
-    num_slots: int,
-    capacity: int,
-    max_staged_rows: int,
-    dtype: torch.dtype,
-) -> KVGeometry:
-    """The KV store a model of this architecture needs."""
-    return KVGeometry(
-        num_layers=architecture.num_layers,
-        num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
-        num_slots=num_slots,
-        capacity=capacity,
-        max_staged_rows=max_staged_rows,
-        dtype=dtype,
-    )
-
-
-def bytes_needed(geometry: KVGeometry) -> int:
-    """Bytes a store of this geometry allocates."""
-    return torch.Size(geometry.shape).numel() * geometry.dtype.itemsize
 
 
 def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
@@ -97,6 +45,7 @@ class ContiguousKVStore:
         self.geometry = geometry
         self._slots = SlotTable(geometry.num_slots, geometry.capacity, geometry.max_staged_rows)
         self._data = zeros(geometry, device)
+        self._features: FeatureRows | None = None
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +81,8 @@ class ContiguousKVStore:
     def claim(self, slot: int, start: int, num_rows: int) -> None:
         """`stage` for callers that write through `layer`: no views are cut."""
         self._slots.stage(slot, start, num_rows)
+        if self._features is not None:
+            self._features.invalidate(slot, start)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, [slots, kv_heads, width, head_dim] each, as views."""
@@ -151,7 +102,11 @@ class ContiguousKVStore:
             ValueError: the rows are not ascending or were never staged.
             NotEnoughMemory: the slot would exceed its capacity.
         """
+        if self._features is not None:
+            self._features.check_commit(slot, self._slots.length(slot), rows)
         start = self._slots.commit(slot, rows)
+        if self._features is not None:
+            self._features.commit(slot, start, rows)
         num_placed = num_in_place(rows)
         if num_placed == len(rows):
             return
@@ -162,7 +117,10 @@ class ContiguousKVStore:
 
     def begin(self, wanted: Prefix) -> int:
         """Reserve a slot that holds as many of the first `wanted` tokens as any slot does."""
-        return self._slots.begin(wanted, self.fork)
+        slot = self._slots.begin(wanted, self.fork)
+        if self._features is not None:
+            self._features.invalidate(slot, self._slots.length(slot))
+        return slot
 
     def keep(self, slot: int, num_tokens: int) -> None:
         """Give `slot` back; while nothing else needs it, `begin` may find its first tokens.
@@ -182,6 +140,8 @@ class ContiguousKVStore:
         self._slots.check_prefix(slot, length)
         copy = self._slots.reserve()
         self._slots.fill(copy, length)
+        if self._features is not None:
+            self._features.copy(slot, copy, length)
         self._data[:, copy, :, :length] = self._data[:, slot, :, :length]
         return copy
 
@@ -193,19 +153,52 @@ class ContiguousKVStore:
         """
         self._slots.check_prefix(slot, num_tokens)
         tensor = self._data[:, slot, :, :num_tokens].clone()
-        return KVPrefix(num_tokens=num_tokens, tensors=(tensor,))
+        if self._features is None:
+            return KVPrefix(num_tokens=num_tokens, tensors=(tensor,))
+        features = self._features.read(slot, 0, num_tokens)
+        return KVPrefix(num_tokens=num_tokens, tensors=(tensor, features))
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         """Fill an empty slot with an exported prefix.
 
         Raises:
-            ValueError: the slot is not empty.
+            ValueError: the slot is not empty, or features are kept and the prefix has none.
             NotEnoughMemory: the prefix exceeds the capacity.
         """
+        tensor, *features = prefix.tensors
+        check_features(prefix, self._features)
         self._slots.fill(slot, prefix.num_tokens)
-        (tensor,) = prefix.tensors
+        if self._features is not None:
+            self._features.fill(slot, features[0])
         self._data[:, slot, :, : prefix.num_tokens] = tensor
 
     def free(self, slot: int) -> None:
         """Give `slot` back; its contents are gone."""
         self._slots.free(slot)
+
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Keep features of these layers beside the KV from now on; see `KVStore`.
+
+        Raises:
+            ValueError: a slot is reserved, or the geometry has no hidden size.
+            NotEnoughMemory: there is no room for them.
+        """
+        geometry = self.geometry
+        if layers and not geometry.hidden_size:
+            raise ValueError("a store without hidden_size in its geometry cannot keep features")
+        self._slots.forget_kept()
+        self._features = None
+        if layers:
+            shape = (geometry.num_slots, geometry.shape[3], geometry.hidden_size)
+            self._features = FeatureRows(layers, shape, geometry.dtype, self.device)
+
+    def stage_features(
+        self, slot: int, start: int, features: Float[Tensor, "rows layers width"]
+    ) -> None:
+        """Store the features of staged rows; see `KVStore`."""
+        kept_features(self._features).stage(slot, start, self._slots.num_written(slot), features)
+
+    def features(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
+        """A copy of the features of committed rows [start, stop); see `KVStore`."""
+        self._slots.check_prefix(slot, stop)
+        return kept_features(self._features).read(slot, start, stop)

@@ -16,8 +16,7 @@ from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import Checkpoint, read_checkpoint
-from forerun.models.kv_store import geometry_of
-from forerun.models.memory import check_fits, estimate
+from forerun.models.memory import check_fits, estimate, geometry_of
 from forerun.models.runner.choose import ModelFiles, run_by
 from forerun.models.runner.config import Runner
 from forerun.models.settings import read_settings

@@ -33,6 +33,7 @@ class Piece:
         slot: whose keys.
         num_keys: keys [0, num_keys) precede the rows or are theirs.
         tree: shape of the last rows if they are no chain.
+        causal: whether a row sees only what comes before it; if not, all rows see each other.
     """
 
     first: int
@@ -40,6 +41,7 @@ class Piece:
     slot: int
     num_keys: int
     tree: TokenTree | None = None
+    causal: bool = True
 
     def num_seen(self, window: int | None) -> int:
         """How many of the last keys hold all that any of the rows sees."""
@@ -55,6 +57,10 @@ def pieces_of(span: Span, first: int) -> Iterator[Piece]:
         span: rows of one sequence.
         first: their first row in the pass.
     """
+    if not span.causal:
+        num_rows, num_keys = span.num_rows, span.start + span.num_rows
+        yield Piece(first=first, num_rows=num_rows, slot=span.slot, num_keys=num_keys, causal=False)
+        return
     tree = None if span.tree.is_chain else span.tree
     num_chain = span.num_rows if tree is None else span.num_chain
     for start in range(0, num_chain, BLOCK_ROWS):
@@ -90,16 +96,18 @@ class Biases:
         self.like = like
         self.widest: dict[int, int] = {}
         for piece in pieces:
-            if piece.tree is None:
+            if piece.tree is None and piece.causal:
                 widest = max(piece.num_seen(window), self.widest.get(piece.num_rows, 0))
                 self.widest[piece.num_rows] = widest
         self.chains: dict[int, Tensor] = {}
 
     def of(self, piece: Piece) -> Float[Tensor, "folded keys"] | None:
         """The mask over the last `num_seen` keys of a block; None when its rows see all of them."""
-        if piece.num_rows == 1:
+        if piece.num_rows == 1 or (not piece.causal and self.window is None):
             return None
         num_seen = piece.num_seen(self.window)
+        if not piece.causal:
+            return self._mask(piece.num_rows, num_seen, causal=False)
         if piece.tree is not None:
             return self._mask(piece.num_rows, num_seen, piece.tree)
         if piece.num_rows not in self.chains:
@@ -108,14 +116,19 @@ class Biases:
         return widest[:, widest.shape[1] - num_seen :]
 
     def _mask(
-        self, num_rows: int, num_keys: int, tree: TokenTree | None = None
+        self,
+        num_rows: int,
+        num_keys: int,
+        tree: TokenTree | None = None,
+        *,
+        causal: bool = True,
     ) -> Float[Tensor, "folded keys"]:
         """0 where seen and -inf where not, over `num_keys` keys of which the last are the rows'."""
         device = self.like.device
         bias = self.like.new_zeros((self.num_groups, num_rows, num_keys))
-        bias[:, :, num_keys - num_rows :].masked_fill_(
-            hidden_rows(num_rows, tree).to(device), -torch.inf
-        )
+        if causal:
+            hidden = hidden_rows(num_rows, tree).to(device)
+            bias[:, :, num_keys - num_rows :].masked_fill_(hidden, -torch.inf)
         if self.window is not None:
             far = far_keys(num_rows, num_keys, tree or NO_TREE, self.window)
             bias.masked_fill_(far.to(device), -torch.inf)

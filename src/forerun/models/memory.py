@@ -9,9 +9,74 @@ import torch
 
 from forerun.errors import NotEnoughMemory
 from forerun.models.architecture import Architecture
-from forerun.models.kv_store import KVGeometry, bytes_needed
 
-__all__ = ["MemoryEstimate", "available_bytes", "check_fits", "estimate", "readable"]
+__all__ = [
+    "KVGeometry",
+    "MemoryEstimate",
+    "available_bytes",
+    "bytes_needed",
+    "check_fits",
+    "estimate",
+    "geometry_of",
+    "readable",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGeometry:
+    """What a store is sized by.
+
+    Attributes:
+        num_layers: attention layers.
+        num_kv_heads: key/value heads per layer.
+        head_dim: width of a head.
+        num_slots: sequences.
+        capacity: tokens a sequence may commit.
+        max_staged_rows: rows that may be staged past the capacity.
+        dtype: of keys and values.
+        hidden_size: width of the residual stream; 0: features cannot be kept.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_slots: int
+    capacity: int
+    max_staged_rows: int
+    dtype: torch.dtype
+    hidden_size: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the one tensor: keys of layer l at 2l, values at 2l + 1; then slots."""
+        width = self.capacity + self.max_staged_rows
+        return (2 * self.num_layers, self.num_slots, self.num_kv_heads, width, self.head_dim)
+
+
+def geometry_of(
+    architecture: Architecture,
+    *,
+    num_slots: int,
+    capacity: int,
+    max_staged_rows: int,
+    dtype: torch.dtype,
+) -> KVGeometry:
+    """The KV store a model of this architecture needs."""
+    return KVGeometry(
+        num_layers=architecture.num_layers,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        num_slots=num_slots,
+        capacity=capacity,
+        max_staged_rows=max_staged_rows,
+        dtype=dtype,
+        hidden_size=architecture.hidden_size,
+    )
+
+
+def bytes_needed(geometry: KVGeometry) -> int:
+    """Bytes a store of this geometry allocates."""
+    return torch.Size(geometry.shape).numel() * geometry.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,26 @@ class SlotTable:
             raise ValueError(f"slot {slot} is not reserved")
         return committed
 
+    def num_written(self, slot: int) -> int:
+        """Rows of a reserved slot, committed and staged.
+
+        Raises:
+            ValueError: the slot is not reserved.
+        """
+        self.length(slot)
+        return self._written[slot]
+
+    def forget_kept(self) -> None:
+        """Forget every kept prefix.
+
+        Raises:
+            ValueError: a slot is reserved.
+        """
+        if self._committed:
+            raise ValueError(f"slots {sorted(self._committed)} are reserved; free them first")
+        self._free += self._kept
+        self._kept.clear()
+
     def stage(self, slot: int, start: int, num_rows: int) -> None:
         """Note that rows `start` to `start + num_rows` are being written; later ones are void.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture
 from forerun.models.base import RowBatch
 from forerun.models.kv_store import ContiguousKVStore
@@ -34,6 +35,11 @@ class StoredModel:
         return self.architecture.num_layers
 
     @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, and so of features."""
+        return self.architecture.hidden_size
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
         return self._store.geometry.capacity
@@ -52,6 +58,19 @@ class StoredModel:
     def dtype(self) -> torch.dtype:
         """Of weights and KV."""
         return self._store.geometry.dtype
+
+    def _check_features(self, layers: tuple[int, ...]) -> None:
+        """Refuse layers the model does not have.
+
+        Raises:
+            UnsupportedFeatures: one is negative or above `num_layers`.
+        """
+        for layer in layers:
+            if not 0 <= layer <= self.num_layers:
+                raise UnsupportedFeatures(
+                    f"features of layer {layer} were asked for; {self.architecture.name} has "
+                    f"layers 0 to {self.num_layers} (what leaves the last one)"
+                )
 
     def _claim(self, batch: RowBatch, num_later: int = 0) -> None:
         """Stage the rows of a pass, and `num_later` rows behind those of every sequence."""

@@ -5,15 +5,62 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
+from forerun.errors import UnsupportedFeatures
 from forerun.models.base import KVPrefix, ModelOutput, RowBatch, Span
+from forerun.models.features import FeatureRows, check_features, kept_features
 from forerun.models.greedy import chain_by_forward
 from forerun.models.prefixes import Prefix
 from forerun.models.slots import SlotTable
 
 __all__ = ["TabularModel", "TokenStore"]
+
+
+NUM_LAYERS = 3
+FEATURE_WIDTH = 4
+# A prime below 2**23: every feature is an integer that fp32 represents exactly.
+HASH_MODULUS = 8_388_593
+
+
+def tabular_features(ids: Sequence[int], layer: int) -> tuple[float, ...]:
+    """Features of a row of a TabularModel, which differ wherever its text differs.
+
+    Args:
+        ids: the tokens up to and including the row's own.
+        layer: from 0 to NUM_LAYERS.
+
+    Returns:
+        The layer, the number of tokens, the last token, and a hash of all tokens.
+    """
+    digest = layer + 1
+    for token in ids:
+        digest = (digest * 31_337 + token + 1) % HASH_MODULUS
+    return (float(layer), float(len(ids)), float(ids[-1]), float(digest))
+
+
+def stacked_features(
+    rows: Sequence[Sequence[int]], batch: RowBatch
+) -> Float32[Tensor, "rows layers width"] | None:
+    """Features of all rows of a pass; None when it asks for none."""
+    if not batch.feature_layers:
+        return None
+    features = [[tabular_features(ids, layer) for layer in batch.feature_layers] for ids in rows]
+    return torch.tensor(features, dtype=torch.float32)
+
+
+def check_layers(layers: Sequence[int]) -> None:
+    """Refuse layers that do not exist.
+
+    Raises:
+        UnsupportedFeatures: one is negative or above NUM_LAYERS.
+    """
+    for layer in layers:
+        if not 0 <= layer <= NUM_LAYERS:
+            raise UnsupportedFeatures(
+                f"features of layer {layer} were asked for; a tabular model has 0 to {NUM_LAYERS}"
+            )
 
 
 class TokenStore:
@@ -22,6 +69,7 @@ class TokenStore:
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
         self.capacity = capacity
         self._slots = SlotTable(num_slots, capacity, max_staged_rows)
+        self._features: FeatureRows | None = None
         self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
 
     @property
@@ -40,6 +88,8 @@ class TokenStore:
     def stage(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Write rows; see SlotTable.stage for what is refused."""
         self._slots.stage(slot, start, len(tokens))
+        if self._features is not None:
+            self._features.invalidate(slot, start)
         self._tokens[slot][start:] = tokens
 
     def tokens(self, slot: int, end: int) -> list[int]:
@@ -48,13 +98,20 @@ class TokenStore:
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
         """Keep the staged rows `rows`, drop the rest."""
+        if self._features is not None:
+            self._features.check_commit(slot, self._slots.length(slot), rows)
         start = self._slots.commit(slot, rows)
+        if self._features is not None:
+            self._features.commit(slot, start, rows)
         written = self._tokens[slot]
         written[start:] = [written[start + row] for row in rows]
 
     def begin(self, wanted: Prefix) -> int:
         """Reserve a slot that holds as many of the first `wanted` tokens as any slot does."""
-        return self._slots.begin(wanted, self.fork)
+        slot = self._slots.begin(wanted, self.fork)
+        if self._features is not None:
+            self._features.invalidate(slot, self._slots.length(slot))
+        return slot
 
     def keep(self, slot: int, num_tokens: int) -> None:
         """Give `slot` back; while nothing else needs it, `begin` may find its first tokens."""
@@ -72,16 +129,43 @@ class TokenStore:
         """Copy the first `num_tokens` committed tokens out."""
         self._slots.check_prefix(slot, num_tokens)
         tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
-        return KVPrefix(num_tokens=num_tokens, tensors=(tokens,))
+        if self._features is None:
+            return KVPrefix(num_tokens=num_tokens, tensors=(tokens,))
+        features = self._features.read(slot, 0, num_tokens)
+        return KVPrefix(num_tokens=num_tokens, tensors=(tokens, features))
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         """Fill an empty slot with an exported prefix."""
+        check_features(prefix, self._features)
         self._slots.fill(slot, prefix.num_tokens)
         self._tokens[slot] = prefix.tensors[0].tolist()
+        if self._features is not None:
+            self._features.fill(slot, prefix.tensors[1])
 
     def free(self, slot: int) -> None:
         """Give `slot` back; its contents are gone."""
         self._slots.free(slot)
+
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Keep features of these layers beside the tokens from now on; see `KVStore`."""
+        self._slots.forget_kept()
+        self._features = None
+        if layers:
+            slots = self._slots
+            shape = (slots.num_slots, self.capacity + slots.max_staged_rows, FEATURE_WIDTH)
+            cpu = torch.device("cpu")
+            self._features = FeatureRows(layers, shape, torch.float32, cpu)
+
+    def stage_features(
+        self, slot: int, start: int, features: Float32[Tensor, "rows layers width"]
+    ) -> None:
+        """Store the features of staged rows; see `KVStore`."""
+        kept_features(self._features).stage(slot, start, self._slots.num_written(slot), features)
+
+    def features(self, slot: int, start: int, stop: int) -> Float32[Tensor, "rows layers width"]:
+        """A copy of the features of committed rows [start, stop); see `KVStore`."""
+        self._slots.check_prefix(slot, stop)
+        return kept_features(self._features).read(slot, start, stop)
 
 
 class TabularModel:
@@ -145,6 +229,16 @@ class TabularModel:
         return self.log_probs.numel()
 
     @property
+    def num_layers(self) -> int:
+        """Layers whose input can be asked for; they exist in the features alone."""
+        return NUM_LAYERS
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers per feature."""
+        return FEATURE_WIDTH
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
         return self._store.capacity
@@ -172,17 +266,44 @@ class TabularModel:
         return self.log_probs[self.state_of(ids)].exp()
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the tokens of every row; committing is the caller's business."""
+        """One pass. Stages the tokens of every row; the caller commits.
+
+        Features are those of `tabular_features`.
+
+        Raises:
+            UnsupportedFeatures: a layer of `batch.feature_layers` does not exist.
+            ValueError: a span is not causal, which a table cannot be.
+        """
+        check_layers(batch.feature_layers)
         tokens = batch.tokens.tolist()
         states: list[int] = []
+        rows_seen: list[list[int]] = []
         first = 0
         for span in batch.spans:
             rows = tokens[first : first + span.num_rows]
             self._store.stage(span.slot, span.start, rows)
-            states += map(self.state_of, self.histories(span, rows))
+            if not span.causal:
+                raise ValueError("a tabular model takes causal spans only")
+            histories = list(self.histories(span, rows))
+            states += map(self.state_of, histories)
+            if batch.feature_layers:
+                rows_seen += histories
             first += span.num_rows
         wanted = torch.tensor(states, device=self.device)[batch.logit_rows]
-        return ModelOutput(logits=self.log_probs[wanted].to(self.dtype))
+        logits = self.log_probs[wanted].to(self.dtype)
+        return ModelOutput(logits=logits, features=stacked_features(rows_seen, batch))
+
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Refused: a table has no embedding."""
+        raise UnsupportedFeatures("a tabular model has no embedding")
+
+    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """Refused: a table has no norm."""
+        raise UnsupportedFeatures("a tabular model has no final norm")
+
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Refused: a table has no head."""
+        raise UnsupportedFeatures("a tabular model has no head")
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from forerun.models.base import (
@@ -43,6 +43,16 @@ class WrappedModel:
         return self.model.num_parameters
 
     @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+        return self.model.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, and so of features."""
+        return self.model.hidden_size
+
+    @property
     def max_context(self) -> int:
         """Largest number of tokens (prompt and output) one sequence may have."""
         return self.model.max_context
@@ -60,6 +70,18 @@ class WrappedModel:
     def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass of the model."""
         return self.model.forward(batch)
+
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Token embeddings of the model."""
+        return self.model.embed(tokens)
+
+    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """The final norm of the model."""
+        return self.model.final_norm(hidden)
+
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Logits of rows after the final norm."""
+        return self.model.head(hidden)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int

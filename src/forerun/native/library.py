@@ -58,7 +58,9 @@ class PassStruct(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted", "num_layers")),
+        *((name, c_int32) for name in ("num_features", "unused")),
         *((name, c_void_p) for name in ("spans", "parents", "tokens", "wanted")),
+        *((name, c_void_p) for name in ("feature_layers", "features")),
     )
 
 
@@ -119,6 +121,8 @@ SIGNATURES = {
     "forerun_decoder_bytes": (c_size_t, (c_void_p,)),
     "forerun_decoder_put_vector": (None, (c_void_p, c_int32, c_int32, c_void_p)),
     "forerun_decoder_put_matrix": (None, (c_void_p, c_int32, c_int32, c_void_p)),
+    "forerun_decoder_embed": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "forerun_decoder_head": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p)),
     "forerun_decoder_forward": (
         c_bool,
         (c_void_p, POINTER(PassStruct), POINTER(StoreStruct), c_void_p),

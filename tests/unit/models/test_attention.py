@@ -9,8 +9,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from forerun.models import attention
 from forerun.models.attention import plan_pass
 from forerun.models.base import Span
-from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.masks import hidden_rows, pieces_of
+from forerun.models.memory import KVGeometry
 from forerun.theory.tree import TokenTree
 
 FORK = TokenTree((-1, -1, 0))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.models.kv_store import ContiguousKVStore, KVGeometry, bytes_needed
+from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.memory import KVGeometry, bytes_needed
 
 GEOMETRY = KVGeometry(
     num_layers=3,

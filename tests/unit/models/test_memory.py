@@ -9,7 +9,7 @@ import torch
 from forerun.errors import NotEnoughMemory
 from forerun.models import memory
 from forerun.models.architecture import Architecture
-from forerun.models.kv_store import geometry_of
+from forerun.models.memory import geometry_of
 
 ARCHITECTURE = Architecture(
     name="LlamaForCausalLM",

@@ -16,7 +16,7 @@ from forerun.models.architecture import Architecture
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
-from forerun.models.kv_store import KVGeometry
+from forerun.models.memory import KVGeometry
 from forerun.models.runner.config import Runner
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 

@@ -17,14 +17,16 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from jaxtyping import Float32, Int64
+import torch.nn.functional as F
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import Architecture
 from forerun.models.base import ModelOutput, RowBatch, SampledTokens
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
-from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.memory import KVGeometry
 from forerun.models.stored import StoredModel
 from forerun.native.library import (
     ELEMENTS,
@@ -73,15 +75,51 @@ class NativeModel(StoredModel):
             NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
             ValueError: rows overwrite committed ones or leave a gap.
         """
+        self._check_features(batch.feature_layers)
         self._claim(batch)
         logits = torch.empty((len(batch.logit_rows), self.vocab_size))
+        features = None
+        if batch.feature_layers:
+            shape = (len(batch.tokens), len(batch.feature_layers), self.hidden_size)
+            features = torch.empty(shape, dtype=self.dtype)
         self._call(
             batch,
             lambda rows: self.weights.kernels.library.forerun_decoder_forward(
                 self.weights.handle, rows, byref(self._store_struct), logits.data_ptr()
             ),
+            features,
         )
-        return ModelOutput(logits=logits)
+        return ModelOutput(logits=logits, features=features)
+
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Token embeddings in the model's dtype."""
+        ids = tokens.contiguous()
+        embedded = torch.empty((len(ids), self.hidden_size), dtype=self.dtype)
+        self.weights.kernels.library.forerun_decoder_embed(
+            self.weights.handle, ids.data_ptr(), len(ids), embedded.data_ptr()
+        )
+        return embedded
+
+    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """The RMS norm behind the last layer."""
+        weights = self.weights
+        return F.rms_norm(
+            hidden.float(), hidden.shape[-1:], weights.last_norm, weights.norm_eps
+        ).to(self.dtype)
+
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float32[Tensor, "rows vocab"]:
+        """Logits of rows after the final norm.
+
+        Raises:
+            NotEnoughMemory: there is no memory to compute.
+        """
+        rows = hidden.to(self.dtype).contiguous()
+        logits = torch.empty((len(rows), self.vocab_size))
+        if not self.weights.kernels.library.forerun_decoder_head(
+            self.weights.handle, rows.data_ptr(), len(rows), logits.data_ptr()
+        ):
+            raise NotEnoughMemory(f"no memory for the head over {len(rows)} rows; pass fewer")
+        return logits
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
@@ -155,27 +193,37 @@ class NativeModel(StoredModel):
             num_parameters=self.num_parameters - sum(self.weights.layer_sizes[i] for i in dropped),
         )
 
-    def _call(self, batch: RowBatch, function: Callable[[object], bool]) -> None:
+    def _call(
+        self,
+        batch: RowBatch,
+        function: Callable[[object], bool],
+        features: Tensor | None = None,
+    ) -> None:
         """Describe a batch to the kernels and run one of them on it."""
         # These stay referenced here for as long as the kernels read them.
         spans = array(
             "i",
             chain.from_iterable(
-                (span.slot, span.start, span.num_chain, len(span.tree.parents))
+                (span.slot, span.start, span.num_chain, len(span.tree.parents), span.causal)
                 for span in batch.spans
             ),
         )
         parents = array("i", chain.from_iterable(span.tree.parents for span in batch.spans))
         tokens, wanted = batch.tokens.contiguous(), batch.logit_rows.contiguous()
+        layers = array("i", batch.feature_layers) if features is not None else None
         rows = PassStruct(
             len(batch.spans),
             len(tokens),
             len(wanted),
             self.num_layers,
+            0 if layers is None else len(layers),
+            0,
             spans.buffer_info()[0],
             parents.buffer_info()[0],
             tokens.data_ptr(),
             wanted.data_ptr(),
+            None if layers is None else layers.buffer_info()[0],
+            None if features is None else features.data_ptr(),
         )
         if not function(byref(rows)):
             raise NotEnoughMemory(
@@ -208,9 +256,14 @@ class PackedWeights:
 
     Attributes:
         layer_sizes: elements of every layer packed so far.
+        last_norm: weight of the final norm, fp32.
+        norm_eps: added to the mean square in every norm.
     """
 
-    def __init__(self, kernels: Kernels, handle: int) -> None:
+    last_norm: Tensor
+
+    def __init__(self, kernels: Kernels, handle: int, norm_eps: float) -> None:
+        self.norm_eps = norm_eps
         self.kernels = kernels
         self.handle = handle
         self.layer_sizes: list[int] = []
@@ -273,12 +326,15 @@ def build_native_model(
     Raises:
         RunnerUnavailable: the kernels are not written for these sizes, or memory is short.
     """
-    weights = PackedWeights(kernels, new_decoder(decoder, geometry.dtype, kernels))
+    weights = PackedWeights(
+        kernels, new_decoder(decoder, geometry.dtype, kernels), decoder.norm_eps
+    )
     num_parameters = 0
     for index in range(decoder.architecture.num_layers):
         num_parameters += weights.put_layer(index, read_layer(decoder, index, read))
     ends = read_ends(decoder, read)
     num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, ends.norm)
+    weights.last_norm = ends.norm.float()
     num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, ends.head)
     if not decoder.tied:
         num_parameters += weights.put_matrix(MatrixKind.EMBEDDING, 0, ends.embedding)

@@ -23,16 +23,22 @@ enum ForerunMatrix { kQkv, kOutput, kGateUp, kDown, kHead, kEmbedding };
 
 struct ForerunSpan {
     int32_t slot, start, num_chain, num_tree;
+    int32_t causal;  // 0: the chain rows see each other in both directions
 };
 
 // One packed pass, see models/base.py; everything is read only.
 struct ForerunPass {
     int32_t num_spans, num_rows, num_wanted;
     int32_t num_layers;  // the first so many; then the last norm and the head
+    int32_t num_features, unused;
     const ForerunSpan* spans;
     const int32_t* parents;  // of all trees, one after another
     const int64_t* tokens;   // [num_rows]
     const int64_t* wanted;   // [num_wanted] rows whose logits are asked for
+    const int32_t* feature_layers;  // [num_features], each from 0 to num_layers
+    // [num_rows][num_features][hidden_size] in the element type: the residual stream entering these
+    // layers (num_layers: what leaves the last one, before the last norm).
+    void* features;
 };
 
 // Keys of layer l at 2l, values at 2l + 1: [2 num_layers][num_slots][num_kv_heads][width][head_dim].
@@ -52,6 +58,13 @@ size_t forerun_decoder_bytes(const void* decoder);
 // Weights are copied; layer is ignored for those after the last layer.
 void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, const float* from);
 void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from);
+
+// Embeddings [num_rows][hidden_size] of tokens, in the element type.
+void forerun_decoder_embed(const void* decoder, const int64_t* tokens, int64_t num_rows, void* to);
+
+// Logits [num_rows][vocab_size] of normed rows [num_rows][hidden_size] in the element type; false
+// when memory is short.
+bool forerun_decoder_head(void* decoder, const void* hidden, int64_t num_rows, float* logits);
 
 // Logits [num_wanted][vocab_size] of one pass; false when memory is short.
 bool forerun_decoder_forward(void* decoder, const ForerunPass* pass, const ForerunStore* store,

@@ -54,6 +54,8 @@ class AnyDecoder {
     virtual size_t num_bytes() const = 0;
     virtual void put_vector(ForerunVector kind, int layer, const float* from) = 0;
     virtual void put_matrix(ForerunMatrix kind, int layer, const void* from) = 0;
+    virtual void embed(const int64_t* tokens, int64_t num_rows, void* to) const = 0;
+    virtual void head(const void* hidden, int num_rows, float* logits) = 0;
     virtual void forward(const ForerunPass& rows, const ForerunStore& store, float* logits) = 0;
     virtual void greedy_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
                               int vocab_size, int64_t* drafted) = 0;
@@ -86,13 +88,33 @@ class Decoder final : public AnyDecoder {
         weights_.put_matrix(crew_, kind, layer, static_cast<const T*>(from));
     }
 
+    void embed(const int64_t* tokens, int64_t num_rows, void* to) const override {
+        const int width = weights_.sizes.hidden_size;
+        std::vector<float> row(width);
+        for (int64_t r = 0; r < num_rows; ++r) {
+            weights_.embed(tokens[r], row.data());
+            T* place = static_cast<T*>(to) + r * width;
+            for (int i = 0; i < width; i += kLanes) store(place + i, load(&row[i]));
+        }
+    }
+
+    void head(const void* hidden, int num_rows, float* logits) override {
+        const int width = weights_.sizes.hidden_size, vocab_size = weights_.sizes.vocab_size;
+        std::vector<float> sums(size_t(crew_.num_threads()) * num_rows * kPanel);
+        crew_.run(1, [&](Walker& walker) {
+            float* own = sums.data() + size_t(walker.thread) * num_rows * kPanel;
+            walker.each_ahead(num_rows ? weights_.head.num_panels : 0, [&](int panel, int next) {
+                multiply_panel(static_cast<const T*>(hidden), width, num_rows, weights_.head, panel,
+                               next, own);
+                copy_columns(own, panel, num_rows, vocab_size, logits);
+            });
+        });
+    }
+
     void forward(const ForerunPass& rows, const ForerunStore& store, float* logits) override {
         const int vocab_size = weights_.sizes.vocab_size;
         run(rows, store, [&](Walker&, int panel, const float* sums) {
-            const int num_columns = std::min(kPanel, vocab_size - panel * kPanel);
-            for (int row = 0; row < rows.num_wanted; ++row)
-                std::memcpy(logits + size_t(row) * vocab_size + panel * kPanel,
-                            sums + size_t(row) * kPanel, num_columns * sizeof(float));
+            copy_columns(sums, panel, rows.num_wanted, vocab_size, logits);
         });
     }
 
@@ -127,6 +149,15 @@ class Decoder final : public AnyDecoder {
     }
 
   private:
+    // A panel of the head's outputs to its place in rows of logits.
+    static void copy_columns(const float* sums, int panel, int num_rows, int vocab_size,
+                             float* logits) {
+        const int num_columns = std::min(kPanel, vocab_size - panel * kPanel);
+        for (int row = 0; row < num_rows; ++row)
+            std::memcpy(logits + size_t(row) * vocab_size + panel * kPanel,
+                        sums + size_t(row) * kPanel, num_columns * sizeof(float));
+    }
+
     // `draft(pass, n)` puts token n of every span at drafted[span][n]: of the rows given, then of
     // passes of one row per span behind them, each fed the token before, while it says to go on.
     template <class Draft>
@@ -137,10 +168,15 @@ class Decoder final : public AnyDecoder {
         for (int i = 0; i < rows.num_spans; ++i) {
             spans[i].start += spans[i].num_chain;
             spans[i].num_chain = 1;
+            spans[i].causal = 1;
             wanted[i] = i;
         }
-        const ForerunPass next{rows.num_spans,  rows.num_spans, rows.num_spans, rows.num_layers,
-                               spans.data(),    nullptr,        tokens.data(),  wanted.data()};
+        ForerunPass next{};
+        next.num_spans = next.num_rows = next.num_wanted = rows.num_spans;
+        next.num_layers = rows.num_layers;
+        next.spans = spans.data();
+        next.tokens = tokens.data();
+        next.wanted = wanted.data();
         for (int n = 1; n < num_tokens; ++n) {
             for (int i = 0; i < rows.num_spans; ++i) tokens[i] = drafted[i * num_tokens + n - 1];
             if (!draft(next, n)) return;
@@ -240,6 +276,14 @@ void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, cons
 
 void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from) {
     as_decoder(decoder)->put_matrix(ForerunMatrix(kind), layer, from);
+}
+
+void forerun_decoder_embed(const void* decoder, const int64_t* tokens, int64_t num_rows, void* to) {
+    static_cast<const AnyDecoder*>(decoder)->embed(tokens, num_rows, to);
+}
+
+bool forerun_decoder_head(void* decoder, const void* hidden, int64_t num_rows, float* logits) {
+    return within_memory([&] { as_decoder(decoder)->head(hidden, int(num_rows), logits); });
 }
 
 bool forerun_decoder_forward(void* decoder, const ForerunPass* pass, const ForerunStore* store,

@@ -46,7 +46,7 @@ class Pass {
         look_around();
     }
 
-    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 8 + 1; }
+    static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 8 + 2; }
 
     // `sink(walker, panel, sums)` receives the head's outputs of the wanted rows, panel by panel.
     template <class Sink>
@@ -56,7 +56,10 @@ class Pass {
         walker.each(num_rows, [&](int row) { begin_row(row); });
         for (int l = 0; l < rows_.num_layers; ++l) {
             const Layer& layer = w_.layers[l];
-            walker.each(num_rows, [&](int row) { norm(row, layer.input_norm, row); });
+            walker.each(num_rows, [&](int row) {
+                keep_features(l, row);
+                norm(row, layer.input_norm, row);
+            });
             multiply(walker, layer.qkv, s_.normed.data(), sizes.hidden_size, num_rows,
                      [&](int panel, const float* sums) {
                          keep(sums, panel, s_.qkv.data(), w_.qkv_rows);
@@ -74,6 +77,8 @@ class Pass {
             multiply(walker, layer.down, s_.gated.data(), w_.padded_intermediate, num_rows,
                      [&](int panel, const float* sums) { add(sums, panel); });
         }
+        if (rows_.num_features)
+            walker.each(num_rows, [&](int row) { keep_features(rows_.num_layers, row); });
         walker.each(rows_.num_wanted, [&](int i) { norm(int(rows_.wanted[i]), w_.last_norm, i); });
         multiply(walker, w_.head, s_.normed.data(), sizes.hidden_size, rows_.num_wanted,
                  [&](int panel, const float* sums) { sink(walker, panel, sums); });
@@ -120,11 +125,12 @@ class Pass {
             for (int offset = 0; offset < num_rows; ++offset) {
                 const int node = offset - span.num_chain;
                 Seen seen;
-                seen.num_prefix = node < 0 ? span.start + offset + 1 : root;
+                const int own = span.start + offset + 1;
+                seen.num_prefix = node < 0 && span.causal ? own : root;
                 seen.num_others = node < 0 ? 0 : push_path(parents, node, root);
                 s_.slots[row + offset] = span.slot;
                 s_.indices[row + offset] = span.start + offset;
-                s_.positions[row + offset] = seen.size() - 1;
+                s_.positions[row + offset] = (node < 0 ? own : seen.size()) - 1;
                 s_.seen[row + offset] = seen;
             }
             for (int first = 0; first < num_rows; first += item_rows_)
@@ -152,6 +158,17 @@ class Pass {
             const float angle = float(s_.positions[row]) * w_.inv_freq[i];
             turn[i] = std::cos(angle) * w_.sizes.rope_scale;
             turn[half + i] = std::sin(angle) * w_.sizes.rope_scale;
+        }
+    }
+
+    // Copy a row of the residual stream to where the features of `layer` are wanted.
+    void keep_features(int layer, int row) {
+        const int width = w_.sizes.hidden_size;
+        for (int f = 0; f < rows_.num_features; ++f) {
+            if (rows_.feature_layers[f] != layer) continue;
+            T* to = static_cast<T*>(rows_.features) + (size_t(row) * rows_.num_features + f) * width;
+            const float* from = &s_.hidden[size_t(row) * width];
+            for (int i = 0; i < width; i += kLanes) store(to + i, load(from + i));
         }
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.models.base import RowBatch
@@ -43,10 +43,14 @@ class Inputs:
     Args:
         bucket: the shape.
         device: where they lie.
+        features: where the pass puts the features of the rectangle's rows; None without.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+    def __init__(
+        self, bucket: Bucket, device: torch.device, features: Tensor | None = None
+    ) -> None:
         self.bucket = bucket
+        self.features = features
         num_sequences, num_rows = bucket.num_sequences, bucket.num_rows
         per_row, per_sequence = NUM_FIELDS
         num_padded = num_sequences * num_rows
@@ -68,6 +72,12 @@ class Inputs:
             start=start,
             end=end,
         )
+
+    def packed_features(self, batch: RowBatch) -> Float[Tensor, "rows layers hidden"] | None:
+        """A copy of the features of the rows of `batch`, in their order, after a pass."""
+        if self.features is None:
+            return None
+        return self.features.index_select(0, self._place[: len(batch.tokens)])
 
     def fill(self, batch: RowBatch) -> None:
         """Make the buffers those of `batch`; one copy from the host, no waiting for the device.

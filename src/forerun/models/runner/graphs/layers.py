@@ -62,21 +62,34 @@ class Pass:
         wanted: rows whose logits are wanted.
         attend: attention over these rows.
         elementwise: the work between matrices.
+        feature_layers: layers whose input goes to `features`.
+        features: where it goes; None when no layer is wanted.
     """
 
     tokens: Int64[Tensor, " rows"]
     wanted: Int64[Tensor, " wanted"]
     attend: Attend
     elementwise: Elementwise
+    feature_layers: tuple[int, ...] = ()
+    features: Float[Tensor, "rows layers hidden"] | None = None
+
+    def keep_features(self, layer: int, residual: Float[Tensor, "rows hidden"]) -> None:
+        """Copy the residual stream entering `layer` to where it was asked for."""
+        if self.features is None:
+            return
+        for index, wanted in enumerate(self.feature_layers):
+            if wanted == layer:
+                self.features[:, index].copy_(residual)
 
 
 def logits_of(weights: Weights, rows: Pass) -> Float[Tensor, "wanted vocab"]:
-    """Logits of the wanted rows; the keys and values of every row are stored on the way."""
+    """Logits of the wanted rows; stores keys, values and wanted features of every row."""
     ends, eps, work = weights.ends, weights.decoder.norm_eps, rows.elementwise
     residual = F.embedding(rows.tokens, ends.embedding)
     normed = work.norm(residual, weights.layers[0].input_norm, eps)
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
+        rows.keep_features(index, residual)
         attended = rows.attend(index, layer, F.linear(normed, layer.qkv, layer.qkv_bias))
         update = F.linear(attended, layer.output)
         residual, normed = work.add_norm(residual, update, layer.post_norm, eps)
@@ -84,5 +97,7 @@ def logits_of(weights: Weights, rows: Pass) -> Float[Tensor, "wanted vocab"]:
         if index < last:
             next_norm = weights.layers[index + 1].input_norm
             residual, normed = work.add_norm(residual, update, next_norm, eps)
+    if last + 1 in rows.feature_layers:
+        rows.keep_features(last + 1, residual + update)
     wanted = (residual.index_select(0, rows.wanted), update.index_select(0, rows.wanted))
     return F.linear(work.add_norm(*wanted, ends.norm, eps)[1], ends.head)

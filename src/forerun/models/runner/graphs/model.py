@@ -6,17 +6,19 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from jaxtyping import Int64
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, ReadTensor
 from forerun.models.greedy import chain_by_forward
-from forerun.models.kv_store import ContiguousKVStore, KVGeometry
+from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.memory import KVGeometry
 from forerun.models.runner.graphs.backend import kernels_for
 from forerun.models.runner.graphs.passes import RectanglePass
 from forerun.models.runner.graphs.programs import Programs
-from forerun.models.runner.graphs.ragged import ragged_logits
+from forerun.models.runner.graphs.ragged import ragged_pass
 from forerun.models.runner.graphs.recorder import CudaRecorder, Recorder
 from forerun.models.runner.graphs.rectangle import RectangleLimits
 from forerun.models.runner.graphs.weights import Weights, read_weights
@@ -58,12 +60,29 @@ class TorchModel(StoredModel):
             NotEnoughMemory: rows do not fit into their slot.
             ValueError: rows overwrite committed ones or leave a gap.
         """
+        self._check_features(batch.feature_layers)
         if self.programs is not None:
             self._claim(batch)
-            logits = self.programs.logits(batch)
-            if logits is not None:
-                return ModelOutput(logits=logits)
-        return ModelOutput(logits=ragged_logits(self.weights, self._store, batch))
+            output = self.programs.forward(batch)
+            if output is not None:
+                return output
+        return ragged_pass(self.weights, self._store, batch)
+
+    @torch.inference_mode()
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Token embeddings."""
+        return F.embedding(tokens, self.weights.ends.embedding)
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """The RMS norm behind the last layer."""
+        eps = self.weights.decoder.norm_eps
+        return F.rms_norm(hidden, hidden.shape[-1:], self.weights.ends.norm, eps)
+
+    @torch.inference_mode()
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Logits of rows after the final norm."""
+        return F.linear(hidden, self.weights.ends.head)
 
     @torch.inference_mode()
     def greedy_chain(
@@ -133,5 +152,5 @@ def programs_over(weights: Weights, store: ContiguousKVStore, recorder: Recorder
         passes=passes,
         recorder=recorder,
         limits=limits,
-        unrecorded=partial(ragged_logits, weights, store),
+        unrecorded=partial(ragged_pass, weights, store),
     )

@@ -38,14 +38,29 @@ class RectanglePass:
     attend_rows: AttendRows
     elementwise: Elementwise
 
+    def forward(self, inputs: Inputs) -> Float[Tensor, "wanted vocab"]:
+        """Logits of the pass that the buffers describe; its features go to their buffer."""
+        return self.logits(inputs.rows, inputs.tokens, inputs.wanted, inputs.features)
+
     def logits(
-        self, rows: Rows, tokens: Int64[Tensor, " rows"], wanted: Int64[Tensor, " wanted"]
+        self,
+        rows: Rows,
+        tokens: Int64[Tensor, " rows"],
+        wanted: Int64[Tensor, " wanted"],
+        features: Tensor | None = None,
     ) -> Float[Tensor, "wanted vocab"]:
         """One pass."""
         attend = self.attend_rows(self.weights.decoder, self.store, rows)
         return logits_of(
             self.weights,
-            Pass(tokens=tokens, wanted=wanted, attend=attend, elementwise=self.elementwise),
+            Pass(
+                tokens=tokens,
+                wanted=wanted,
+                attend=attend,
+                elementwise=self.elementwise,
+                feature_layers=rows.bucket.feature_layers,
+                features=features,
+            ),
         )
 
     def greedy_chain(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.models.base import RowBatch
+from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.runner.graphs.inputs import Inputs
 from forerun.models.runner.graphs.passes import RectanglePass
 from forerun.models.runner.graphs.recorder import Recorder
 from forerun.models.runner.graphs.rectangle import Bucket, RectangleLimits, bucket_of
+from forerun.models.runner.graphs.weights import features_buffer
 
 __all__ = ["Programs"]
 
@@ -67,7 +68,7 @@ class Programs:
         passes: what to record.
         recorder: how.
         limits: of the shapes that are recorded.
-        unrecorded: the logits of a pass, by other kernels.
+        unrecorded: the same pass by other kernels, not recorded.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Programs:
         passes: RectanglePass,
         recorder: Recorder,
         limits: RectangleLimits,
-        unrecorded: Callable[[RowBatch], Tensor],
+        unrecorded: Callable[[RowBatch], ModelOutput],
     ) -> None:
         self.passes = passes
         self.recorder = recorder
@@ -91,22 +92,28 @@ class Programs:
         """Shapes recorded so far."""
         return len(self._programs)
 
-    def logits(self, batch: RowBatch) -> Float[Tensor, "wanted vocab"] | None:
+    def forward(self, batch: RowBatch) -> ModelOutput | None:
         """`LanguageModel.forward`; None if the pass has no recording and can get none."""
         num_wanted = len(batch.logit_rows)
         bucket = bucket_of(batch.spans, num_wanted, self.limits)
+        if bucket is not None:
+            bucket = replace(bucket, feature_layers=batch.feature_layers)
         program = None if bucket is None else self._program(bucket, batch)
         if bucket is None or program is None:
             return None
         logits = program.run(batch)[:num_wanted].clone()
+        output = ModelOutput(logits=logits, features=program.inputs.packed_features(batch))
         if num_wanted and bucket not in self._trusted:
             expected = self.unrecorded(batch)
-            distance = disagreement(logits, expected)
+            distance = disagreement(logits, expected.logits)
+            if output.features is not None and expected.features is not None:
+                pair = (output.features.flatten(0, 1), expected.features.flatten(0, 1))
+                distance = max(distance, disagreement(*pair))
             if distance > tolerance_of(logits.dtype):
                 self._refuse(bucket, f"recorded they differ by {distance:.1g} of their logits")
                 return expected
             self._trusted.add(bucket)
-        return logits
+        return output
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
@@ -131,7 +138,13 @@ class Programs:
 
     def _record(self, shape: Bucket | Chain, batch: RowBatch) -> Program:
         started_s = time.perf_counter()
-        inputs = Inputs(shape if isinstance(shape, Bucket) else shape.bucket, batch.tokens.device)
+        bucket = shape if isinstance(shape, Bucket) else shape.bucket
+        features = features_buffer(
+            self.passes.weights,
+            bucket.num_sequences * bucket.num_rows,
+            bucket.feature_layers,
+        )
+        inputs = Inputs(bucket, batch.tokens.device, features)
         # Recording runs the pass, so the buffers must hold one; it stores what it will store again.
         inputs.fill(batch)
         program = Program(inputs=inputs, play=self.recorder.record(self._function(shape, inputs)))
@@ -149,7 +162,7 @@ class Programs:
     def _function(self, shape: Bucket | Chain, inputs: Inputs) -> Callable[[], Tensor]:
         if isinstance(shape, Chain):
             return lambda: self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
-        return lambda: self.passes.logits(inputs.rows, inputs.tokens, inputs.wanted)
+        return lambda: self.passes.forward(inputs)
 
     def _refuse(self, shape: Bucket | Chain, reason: str) -> None:
         level = logging.INFO if self._refused else logging.WARNING

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.models.attention import AttentionPass, attend_blocks, plan_pass
-from forerun.models.base import RowBatch
+from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.runner.graphs.elementwise import (
@@ -18,9 +18,9 @@ from forerun.models.runner.graphs.elementwise import (
     rotation_at,
 )
 from forerun.models.runner.graphs.layers import Pass, logits_of
-from forerun.models.runner.graphs.weights import Weights
+from forerun.models.runner.graphs.weights import Weights, features_buffer
 
-__all__ = ["RaggedAttention", "ragged_attention", "ragged_logits"]
+__all__ = ["RaggedAttention", "ragged_attention", "ragged_pass"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,19 +66,20 @@ def ragged_attention(
     )
 
 
-def ragged_logits(
-    weights: Weights, store: ContiguousKVStore, batch: RowBatch
-) -> Float[Tensor, "wanted vocab"]:
+def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
     """Stage the rows of a pass and carry it out, nothing recorded.
 
     Raises:
         NotEnoughMemory: rows do not fit into their slot.
         ValueError: rows overwrite committed ones or leave a gap.
     """
+    features = features_buffer(weights, len(batch.tokens), batch.feature_layers)
     rows = Pass(
         tokens=batch.tokens,
         wanted=batch.logit_rows,
         attend=ragged_attention(weights.decoder, store, batch),
         elementwise=TorchElementwise(),
+        feature_layers=batch.feature_layers,
+        features=features,
     )
-    return logits_of(weights, rows)
+    return ModelOutput(logits=logits_of(weights, rows), features=features)

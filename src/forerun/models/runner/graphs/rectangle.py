@@ -57,12 +57,14 @@ class Bucket:
         num_rows: per sequence, padded.
         num_wanted: rows whose logits are computed: one per sequence, or all.
         num_keys: no row sees an index beyond.
+        feature_layers: layers whose input is wanted for every row.
     """
 
     num_sequences: int
     num_rows: int
     num_wanted: int
     num_keys: int
+    feature_layers: tuple[int, ...] = ()
 
 
 def bucket_of(
@@ -144,7 +146,9 @@ def table_of(spans: Sequence[Span], bucket: Bucket) -> list[int]:
 
 def visible_bits(span: Span) -> list[int]:
     """Per row of a span, which of its rows it sees: bit j for row j, as a signed 64-bit integer."""
-    chain = [(1 << (row + 1)) - 1 for row in range(span.num_chain)]
+    chain = [
+        (1 << (row + 1 if span.causal else span.num_chain)) - 1 for row in range(span.num_chain)
+    ]
     bits = list(chain)
     for node, parent in enumerate(span.tree.parents):
         above = chain[-1] if parent < 0 else bits[span.num_chain + parent]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from forerun.models.decoder import (
@@ -16,7 +17,7 @@ from forerun.models.decoder import (
     read_layer,
 )
 
-__all__ = ["Weights", "read_weights"]
+__all__ = ["Weights", "features_buffer", "read_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +45,17 @@ class Weights:
     def num_parameters(self) -> int:
         """Size of the model, tied parameters counted once."""
         return sum(tensor.numel() for tensor in self.tensors)
+
+
+def features_buffer(
+    weights: Weights, num_rows: int, layers: tuple[int, ...]
+) -> Float[Tensor, "rows layers hidden"] | None:
+    """Room for the features of a pass; None when no layer is wanted."""
+    if not layers:
+        return None
+    embedding = weights.ends.embedding
+    with torch.inference_mode(False):  # a recording may write to it outside inference mode
+        return embedding.new_empty((num_rows, len(layers), embedding.shape[1]))
 
 
 def read_weights(decoder: Decoder, read: ReadTensor, device: torch.device) -> Weights:
