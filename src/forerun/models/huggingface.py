@@ -222,7 +222,8 @@ def without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.M
     """A copy of the modules of a network with its first layers only, over the same tensors."""
     tensors = [*network.parameters(), *network.buffers()]
     shorter = copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
-    del shorter.get_submodule(layers)[num_kept:]
+    kept: Any = shorter.get_submodule(layers)
+    del kept[num_kept:]
     return shorter
 
 
