@@ -148,7 +148,9 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
 def add_shares(evidence: Evidence, found: Attribution) -> None:
     """The parts of the gap as facts."""
     for kind in ("rejection", "draft", "verify", "overhead"):
-        evidence.add(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
+        evidence.conclude(
+            f"gap_share_{kind}", found.share(kind), "attribution of the time per token"
+        )
 
 
 def verdict_of(supported: Sequence[Scored]) -> Verdict:

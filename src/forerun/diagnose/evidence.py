@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from forerun.diagnose.facts.catalogue import FACTS
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
-__all__ = ["MAX_WORD", "Evidence", "Fact", "Reading", "Value", "checked_value"]
+__all__ = ["MAX_LIST", "MAX_WORD", "Evidence", "Fact", "Reading", "Value", "checked_value", "shown"]
 
 Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
 
 MAX_WORD = 200
 """Characters of the longest word."""
-MAX_LIST = 256
+MAX_SIMILAR = 8
+"""Facts that an unknown name is answered with."""
+MAX_LIST = 4096
+"""Entries of the longest list: positions of the deepest draft that a trace may hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +101,14 @@ class Evidence:
         disagreements: facts that lost against one of another value.
         readings: sources, as they were read.
         series: figures over time, by tag and by K, for the report.
+        notes: derived figures that make no sense and were left out.
     """
 
     facts: dict[str, Fact] = field(default_factory=dict)
     disagreements: list[Fact] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     series: dict[str, Points] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
         """Take a fact in; None says that there is none.
@@ -117,6 +123,15 @@ class Evidence:
         if known is not fact and not alike(known.value, fact.value):
             self.disagreements.append(fact)
 
+    def conclude(
+        self, name: str, value: object, source: str, interval: Interval | None = None
+    ) -> None:
+        """Add a figure that follows from others; one out of range is noted and left out."""
+        try:
+            self.add(name, value, source, interval)
+        except ValueError as error:
+            self.notes.append(f"not used: {error} ({source})")
+
     def include(self, other: Evidence) -> None:
         """Take in what another source says; what is known already stays."""
         for fact in other.facts.values():
@@ -125,6 +140,7 @@ class Evidence:
                 self.disagreements.append(fact)
         self.disagreements += other.disagreements
         self.readings += other.readings
+        self.notes += other.notes
         self.series = other.series | self.series
 
     def number(self, name: str) -> float | None:
@@ -172,7 +188,7 @@ def checked_value(name: str, value: object) -> Value:
     """
     kind = FACTS.get(name)
     if kind is None:
-        raise ValueError(f"there is no fact {name[:MAX_WORD]!r}")
+        raise ValueError(f"there is no fact {name[:MAX_WORD]!r}; {similar_facts(name)}")
     if kind.type == "flag":
         return checked_flag(name, value)
     if kind.type == "number":
@@ -187,12 +203,32 @@ def checked_value(name: str, value: object) -> Value:
     return tuple(checked_word(name, entry) for entry in entries)
 
 
+def similar_facts(name: str) -> str:
+    """The facts whose names are like this one, or how facts are named."""
+    words = {word for word in name.lower().split("_") if len(word) > 3}
+    near = get_close_matches(name.lower(), FACTS, n=4, cutoff=0.6)
+    near += [known for known in FACTS if any(w[:4] in known for w in words) and known not in near]
+    if near:
+        return f"did you mean {', '.join(near[:MAX_SIMILAR])}?"
+    flags = [kind.name for kind in FACTS.values() if kind.type == "flag"]
+    return f"docs/diagnose.md lists all of them; observations are {', '.join(sorted(flags))}"
+
+
+def shown(value: object) -> str:
+    """The beginning of a value as Python writes it."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    if isinstance(value, str | int | float | None):
+        return repr(value[:60]) if isinstance(value, str) else repr(value)
+    return f"a value of type {type(value).__name__}"
+
+
 def checked_flag(name: str, value: object) -> bool:
     """Yes or no."""
     known: Mapping[object, bool] = {"yes": True, "true": True, "no": False, "false": False}
     found = known.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
-        raise ValueError(f"{name} is {value!r}; it must be yes or no")
+        raise ValueError(f"{name} is {shown(value)}; it must be yes or no")
     return found
 
 
@@ -201,13 +237,12 @@ def checked_number(name: str, value: object) -> float:
     kind = FACTS[name]
     try:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         found = math.nan
     high = math.inf if kind.high is None else kind.high
     if not (math.isfinite(found) and kind.low <= found <= high):
         most = "" if kind.high is None else f" to {kind.high:g}"
-        said = f"{name} is {str(value)[:40]!r}"
-        raise ValueError(f"{said}; it must be a number from {kind.low:g}{most}")
+        raise ValueError(f"{name} is {shown(value)}; it must be a number from {kind.low:g}{most}")
     return found
 
 
@@ -217,7 +252,7 @@ def checked_word(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_WORD:
         raise ValueError(f"{name} must be a text of at most {MAX_WORD} characters")
     if kind.choices and value not in kind.choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(kind.choices)}")
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(kind.choices)}")
     return value
 
 

@@ -9,11 +9,13 @@ from forerun.diagnose.attribution import Attribution
 from forerun.diagnose.diagnosis import Change, Diagnosis, Suspect
 from forerun.diagnose.evidence import Evidence, Fact
 from forerun.diagnose.facts.catalogue import FACTS
+from forerun.terminal_text import printable
 
 __all__ = ["Section", "change_line", "figure_words", "headline", "sections"]
 
 MAX_EVIDENCE = 5
 MAX_CHANGES = 4
+MAX_NOTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,15 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """Everything below the headline."""
+    """Everything below the headline; names from sources are made safe for a terminal."""
+    for section in raw_sections(diagnosis):
+        yield Section(
+            heading=printable(section.heading), lines=tuple(map(printable, section.lines))
+        )
+
+
+def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
+    """The sections as they are composed."""
     found = diagnosis.attribution
     if found is not None:
         yield Section(heading="What happens in a step", lines=tuple(step_words(found)))
@@ -175,6 +185,7 @@ def evidence_words(evidence: Evidence) -> Iterator[str]:
         unknown = f", {reading.num_unknown} not understood" if reading.num_unknown else ""
         yield f"{reading.source}: {kinds}; {reading.num_lines} lines{unknown}"
         yield from (f"{reading.source}: {note}" for note in reading.notes)
+    yield from evidence.notes[:MAX_NOTES]
     for fact in evidence.disagreements:
         known = evidence.facts[fact.name]
         yield f"{fact.name}: {figure_words(known)} was used, {figure_words(fact)} was not"

@@ -14,13 +14,22 @@ from typing import TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
-import pyarrow.parquet as pq
 
-from forerun.errors import InvalidTrace
+from forerun.bounded_parquet import parquet_batches
+from forerun.bounded_read import check_regular, first_line
+from forerun.errors import InvalidTrace, UnreadableInput
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.jsonl import item_of
-from forerun.trace.parquet import read_parquet
-from forerun.trace.schema import Damage
+from forerun.trace.parquet import PART_LIMITS, read_parquet
+from forerun.trace.schema import (
+    COUNTS,
+    DURATIONS,
+    MAX_COUNT,
+    MAX_NODES,
+    MAX_SECONDS,
+    NODE_COUNTS,
+    Damage,
+)
 
 __all__ = ["Piece", "read_columns"]
 
@@ -40,7 +49,7 @@ STEP_TYPES: Mapping[str, pa.DataType] = {
     "token_ids": pa.list_(pa.int64()),
 }
 OPTIONAL = frozenset({"acceptance_probability", "graph_hit", "token_ids"})
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 22
 JSON_SCHEMA = pa.schema([("record", pa.string()), *STEP_TYPES.items()])
 
 Piece: TypeAlias = pa.Table | TraceHeader | RequestRecord | Damage
@@ -60,6 +69,8 @@ def read_columns(path: Path) -> Iterator[Piece]:
         yield from parquet_pieces(path) if path.is_dir() else json_pieces(path)
     except OSError as error:
         raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
+    except UnreadableInput as error:
+        raise InvalidTrace(f"the trace {error}") from error
 
 
 def parquet_pieces(folder: Path) -> Iterator[Piece]:
@@ -68,17 +79,17 @@ def parquet_pieces(folder: Path) -> Iterator[Piece]:
     for path in parts:
         where = f"steps/{path.name}"
         try:
-            with pq.ParquetFile(path, page_checksum_verification=True) as part:
-                for batch in part.iter_batches(columns=list(STEP_TYPES)):
-                    table = pa.Table.from_batches([batch]).select(list(STEP_TYPES))
-                    yield from checked(table.cast(pa.schema(list(STEP_TYPES.items()))), where)
+            for batch in parquet_batches(path, list(STEP_TYPES), PART_LIMITS):
+                table = pa.Table.from_batches([batch]).select(list(STEP_TYPES))
+                yield from checked(table.cast(pa.schema(list(STEP_TYPES.items()))), where)
         except (KeyError, ValueError, pa.ArrowException) as error:
-            yield Damage(where=where, what=str(error).splitlines()[0])
+            yield Damage(where=where, what=first_line(error).removeprefix(f"{path} "))
     yield from read_parquet(folder, without=("steps",))
 
 
 def json_pieces(path: Path) -> Iterator[Piece]:
     """Chunks of lines; one with damage in it is read line by line instead."""
+    check_regular(path)
     with path.open("rb") as file:
         number, rest = 1, b""
         while chunk := file.read(CHUNK_BYTES):
@@ -151,10 +162,19 @@ def checked(table: pa.Table, where: str) -> Iterator[Piece]:
     order = ("num_accepted", "depth_drafted", "num_drafted")
     for less, more in pairwise(order):
         good = pc.and_kleene(good, pc.less_equal(table[less], table[more]))
-    for name in ("num_accepted", "draft_s", "verify_s", "other_s"):
-        good = pc.and_kleene(good, pc.greater_equal(table[name], 0))
-        if name != "num_accepted":
-            good = pc.and_kleene(good, pc.is_finite(table[name]))
+    emitted = pc.less_equal(table["num_emitted"], pc.add(table["num_accepted"], 1))
+    good = pc.and_kleene(good, emitted)
+    for names, most in (
+        (NODE_COUNTS, MAX_NODES),
+        (COUNTS, MAX_COUNT),
+        (DURATIONS, MAX_SECONDS),
+        (("expected_accepted",), MAX_NODES),
+    ):
+        for name in names:  # a comparison with NaN is false
+            within = pc.and_(pc.greater_equal(table[name], 0), pc.less_equal(table[name], most))
+            good = pc.and_kleene(good, within)
+    within = pc.less_equal(pc.abs(table["t_s"]), MAX_SECONDS)
+    good = pc.and_kleene(good, within)
     kept = table.filter(good)
     if kept.num_rows < table.num_rows:
         bad = table.num_rows - kept.num_rows

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forerun.errors import InvalidRequest, InvalidTrace
+from forerun.errors import InvalidRequest, InvalidTrace, UnreadableInput
 from forerun.trace.jsonl import JsonLines, read_json_lines
 from forerun.trace.schema import Damage, Item
 from forerun.trace.writer import Sink, TraceWriter
@@ -95,8 +95,10 @@ def read_trace(path: Path) -> Iterator[Item]:
             yield item
     except OSError as error:
         raise InvalidTrace(f"the trace {path} cannot be read: {error.strerror or error}") from error
-    if first_damage is not None and not num_records:
-        raise InvalidTrace(f"{path} holds no record of a trace: {first_damage}")
+    except UnreadableInput as error:
+        raise InvalidTrace(f"the trace {error}") from error
+    if not num_records:
+        raise InvalidTrace(f"{path} holds no record of a trace: {first_damage or 'it is empty'}")
 
 
 def read_items(path: Path) -> Iterator[Item]:

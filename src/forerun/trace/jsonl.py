@@ -10,6 +10,9 @@ from io import BufferedReader, RawIOBase
 from operator import itemgetter
 from pathlib import Path
 
+from forerun.bounded_documents import parse_json
+from forerun.bounded_read import check_regular
+from forerun.errors import UnreadableInput
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.schema import FIELDS, Damage, Item, Row, record_from
 from forerun.trace.writer import FlushRule
@@ -84,6 +87,7 @@ def read_json_lines(path: Path) -> Iterator[Item]:
     Raises:
         OSError: the file cannot be opened or read.
     """
+    check_regular(path)
     with path.open("rb") as file:
         number = offset = 0
         while line := file.readline(MAX_LINE_BYTES):
@@ -110,10 +114,11 @@ def skip_line(file: BufferedReader) -> int:
 def item_of(line: bytes, where: str) -> Item:
     """The record of a line, or what is wrong with it."""
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        values = parse_json(line, "the line")
+    except UnreadableInput as error:
+        what = str(error).removeprefix("the line ")
         ended = line.endswith(b"\n")
-        return Damage(where=where, what="no JSON" if ended else "cut off in the middle")
+        return Damage(where=where, what=what if ended else "cut off in the middle")
     if not isinstance(values, dict):
         return Damage(where=where, what="no JSON object")
     try:

@@ -14,22 +14,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forerun.atomic_write import UNFINISHED, atomic_write
+from forerun.bounded_documents import parse_json
+from forerun.bounded_parquet import parquet_batches
+from forerun.bounded_read import ReadLimits
+from forerun.errors import UnreadableInput
 from forerun.trace.jsonl import JsonLines, read_json_lines
 from forerun.trace.schema import FIELDS, KINDS, Damage, Item, Row, record_from
 from forerun.trace.writer import FlushRule
 
-__all__ = ["FOLDERS", "HEADERS", "ParquetParts", "read_parquet"]
+__all__ = ["FOLDERS", "HEADERS", "PART_LIMITS", "ParquetParts", "read_parquet"]
 
 HEADERS = "headers.jsonl"
 FOLDERS: Mapping[str, str] = {"steps": "step", "requests": "request"}
 """Which kind of record a folder holds."""
 SUFFIX = ".parquet"
+PART_LIMITS = ReadLimits(max_bytes=1 << 26, max_rows=2_000_000, max_seconds=120.0)
+"""A writer puts some thousand rows into a part; other tools may join parts."""
 JSON_TEXT = "dict[str, Json]"
 
 TYPES: Mapping[str, pa.DataType] = {
@@ -120,12 +127,21 @@ def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]
                 yield from read_part(path, f"{name}/{path.name}")
 
 
+MAX_DIGITS = 10
+MAX_MISSING = 100
+"""Missing parts that are named."""
+
+
 def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
     """Parts are numbered from 0 without gaps."""
-    numbers = {int(path.stem) for path in found if path.suffix == SUFFIX and path.stem.isdigit()}
-    for number in range(max(numbers, default=-1)):
-        if number not in numbers:
-            yield Damage(where=f"{name}/{number:05}{SUFFIX}", what="missing")
+    numbers = {
+        int(path.stem)
+        for path in found
+        if path.suffix == SUFFIX and path.stem.isdecimal() and len(path.stem) < MAX_DIGITS
+    }
+    missing = (number for number in range(max(numbers, default=-1)) if number not in numbers)
+    for number in islice(missing, MAX_MISSING):
+        yield Damage(where=f"{name}/{number:05}{SUFFIX}", what="missing")
 
 
 def read_part(path: Path, where: str) -> Iterator[Item]:
@@ -135,19 +151,20 @@ def read_part(path: Path, where: str) -> Iterator[Item]:
         return
     kind = FOLDERS[path.parent.name]
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as part:
-            for batch in part.iter_batches():
-                for index, row in enumerate(batch.to_pylist()):
-                    yield item_of(kind, row, f"{where} row {index}")
-    except (OSError, ValueError, pa.ArrowException) as error:
-        yield Damage(where=where, what=str(error).splitlines()[0])
+        index = 0
+        for batch in parquet_batches(path, limits=PART_LIMITS):
+            for row in batch.to_pylist():
+                yield item_of(kind, row, f"{where} row {index}")
+                index += 1
+    except UnreadableInput as error:
+        yield Damage(where=where, what=str(error).removeprefix(f"{path} "))
 
 
 def item_of(kind: str, row: dict[str, object], where: str) -> Item:
     """The record of a row, or what is wrong with it."""
     try:
         if kind == "request":
-            row["parameters"] = json.loads(str(row.get("parameters")))
+            row["parameters"] = parse_json(str(row.get("parameters")), "parameters")
         return record_from(kind, row)
     except (OverflowError, ValueError) as error:
         return Damage(where=where, what=str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from operator import attrgetter
@@ -10,7 +9,23 @@ from typing import NamedTuple
 
 from forerun.theory.record import SCHEMA_VERSION, Json, RequestRecord, StepRecord, TraceHeader
 
-__all__ = ["FIELDS", "KINDS", "Damage", "Item", "Record", "Row", "kind_of", "record_from", "row_of"]
+__all__ = [
+    "COUNTS",
+    "DURATIONS",
+    "FIELDS",
+    "KINDS",
+    "MAX_COUNT",
+    "MAX_NODES",
+    "MAX_SECONDS",
+    "NODE_COUNTS",
+    "Damage",
+    "Item",
+    "Record",
+    "Row",
+    "kind_of",
+    "record_from",
+    "row_of",
+]
 
 Record = TraceHeader | RequestRecord | StepRecord
 
@@ -82,14 +97,14 @@ def record_from(kind: object, values: Mapping[str, object]) -> Record:
     """
     made = KINDS.get(kind) if isinstance(kind, str) else None
     if made is None:
-        raise ValueError(f"a record of kind {kind!r}")
+        raise ValueError(f"a record of kind {kind!r:.60}")
     if made is TraceHeader and values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
             f"schema version {values.get('schema_version')!r}; this forerun reads {SCHEMA_VERSION}"
         )
     expected = {field.name: field for field in fields(made)}
     if unknown := values.keys() - expected.keys():
-        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown fields {', '.join(sorted(unknown))[:200]}")
     checked: dict[str, object] = {}
     for name, field in expected.items():
         if name in values:
@@ -99,6 +114,8 @@ def record_from(kind: object, values: Mapping[str, object]) -> Record:
     record: Record = made(**checked)  # type: ignore[arg-type]  # checked one by one above
     if isinstance(record, StepRecord):
         check_counts(record)
+    elif isinstance(record, RequestRecord):
+        check_request(record)
     return record
 
 
@@ -109,8 +126,27 @@ def value_of(annotation: str, name: str, value: object) -> object:
         return None
     converted = CONVERSIONS[wanted](value)
     if converted is None:
-        raise ValueError(f"{name} is {value!r}, not {annotation}")
+        raise ValueError(f"{name} is {value!r:.60}, not {annotation}")
     return converted
+
+
+def check_request(record: RequestRecord) -> None:
+    """Refuse lengths and times that no request can have."""
+    for name in ("num_prompt_tokens", "num_output_tokens", "ttft_s", "prefill_s"):
+        value = getattr(record, name)
+        if value is not None and not 0 <= value <= MAX_SECONDS:
+            raise ValueError(f"{name} is {value}; it must be from 0 to {MAX_SECONDS:g}")
+
+
+MAX_NODES = 4096
+"""Draft tokens of one step; the widest drafters propose some hundred."""
+MAX_COUNT = 1 << 53
+"""Larger integers have no exact float."""
+MAX_SECONDS = 1e12
+"""Of durations and clocks: 30,000 years."""
+NODE_COUNTS = ("k_budget", "num_drafted", "depth_drafted", "num_accepted", "num_emitted")
+COUNTS = ("cycle_id", "step", "batch_rows", "num_prefill_rows", "context_tokens")
+DURATIONS = ("draft_s", "verify_s", "other_s")
 
 
 def check_counts(record: StepRecord) -> None:
@@ -120,11 +156,17 @@ def check_counts(record: StepRecord) -> None:
             f"{record.num_accepted} accepted of {record.num_drafted} nodes, "
             f"{record.depth_drafted} deep"
         )
+    for names, most in ((NODE_COUNTS, MAX_NODES), (COUNTS, MAX_COUNT), (DURATIONS, MAX_SECONDS)):
+        for name in names:
+            value = getattr(record, name)
+            if not 0 <= value <= most:
+                raise ValueError(f"{name} is {value}; it must be from 0 to {most:g}")
+    if not abs(record.t_s) <= MAX_SECONDS:
+        raise ValueError(f"t_s is {record.t_s}")
+    if not 0.0 <= record.expected_accepted <= MAX_NODES:
+        raise ValueError(f"expected_accepted is {record.expected_accepted}")
     if not 0 <= record.num_emitted <= record.num_accepted + 1:
         raise ValueError(f"{record.num_emitted} emitted of {record.num_accepted} accepted")
-    durations = (record.draft_s, record.verify_s, record.other_s)
-    if not all(math.isfinite(value) and value >= 0.0 for value in durations):
-        raise ValueError(f"durations {durations}")
 
 
 # Each gives the value, converted where files know fewer types, or None where it is another type.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from statistics import median
 
 from forerun.theory.acceptance import AcceptanceCounts
@@ -21,6 +21,16 @@ __all__ = ["MAX_DAMAGE", "GroupSummary", "Position", "TimeSplit", "TraceSummary"
 
 MAX_DAMAGE = 20
 """Damaged places that are named; further ones are counted."""
+MAX_RUNNING = 100_000
+"""Requests whose end has not been read; each takes some kilobytes of memory."""
+MAX_TAGS = 1000
+"""Tags with figures of their own."""
+OTHER_TAGS = "(further tags)"
+MAX_TIMES = 1_000_000
+"""Times to the first token, of which the median is taken."""
+MAX_HEADERS = 1000
+MAX_CYCLE = 65_536
+"""Requests that share a cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +199,13 @@ class TraceSummary:
     num_damaged: int = 0
     damage: list[Damage] = field(default_factory=list)
 
+    def include(self, group: GroupSummary, tags: Iterable[str]) -> None:
+        """Add the steps of a request to the totals and to those of its tags."""
+        self.overall.include(group)
+        for tag in tags:
+            known = tag in self.tags or len(self.tags) < MAX_TAGS
+            self.tags.setdefault(tag if known else OTHER_TAGS, GroupSummary()).include(group)
+
     @property
     def plain_step_s(self) -> Mapping[int, float]:
         """Mean plain decode step by number of requests in the cycle, where there are enough."""
@@ -228,21 +245,33 @@ class TraceSummary:
 def summarise(items: Iterable[Item]) -> TraceSummary:
     """Figures of a trace, from whatever of it could be read.
 
-    Memory grows with the number of requests, not of steps.
+    A request is added to the totals as soon as its record was read, so memory grows neither with
+    steps nor with requests that have ended.
     """
     found = TraceSummary()
-    requests: dict[str, GroupSummary] = {}
-    ended: dict[str, tuple[str, ...]] = {}
+    running: dict[str, GroupSummary] = {}
+    ended: dict[str, tuple[str, ...]] = {}  # records that were read, by request
+    early: dict[str, tuple[str, ...]] = {}  # those whose steps have not been read
+    num_dropped = 0
     for cycle in cycles_of(split_off(items, found, ended)):
         found.times.add(cycle[0])
         for record in cycle:
-            request = requests.setdefault(record.request_id, GroupSummary(num_requests=1))
-            request.add(record, cycle)
-    for name, group in requests.items():
-        found.overall.include(group)
-        for tag in ended.get(name, ()):
-            found.tags.setdefault(tag, GroupSummary()).include(group)
-    found.num_unfinished = len(requests.keys() - ended.keys())
+            group = running.setdefault(record.request_id, GroupSummary(num_requests=1))
+            group.add(record, cycle)
+        for name, tags in ended.items():
+            if name in running:
+                found.include(running.pop(name), tags)
+            elif len(early) < MAX_RUNNING:
+                early[name] = tags
+        ended.clear()
+        while len(running) > MAX_RUNNING:  # the oldest one, without its tags
+            found.include(running.pop(next(iter(running))), ())
+            num_dropped += 1
+    early |= ended
+    for name, group in running.items():
+        found.include(group, early.get(name, ()))
+    found.num_unfinished = len(running.keys() - early.keys())
+    found.num_unfinished += max(0, num_dropped - len(early.keys() - running.keys()))
     return found
 
 
@@ -255,10 +284,11 @@ def split_off(
             yield item
         elif isinstance(item, RequestRecord):
             ended[item.request_id] = item.tags
-            if item.ttft_s is not None:
+            if item.ttft_s is not None and len(found.ttft_s) < MAX_TIMES:
                 found.ttft_s.append(item.ttft_s)
         elif isinstance(item, TraceHeader):
-            found.headers.append(item)
+            if len(found.headers) < MAX_HEADERS:
+                found.headers.append(item)
         else:
             found.num_damaged += 1
             if len(found.damage) < MAX_DAMAGE:
@@ -271,4 +301,5 @@ def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
     Engines number their cycles alike, so the time tells cycles of different engines apart.
     """
     for _, cycle in groupby(records, key=lambda record: (record.cycle_id, record.t_s)):
-        yield tuple(cycle)
+        while part := tuple(islice(cycle, MAX_CYCLE)):
+            yield part

@@ -62,6 +62,11 @@ class TraceWriter:
     Args:
         sink: where they go.
         name: of the file, for the warning.
+
+    Attributes:
+        num_written: records that reached the file.
+        failed: whether a write failed; a command that was asked for a trace reports this.
+        error: why it failed; None if it did not.
     """
 
     def __init__(self, sink: Sink, name: str) -> None:
@@ -70,6 +75,7 @@ class TraceWriter:
         self.name = name
         self.num_written = 0
         self.failed = False
+        self.error: str | None = None
         self._waiting: list[tuple[Record, Mapping[str, Json] | None]] = []
         self._due_s = math.inf
 
@@ -114,6 +120,7 @@ class TraceWriter:
 
     def _fail(self, error: OSError) -> None:
         if not self.failed:
+            self.error = error.strerror or str(error)
             logger.warning(
                 "the trace %s cannot be written (%s); it ends after %d records, the rest goes on",
                 self.name,

@@ -62,7 +62,7 @@ def test_what_nobody_looked_at_is_neither_yes_nor_no():
         ("k", [1]),
         ("draft_acceptance_rate", 1.5),
         ("acceptance_rate_per_position", [0.5, 2.0]),
-        ("acceptance_rate_per_position", [0.5] * 1000),
+        ("acceptance_rate_per_position", [0.5] * 5000),
         ("output_differs", "maybe"),
         ("output_differs", 1),
         ("method", "magic"),

@@ -11,7 +11,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.facts.catalogue import FACTS
 from forerun.diagnose.readers.facts_file import SCHEMA_PATH, schema
 from forerun.diagnose.readers.text import read_text
-from forerun.errors import InvalidRequest
+from forerun.errors import ForerunError
 
 YAML = """\
 # notes
@@ -53,17 +53,17 @@ def test_json_says_the_same():
         ("forerun_facts: 2\nfacts: {}", "format 2"),
         ("forerun_facts: 1\nfacts: [k]", "no object named facts"),
         ("forerun_facts: 1\nfacts: {acceptance: 0.4}", "no fact 'acceptance'"),
-        ("forerun_facts: 1\nfacts: {k: -1}", "k is '-1'"),
+        ("forerun_facts: 1\nfacts: {k: -1}", "k is -1"),
         ("forerun_facts: 1\nfacts: {k: {value: 1, sauce: x}}", "unknown entries sauce"),
         ("forerun_facts: 1\nfacts: {alpha_1: {value: 0.5, interval: [0.6, 0.7]}}", "does not hold"),
         ("forerun_facts: 1\nfacts: {alpha_1: {value: 0.5, interval: [a, b]}}", "two numbers"),
-        ("forerun_facts: 1\nfacts: {k: 1", "no YAML"),
+        ("forerun_facts: 1\nfacts: {k: 1", "not YAML"),
         ("forerun_facts: 1\na: &a [1]\nb: *a\nfacts: {}", "aliases"),
-        ("forerun_facts: 1\nfacts: !!python/object/apply:os.system [ls]", "no YAML"),
+        ("forerun_facts: 1\nfacts: !!python/object/apply:os.system [ls]", "not YAML"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str):
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(ForerunError, match=message):
         read(text)
 
 

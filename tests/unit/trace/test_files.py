@@ -87,9 +87,10 @@ def test_a_trace_without_steps_is_whole(path):
     assert list(read_trace(path)) == [HEADER]
 
 
-def test_nothing_written_is_nothing_read(path):
+def test_a_trace_without_records_is_refused(path):
     write(path, [])
-    assert list(read_trace(path)) == []
+    with pytest.raises(InvalidTrace, match="it is empty"):
+        list(read_trace(path))
 
 
 def test_an_exception_outside_loses_no_record(path):
@@ -244,10 +245,10 @@ def test_a_line_cut_off_at_the_end(lines):
 @pytest.mark.parametrize(
     ("bad", "what"),
     [
-        (b"\x00" * 200 + b"\n", "no JSON"),
-        (b"\xff\xfe\x80{}\n", "no JSON"),
+        (b"\x00" * 200 + b"\n", "is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"\xff\xfe\x80{}\n", "is not UTF-8 at byte 0"),
         (b"[1, 2]\n", "no JSON object"),
-        (b"[" * 100_000 + b"\n", "no JSON"),
+        (b"[" * 100_000 + b"\n", "nests lists and objects more than 64 deep, the limit here"),
         (b'{"record": "step"}\n', "no cycle_id"),
         (b'{"cycle_id": 3}\n', "a record of kind None"),
         (b'{"record": {"a": 1}}\n', "a record of kind {'a': 1}"),

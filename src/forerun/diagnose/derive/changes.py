@@ -47,7 +47,7 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
         values = tuple(sorted(changed))
         evidence.facts["changed"] = Fact(name="changed", value=values, source=source)
     if same - changed:
-        evidence.add("unchanged", sorted(same - changed), "both runs compared")
+        evidence.conclude("unchanged", sorted(same - changed), "both runs compared")
 
 
 def both(

@@ -13,14 +13,14 @@ def add_costs(evidence: Evidence) -> None:
     add_parts(evidence)
     with_s, plain = evidence.number("tokens_per_s"), evidence.number("tokens_per_s_plain")
     if with_s and plain:
-        evidence.add("speedup", with_s / plain, "tokens/s with over without speculation")
+        evidence.conclude("speedup", with_s / plain, "tokens/s with over without speculation")
     tau, kappa = evidence.number("acceptance_length"), evidence.number("cycle_cost")
     gain = evidence.number("speedup")
     if kappa is None and tau and gain:
         kappa = tau / gain
-        evidence.add("cycle_cost", kappa, "tau / speedup")
+        evidence.conclude("cycle_cost", kappa, "tau / speedup")
     if tau and kappa and gain is None:
-        evidence.add("speedup", tau / kappa, "tau / kappa")
+        evidence.conclude("speedup", tau / kappa, "tau / kappa")
     add_rest(evidence)
     add_linearity(evidence)
 
@@ -29,7 +29,7 @@ def add_rest(evidence: Evidence) -> None:
     """v as what drafting leaves of a step, where the pass was not timed."""
     kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
-        evidence.add("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
+        evidence.conclude("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
 
 
 def add_times(evidence: Evidence) -> None:
@@ -38,10 +38,10 @@ def add_times(evidence: Evidence) -> None:
         return
     tau, rate = evidence.number("acceptance_length"), evidence.number("tokens_per_s")
     if tau and rate and "cycle_s" not in evidence:
-        evidence.add("cycle_s", tau / rate, "tau / (tokens/s)")
+        evidence.conclude("cycle_s", tau / rate, "tau / (tokens/s)")
     plain = evidence.number("tokens_per_s_plain")
     if plain and "plain_step_s" not in evidence:
-        evidence.add("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
+        evidence.conclude("plain_step_s", 1.0 / plain, "1 / (plain tokens/s)")
 
 
 def add_parts(evidence: Evidence) -> None:
@@ -52,16 +52,16 @@ def add_parts(evidence: Evidence) -> None:
     cycle_s, verify_s = evidence.number("cycle_s"), evidence.number("verify_s")
     draft_s, other_s = evidence.number("draft_s"), evidence.number("other_s")
     if cycle_s:
-        evidence.add("cycle_cost", cycle_s / plain_s, "step time / plain step time")
+        evidence.conclude("cycle_cost", cycle_s / plain_s, "step time / plain step time")
     if verify_s is not None:
-        evidence.add("verify_cost", verify_s / plain_s, "target pass / plain step time")
+        evidence.conclude("verify_cost", verify_s / plain_s, "target pass / plain step time")
     if other_s is not None:
-        evidence.add("overhead", other_s / plain_s, "other time / plain step time")
+        evidence.conclude("overhead", other_s / plain_s, "other time / plain step time")
     token_s = evidence.number("draft_token_s")
     if draft_s is not None and k:
-        evidence.add("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
+        evidence.conclude("draft_cost", draft_s / plain_s / k, "drafting / K / plain step time")
     elif token_s is not None:
-        evidence.add("draft_cost", token_s / plain_s, "drafted token / plain step time")
+        evidence.conclude("draft_cost", token_s / plain_s, "drafted token / plain step time")
 
 
 def add_linearity(evidence: Evidence) -> None:
@@ -69,15 +69,15 @@ def add_linearity(evidence: Evidence) -> None:
     k, batch = evidence.number("k"), evidence.number("batch")
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
-        evidence.add("draft_cost_total", k * c, "K c")
+        evidence.conclude("draft_cost_total", k * c, "K c")
     if k and batch:
         add_rows(evidence, k, batch)
     rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")
     if len(rows) > 1 and len(rows) == len(costs) and rows[-1] > rows[0]:
         slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
-        evidence.add("verify_linearity", slope, "slope of v over rows per sequence")
+        evidence.conclude("verify_linearity", slope, "slope of v over rows per sequence")
     elif k and v is not None:
-        evidence.add("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
+        evidence.conclude("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
 
 
 FREE_ROWS = 128.0
@@ -94,15 +94,17 @@ def add_rows(evidence: Evidence, k: float, batch: float) -> None:
     is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
     """
     rows = batch * (k + 1)
-    evidence.add("rows", rows, "batch x (K + 1)")
+    evidence.conclude("rows", rows, "batch x (K + 1)")
     on_cpu = any(name.startswith("cpu") for name in evidence.words("device"))
     free = FREE_ROWS_CPU if on_cpu else FREE_ROWS
-    evidence.add("rows_over_free", rows / free, f"rows over {free:g}")
+    evidence.conclude("rows_over_free", rows / free, f"rows over {free:g}")
     slope, v = evidence.number("batch_linearity"), evidence.number("verify_cost")
     if slope is not None and v is not None and batch > 1.0:
         as_batch = (1.0 + slope * (rows - 1.0)) / (1.0 + slope * (batch - 1.0))
         share = max(0.0, v - 1.0) / max(MIN_GROWTH, as_batch - 1.0)
-        evidence.add("verify_over_batch", share, f"v {v:.2f}, by the batch alone {as_batch:.2f}")
+        evidence.conclude(
+            "verify_over_batch", share, f"v {v:.2f}, by the batch alone {as_batch:.2f}"
+        )
 
 
 RATIOS = (
@@ -122,7 +124,7 @@ def add_ratios(evidence: Evidence) -> None:
     """Figures that are one over another."""
     if "tokens_per_s_client" in evidence and "tokens_per_s_server" not in evidence:
         rate = evidence.number("tokens_per_s")
-        evidence.add("tokens_per_s_server", rate, "the rate that was measured at the engine")
+        evidence.conclude("tokens_per_s_server", rate, "the rate that was measured at the engine")
     k, before = evidence.number("k"), evidence.number("reference_k")
     if k and before and k != before:  # tau grows with K, whatever the draft
         add_ratio(evidence, "reference_ratio", "alpha", "reference_alpha")
@@ -132,11 +134,11 @@ def add_ratios(evidence: Evidence) -> None:
     without = evidence.number("prefix_hit_rate_plain")
     if with_rate is not None and without is not None:
         lost = max(0.0, without - with_rate)
-        evidence.add("prefix_hit_loss", lost, "prefix hit rate without minus with speculation")
+        evidence.conclude("prefix_hit_loss", lost, "prefix hit rate without minus with speculation")
 
 
 def add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
     """One figure over another, where both are known and the ratio is not."""
     above, below = evidence.number(over), evidence.number(under)
     if above is not None and below and name not in evidence:
-        evidence.add(name, above / below, f"{over} / {under}")
+        evidence.conclude(name, above / below, f"{over} / {under}")

@@ -38,7 +38,7 @@ def add_positions(evidence: Evidence) -> None:
         drafted = (drafts,) * len(accepted)
     if accepted and len(accepted) == len(drafted) and all(drafted):
         rates = [min(1.0, a / d) for a, d in zip(accepted, drafted, strict=True)]
-        evidence.add("acceptance_rate_per_position", rates, "accepted / drafted per position")
+        evidence.conclude("acceptance_rate_per_position", rates, "accepted / drafted per position")
 
 
 def add_k(evidence: Evidence) -> None:
@@ -46,11 +46,11 @@ def add_k(evidence: Evidence) -> None:
     if "k" in evidence:
         return
     if rates := evidence.numbers("acceptance_rate_per_position"):
-        evidence.add("k", len(rates), "number of drafted positions")
+        evidence.conclude("k", len(rates), "number of drafted positions")
         return
     drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
     if drafted and drafts:
-        evidence.add(
+        evidence.conclude(
             "k", math.ceil(drafted / drafts - 0.01), "drafted tokens per draft, rounded up"
         )
 
@@ -65,11 +65,13 @@ def add_length(evidence: Evidence) -> None:
     name = "acceptance_length"
     if accepted is not None and drafts:
         tau = 1.0 + accepted / drafts
-        evidence.add(name, tau, "1 + accepted / drafts", length_interval(tau, rates, drafts))
+        evidence.conclude(name, tau, "1 + accepted / drafts", length_interval(tau, rates, drafts))
     elif rates:
-        evidence.add(name, 1.0 + sum(rates), "1 + sum of beta")
+        evidence.conclude(name, 1.0 + sum(rates), "1 + sum of beta")
     elif rate is not None and k:
-        evidence.add(name, 1.0 + rate * k, "1 + (accepted / drafted) x K, had every step drafted K")
+        evidence.conclude(
+            name, 1.0 + rate * k, "1 + (accepted / drafted) x K, had every step drafted K"
+        )
 
 
 def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
@@ -88,9 +90,9 @@ def add_draft_rate(evidence: Evidence) -> None:
     name = "draft_acceptance_rate"
     if accepted is not None and drafted and accepted <= drafted:
         interval = wilson_interval(int(accepted), int(drafted))
-        evidence.add(name, accepted / drafted, "accepted / drafted tokens", interval)
+        evidence.conclude(name, accepted / drafted, "accepted / drafted tokens", interval)
     elif name not in evidence and tau is not None and k and 1.0 <= tau <= k + 1:
-        evidence.add(name, (tau - 1.0) / k, "(tau - 1) / K, had every step drafted K")
+        evidence.conclude(name, (tau - 1.0) / k, "(tau - 1) / K, had every step drafted K")
 
 
 def add_constant(evidence: Evidence) -> None:
@@ -98,12 +100,12 @@ def add_constant(evidence: Evidence) -> None:
     tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
     if tau is None or depth is None:
         return
-    evidence.add("mean_drafted", depth, "drafted tokens per drafting step")
+    evidence.conclude("mean_drafted", depth, "drafted tokens per drafting step")
     k = max(1, round(depth))
     if 1.0 <= tau <= k + 1:
-        evidence.add("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
+        evidence.conclude("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
     if tau <= depth + 1.0:
-        evidence.add("length_over_ceiling", tau / (depth + 1.0), "tau / (drafted + 1)")
+        evidence.conclude("length_over_ceiling", tau / (depth + 1.0), "tau / (drafted + 1)")
 
 
 def mean_drafted(evidence: Evidence) -> float | None:
@@ -127,11 +129,11 @@ def add_first_position(evidence: Evidence) -> None:
     trials = drafted[0] if drafted else drafts
     if accepted and trials and accepted[0] <= trials:
         interval = wilson_interval(int(accepted[0]), int(trials))
-        evidence.add("alpha_1", interval.estimate, "accepted at position 1 / drafts", interval)
+        evidence.conclude("alpha_1", interval.estimate, "accepted at position 1 / drafts", interval)
     elif rates := evidence.numbers("acceptance_rate_per_position"):
-        evidence.add("alpha_1", rates[0], "beta of position 1")
+        evidence.conclude("alpha_1", rates[0], "beta of position 1")
     else:
-        evidence.add("alpha_1", evidence.number("alpha"), "taken as constant over positions")
+        evidence.conclude("alpha_1", evidence.number("alpha"), "taken as constant over positions")
 
 
 def add_conditional(evidence: Evidence) -> None:
@@ -141,7 +143,7 @@ def add_conditional(evidence: Evidence) -> None:
     if name not in evidence and rates and rates[0] > 0.0:
         ratios = [rates[0]]
         ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
-        evidence.add(name, ratios, "beta over that of the position before")
+        evidence.conclude(name, ratios, "beta over that of the position before")
     conditional = evidence.numbers(name)
     drafts = evidence.number("num_drafts")
     later = [
@@ -152,4 +154,6 @@ def add_conditional(evidence: Evidence) -> None:
     ]
     if later and conditional[0] > MIN_RATE:
         found = min(later) / conditional[0]
-        evidence.add("later_over_first", found, "lowest later conditional acceptance / the first")
+        evidence.conclude(
+            "later_over_first", found, "lowest later conditional acceptance / the first"
+        )

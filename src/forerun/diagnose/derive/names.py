@@ -33,15 +33,15 @@ def add_name(evidence: Evidence, side: str, name: str) -> None:
     """Facts of one name."""
     source = f"name of the {side}: {name}"
     if (size := billions_of(name)) is not None and f"{side}_parameters" not in evidence:
-        evidence.add(f"{side}_parameters", size, source)
+        evidence.conclude(f"{side}_parameters", size, source)
     if QUANTISED.search(name) and f"{side}_quantised" not in evidence:
-        evidence.add(f"{side}_quantised", True, source)
+        evidence.conclude(f"{side}_quantised", True, source)
     if side != "target":
         return
     if (ACTIVE.search(name) or EXPERTS.search(name)) and "target_moe" not in evidence:
-        evidence.add("target_moe", True, source)
+        evidence.conclude("target_moe", True, source)
     if RECURRENT.search(name) and "target_recurrent" not in evidence:
-        evidence.add("target_recurrent", True, source)
+        evidence.conclude("target_recurrent", True, source)
 
 
 def billions_of(name: str) -> float | None:

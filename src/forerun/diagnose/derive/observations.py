@@ -63,7 +63,9 @@ def add_observations(evidence: Evidence) -> None:
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
-            evidence.add(threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}")
+            evidence.conclude(
+                threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}"
+            )
     add_unplaced_rate(evidence)
     add_nothing_accepted(evidence)
     add_no_gain(evidence)
@@ -80,9 +82,9 @@ def add_unplaced_rate(evidence: Evidence) -> None:
     if fact is None or rate is None or "alpha_1" in evidence:
         return
     if rate >= 0.7 and "acceptance_fine" not in evidence:
-        evidence.add("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
+        evidence.conclude("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
     if rate <= 0.2 and "acceptance_low" not in evidence:
-        evidence.add("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
+        evidence.conclude("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
 
 
 def add_nothing_accepted(evidence: Evidence) -> None:
@@ -94,22 +96,22 @@ def add_nothing_accepted(evidence: Evidence) -> None:
     if fact is None:
         if tau is not None:
             answer = True if tau <= 1.02 else False if tau >= 1.15 else None
-            evidence.add("acceptance_zero", answer, f"tau {tau:.2f}")
+            evidence.conclude("acceptance_zero", answer, f"tau {tau:.2f}")
         return
     seen = drafts if drafts is not None else drafted
     rate = evidence.number("draft_acceptance_rate") or 0.0
     first = evidence.number("alpha_1") or 0.0
     if rate > 0.05 or first > 0.15:
-        evidence.add("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
+        evidence.conclude("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
     elif rate <= 0.02 and first <= 0.1 and (seen is None or seen >= MIN_DRAFTS):
-        evidence.add("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
+        evidence.conclude("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
 
 
 def add_no_gain(evidence: Evidence) -> None:
     """Whether speculation changes nothing."""
     gain = evidence.number("speedup")
     if gain is not None and "no_gain" not in evidence:
-        evidence.add("no_gain", 0.97 <= gain <= 1.05, f"speedup {gain:.3f}")
+        evidence.conclude("no_gain", 0.97 <= gain <= 1.05, f"speedup {gain:.3f}")
 
 
 def add_not_drafted(evidence: Evidence) -> None:
@@ -119,31 +121,37 @@ def add_not_drafted(evidence: Evidence) -> None:
     if "drafts_absent" in evidence:
         return
     if drafts or drafted:
-        evidence.add("drafts_absent", False, "drafted tokens are counted")
+        evidence.conclude("drafts_absent", False, "drafted tokens are counted")
     elif (drafts == 0 or drafted == 0) and (steps is None or steps >= MIN_DRAFTS):
-        evidence.add("drafts_absent", True, "no drafted token is counted")
+        evidence.conclude("drafts_absent", True, "no drafted token is counted")
     elif "acceptance_length" in evidence or "draft_acceptance_rate" in evidence:
-        evidence.add("drafts_absent", False, "acceptance was measured")
+        evidence.conclude("drafts_absent", False, "acceptance was measured")
 
 
 def add_shapes(evidence: Evidence) -> None:
     """Observations that take two figures."""
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
-        evidence.add("slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s")
+        evidence.conclude(
+            "slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s"
+        )
     cycle, draft = evidence.number("cycle_s"), evidence.number("draft_s")
     if cycle and draft is not None and "draft_share_high" not in evidence:
-        evidence.add("draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step")
+        evidence.conclude("draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step")
     sizes = evidence.number("target_vocab_size"), evidence.number("draft_vocab_size")
     if sizes[0] and sizes[1] and "vocabularies_differ" not in evidence:
         # Padding to a multiple moves sizes by a few percent; maps that differ, by more.
         apart = abs(sizes[0] - sizes[1]) / max(sizes[0], sizes[1]) > 0.05
-        evidence.add("vocabularies_differ", apart or None, f"{sizes[0]:g} and {sizes[1]:g} entries")
+        evidence.conclude(
+            "vocabularies_differ", apart or None, f"{sizes[0]:g} and {sizes[1]:g} entries"
+        )
     ratio, tau = evidence.number("client_ratio"), evidence.number("acceptance_length")
     if ratio and tau and tau > 1.2 and ratio > 1.1:
-        evidence.add(
+        evidence.conclude(
             "client_ratio_is_tau", abs(ratio / tau - 1) < 0.2, f"{ratio:.2f}, tau {tau:.2f}"
         )
     prompt, output = evidence.number("num_prompt_tokens"), evidence.number("num_output_tokens")
     if prompt and output and "outputs_short" not in evidence:
-        evidence.add("outputs_short", output < 64 and prompt > 8 * output, f"{output:g} tokens")
+        evidence.conclude(
+            "outputs_short", output < 64 and prompt > 8 * output, f"{output:g} tokens"
+        )

@@ -30,7 +30,7 @@ COUNTS: tuple[FactKind, ...] = (
         "tau: tokens emitted per drafting step, the bonus one included",
         low=1.0,
     ),
-    number("k", "K: most tokens drafted per step"),
+    number("k", "K: most tokens drafted per step", high=4096.0),
     number("full_accept_share", "drafting steps that accepted everything", high=1.0),
     number("zero_accept_share", "drafting steps that accepted nothing", high=1.0),
 )

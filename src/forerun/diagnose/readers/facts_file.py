@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from forerun.diagnose.evidence import MAX_LIST, MAX_WORD, Evidence, Reading
+from forerun.diagnose.evidence import MAX_LIST, MAX_WORD, Evidence, Reading, shown
 from forerun.diagnose.facts.catalogue import FACTS
 from forerun.diagnose.facts.kinds import FactKind
 from forerun.errors import InvalidRequest
@@ -40,7 +40,9 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
     """
     version = document.get(KEY)
     if version != FORMAT:
-        raise InvalidRequest(f"{name} has facts format {version!r}; this forerun reads {FORMAT}")
+        raise InvalidRequest(
+            f"{name} has facts format {shown(version)}; this forerun reads {FORMAT}"
+        )
     facts = document.get("facts")
     if not isinstance(facts, Mapping):
         raise InvalidRequest(f"{name} has no object named facts")
@@ -94,7 +96,10 @@ def interval_of(key: str, value: Mapping[str, object]) -> Interval | None:
         isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
     ):
         raise ValueError(f"{key}: interval must be two numbers around a number")
-    middle, low, high = (float(str(number)) for number in numbers)
+    try:
+        middle, low, high = (float(number) for number in numbers)
+    except OverflowError as error:
+        raise ValueError(f"{key}: interval has a number that is too large") from error
     if not low <= middle <= high:
         raise ValueError(f"{key}: interval {low:g} to {high:g} does not hold {middle:g}")
     return Interval(estimate=middle, low=low, high=high)

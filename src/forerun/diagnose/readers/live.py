@@ -8,33 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from http.client import HTTPException, HTTPMessage
-from typing import IO
-from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
+from forerun.bounded_http import http_request
+from forerun.bounded_read import ReadLimits
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 
 __all__ = ["MAX_PAGE_BYTES", "read_live"]
 
 MAX_PAGE_BYTES = 1 << 25
 TIMEOUT_S = 10.0
-CHUNK_BYTES = 1 << 16
 MAX_INTERVAL_S = 600.0
-
-
-class NoRedirect(HTTPRedirectHandler):
-    """A page that sends elsewhere is an error, whatever it sends to."""
-
-    def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
-    ) -> None:
-        """Refuse."""
-        raise HTTPError(
-            req.full_url, code, "redirects elsewhere, which is not followed", headers, fp
-        )
 
 
 def read_live(
@@ -52,11 +37,10 @@ def read_live(
     """
     if not 0.0 < interval_s <= MAX_INTERVAL_S:
         raise InvalidRequest(f"--interval-s is {interval_s}; it must be above 0, at most 600")
-    opener = build_opener(ProxyHandler({}), NoRedirect)
-    first = page_of(opener, url)
+    first = page_of(url)
     started = time.monotonic()
     sleep(interval_s)
-    second = page_of(opener, url)
+    second = page_of(url)
     seconds = time.monotonic() - started
     between = second.metrics.since(first.metrics)
     evidence = Evidence(readings=[Reading(source=url, kinds={second.kind}, num_lines=2)])
@@ -84,37 +68,30 @@ def add_rate(
     for name in TOKENS:
         tokens = second.totals.get(name, 0.0) - first.totals.get(name, 0.0)
         if tokens > 0.0 and seconds > 0.0 and "tokens_per_s" not in evidence:
-            evidence.add("tokens_per_s", tokens / seconds, source)
+            evidence.conclude("tokens_per_s", tokens / seconds, source)
 
 
-def page_of(opener: OpenerDirector, url: str) -> PrometheusText:
+def page_of(url: str) -> PrometheusText:
     """One sample.
 
     Raises:
         InvalidRequest: as for `read_live`.
     """
+    try:
+        answer = http_request(
+            url, limits=ReadLimits(max_bytes=MAX_PAGE_BYTES, max_seconds=TIMEOUT_S)
+        )
+    except UnreadableInput as error:
+        raise InvalidRequest(str(error)) from error
+    if 300 <= answer.status < 400:
+        where = answer.headers.get("location", "elsewhere")
+        raise InvalidRequest(
+            f"{url} redirects to {where}, which is not followed: give that address"
+        )
+    if answer.status != 200:
+        raise InvalidRequest(f"{url} answers {answer.status}: {answer.reason}")
     page = PrometheusText()
-    for line in fetched(opener, url).decode("utf-8", errors="replace").splitlines():
+    for line in answer.body.decode("utf-8", errors="replace").splitlines():
         page.read(line)
     page.close()
     return page
-
-
-def fetched(opener: OpenerDirector, url: str) -> bytes:
-    """The body, read in pieces so that neither size nor time run away."""
-    deadline = time.monotonic() + TIMEOUT_S
-    pieces: list[bytes] = []
-    try:
-        with opener.open(url, timeout=TIMEOUT_S) as answer:
-            while piece := answer.read1(CHUNK_BYTES):
-                pieces.append(piece)
-                if sum(map(len, pieces)) > MAX_PAGE_BYTES:
-                    raise InvalidRequest(f"{url} sends more than {MAX_PAGE_BYTES} bytes")
-                if time.monotonic() > deadline:
-                    raise InvalidRequest(f"{url} takes more than {TIMEOUT_S:g} s to answer")
-    except HTTPError as error:
-        raise InvalidRequest(f"{url} answers {error.code}: {error.msg}") from error
-    except (URLError, HTTPException, OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, URLError) else error
-        raise InvalidRequest(f"{url} cannot be read: {reason}") from error
-    return b"".join(pieces)

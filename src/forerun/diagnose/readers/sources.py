@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-from io import BufferedReader, RawIOBase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
+from forerun.bounded_read import BoundedFile, ReadLimits, open_bounded, open_stdin
 from forerun.diagnose.evidence import Evidence
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 
 __all__ = ["as_reference", "read_source"]
 
@@ -24,6 +21,8 @@ REFERENCE = {
 }
 """What a figure of an earlier or other run is called beside today's."""
 TRACE_START = b'{"record":'
+LIMITS = ReadLimits(max_bytes=1 << 32, max_seconds=600.0)
+"""Of a source. A log is read from a pipe for as long as its server runs, hence the minutes."""
 
 
 def read_source(name: str, *, interval_s: float) -> Evidence:
@@ -40,41 +39,42 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
         from forerun.diagnose.readers.live import read_live
 
         return read_live(name, interval_s=interval_s)
-    if name == "-":
-        return read_stdin(BufferedReader(cast("RawIOBase", sys.stdin.buffer)))
-    from forerun.diagnose.readers.text import read_text
-
-    path = Path(name)
     try:
-        if path.is_dir() or starts_as_trace(path):
-            from forerun.diagnose.readers.trace.reader import read_trace_evidence
-
-            return read_trace_evidence(path)
-        with path.open("rb") as file:
-            return read_text(file, path.name)
+        if name == "-":
+            with open_stdin(LIMITS) as stream:
+                return read_stream(stream, "stdin")
+        path = Path(name)
+        if path.is_dir():
+            return read_trace(path)
+        with open_bounded(path, LIMITS, name=path.name) as file:
+            if file.peek(len(TRACE_START)) == TRACE_START and path.is_file():
+                return read_trace(path)
+            return read_stream(file, path.name)
     except OSError as error:
-        raise InvalidRequest(f"{name} cannot be read: {error.strerror or error}") from error
+        raise InvalidRequest(f"{name[:300]} cannot be read: {error.strerror or error}") from error
+    except UnreadableInput as error:
+        raise InvalidRequest(str(error)) from error
 
 
-def read_stdin(stream: BufferedReader) -> Evidence:
-    """Evidence of what is piped in; a trace is put into a file first, as its reader wants one."""
-    if not stream.peek(len(TRACE_START)).startswith(TRACE_START):
-        from forerun.diagnose.readers.text import read_text
-
-        return read_text(stream, "stdin")
+def read_trace(path: Path) -> Evidence:
+    """Evidence of a trace of forerun; pyarrow is loaded for these only."""
     from forerun.diagnose.readers.trace.reader import read_trace_evidence
 
+    return read_trace_evidence(path)
+
+
+def read_stream(file: BoundedFile, name: str) -> Evidence:
+    """Evidence of a stream; a trace is copied into a file first, since its reader needs one."""
+    if file.peek(len(TRACE_START)) != TRACE_START:
+        from forerun.diagnose.readers.text import read_text
+
+        return read_text(file, name)
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "stdin"
+        path = Path(folder) / name
         with path.open("wb") as copy:
-            shutil.copyfileobj(stream, copy)
-        return read_trace_evidence(path)
-
-
-def starts_as_trace(path: Path) -> bool:
-    """Whether the first bytes are those of our own JSON lines."""
-    with path.open("rb") as file:
-        return file.read(len(TRACE_START)) == TRACE_START
+            while chunk := file.read():
+                copy.write(chunk)
+        return read_trace(path)
 
 
 def as_reference(evidence: Evidence) -> Evidence:

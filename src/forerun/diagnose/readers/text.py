@@ -6,12 +6,12 @@ backtracks further than a line, and nothing of a line is kept but its numbers.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
+from forerun.bounded_documents import parse_json, parse_yaml
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.benchmark import BenchmarkOutput
 from forerun.diagnose.readers.documents import Documents
@@ -23,14 +23,14 @@ from forerun.diagnose.readers.remarks import Remarks
 from forerun.diagnose.readers.sglang_log import SglangLog
 from forerun.diagnose.readers.spec_decoding_log import SpecDecodingLog
 from forerun.diagnose.readers.tensorrt_llm_log import TensorRtLlmLog
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 
 __all__ = ["MAX_BYTES", "Readable", "read_text"]
 
 MAX_BYTES = 1 << 26
 """A longer log sharpens no figure; its beginning is read, and a note says so."""
 MAX_LINE = 1 << 14
-MAX_SECONDS = 20.0
+MAX_SECONDS = 10.0
 CHECKED_LINES = 512
 """Lines between two looks at the clock."""
 WORDS = (
@@ -42,7 +42,6 @@ WORDS = (
 )
 """A line with none of these is known to nobody: most of a log is passed over by this alone."""
 MAX_DOCUMENT = 1 << 24
-YAML_START = re.compile(rb"^(?:\s*#[^\n]*\n|\s*\n|---[^\n]*\n)*" + KEY.encode() + rb"\s*:")
 ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
 
@@ -74,12 +73,14 @@ def read_text(file: Readable, name: str) -> Evidence:
 
 def as_document(data: bytes, name: str) -> Evidence | None:
     """A whole JSON document or facts file; None where it is neither."""
-    if YAML_START.match(data[:8192]):
-        document = yaml_of(data, name)
+    if starts_as_facts(data[:8192]):
+        document = parse_yaml(data, name)
     elif data.lstrip()[:1] in (b"{", b"["):
         try:
-            document = json.loads(data)
-        except (ValueError, RecursionError):
+            document = parse_json(data, name)
+        except UnreadableInput:
+            if KEY.encode() in data[:8192]:
+                raise
             return None
     else:
         return None
@@ -94,17 +95,13 @@ def as_document(data: bytes, name: str) -> Evidence | None:
     return evidence
 
 
-def yaml_of(data: bytes, name: str) -> object:
-    """YAML of plain values; aliases, which can make a small file endless, are refused."""
-    import yaml
-
-    try:
-        for token in yaml.scan(data):
-            if isinstance(token, yaml.AliasToken):
-                raise InvalidRequest(f"{name} uses YAML aliases; write the values out")
-        return yaml.safe_load(data)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise InvalidRequest(f"{name} is no YAML: {str(error).splitlines()[0]}") from error
+def starts_as_facts(head: bytes) -> bool:
+    """Whether the first line that is no comment, blank or separator is that of a facts file."""
+    for line in head.splitlines():
+        text = line.strip()
+        if text and not text.startswith((b"#", b"---", b"%")):
+            return re.match(KEY.encode() + rb"\s{0,80}:", line) is not None
+    return False
 
 
 def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
@@ -178,8 +175,8 @@ def read_object(line: str, documents: Documents) -> bool:
     if not line.startswith("{"):
         return False
     try:
-        return documents.read(json.loads(line))
-    except (ValueError, RecursionError):
+        return documents.read(parse_json(line, "the line"))
+    except UnreadableInput:
         return False
 
 

@@ -28,6 +28,8 @@ OTHER_TEXT = 0.4
 where nothing is wrong."""
 MIN_CYCLES = 20
 MAX_POINTS = 60
+MAX_TAGS = 500
+"""Tags that are compared: those of the most requests."""
 FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 """Tags `key:value` of these keys say how a prompt was put, others what it is about."""
 
@@ -101,7 +103,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
         f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
     )
     words = f"alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}"
-    evidence.add(name, answer, f"{source}: {words}")
+    evidence.conclude(name, answer, f"{source}: {words}")
 
 
 def ends(places: Places) -> Comparison | None:
@@ -133,7 +135,7 @@ def add_growth(
             found.append((num, long_s / short_s, words))
     if found:
         _, growth, words = max(found)
-        evidence.add("context_growth", growth, f"{source}: {words}")
+        evidence.conclude("context_growth", growth, f"{source}: {words}")
 
 
 def asked(
@@ -155,7 +157,8 @@ def add_tags(
     for index, request in enumerate(by_stretch):
         for tag in () if request is None else request.tags:
             tags.setdefault(tag, []).append(index)
-    known = {tag: np.isin(places.stretch, indices) for tag, indices in tags.items()}
+    common = sorted(tags.items(), key=lambda entry: -len(entry[1]))[:MAX_TAGS]
+    known = {tag: np.isin(places.stretch, indices) for tag, indices in common}
     sides = [(tag, mask, *alpha_1(places, mask)) for tag, mask in known.items()]
     ordered = sorted((s for s in sides if s[3] >= MIN_STEPS), key=lambda side: side[2])
     evidence.series["tag"] = tuple((tag[:60], a, n) for tag, _, a, n in ordered[:MAX_POINTS])

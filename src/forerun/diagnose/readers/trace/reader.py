@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from forerun.diagnose.evidence import Evidence, Reading
+from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading
 from forerun.diagnose.readers.trace.contrasts import add_contrasts
 from forerun.diagnose.readers.trace.figures import add_figures
 from forerun.diagnose.readers.trace.setting import add_asked, add_setup, add_texts
@@ -20,10 +20,19 @@ from forerun.trace.schema import Damage
 
 __all__ = ["TraceRead", "read_trace_evidence"]
 
-BLOCK_ROWS = 1 << 17
+BLOCK_ROWS = 1 << 16
+MAX_HEADERS = 1000
 MAX_STEPS = 5_000_000
 """More steps sharpen no figure; a trace of any length is read in bounded time."""
+MAX_REQUESTS = 200_000
+"""Distinct requests; each takes about a kilobyte of memory."""
+MAX_TAGS = 16
+"""Tags of one request."""
+MAX_PROMPT_TOKENS = 1_000_000
+"""Prompt tokens that are kept: enough to see whether prompts are random."""
 MAX_NAMED_DAMAGE = 3
+PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperature")
+"""Parameters of a request that evidence is made of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +45,7 @@ class TraceRead:
         requests: finished requests.
         num_damaged: places that could not be read.
         damage: the first of them, in words.
-        cut: whether the trace goes on behind what was read.
+        limit: the limit at which reading stopped, in words; None where all was read.
     """
 
     totals: TraceTotals = field(default_factory=TraceTotals)
@@ -44,7 +53,8 @@ class TraceRead:
     requests: list[RequestRecord] = field(default_factory=list)
     num_damaged: int = 0
     damage: list[str] = field(default_factory=list)
-    cut: bool = False
+    num_prompt_tokens: int = 0
+    limit: str | None = None
 
 
 def read_trace_evidence(path: Path) -> Evidence:
@@ -56,7 +66,10 @@ def read_trace_evidence(path: Path) -> Evidence:
     read = TraceRead()
     for block in blocks(noted(read_columns(path), read)):
         if read.totals.num_steps >= MAX_STEPS:
-            read.cut = True
+            read.limit = f"{MAX_STEPS} steps"
+        elif len(read.totals.request_steps) >= MAX_REQUESTS:
+            read.limit = f"{MAX_REQUESTS} requests"
+        if read.limit:
             break
         read.totals.add(block)
     evidence = Evidence(readings=[reading_of(read, path.name)])
@@ -73,15 +86,35 @@ def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
     """The tables of steps; everything else is kept on the way."""
     for piece in pieces:
         if isinstance(piece, TraceHeader):
-            read.headers.append(piece)
+            if len(read.headers) < MAX_HEADERS:
+                read.headers.append(piece)
         elif isinstance(piece, RequestRecord):
-            read.requests.append(piece)
+            if len(read.requests) < MAX_REQUESTS:
+                read.requests.append(trimmed(piece, read))
         elif isinstance(piece, Damage):
             read.num_damaged += 1
             if len(read.damage) < MAX_NAMED_DAMAGE:
                 read.damage.append(str(piece))
         else:
             yield piece
+
+
+def trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
+    """What of a request evidence is made of, so that memory holds many."""
+    tokens = request.prompt_token_ids
+    if tokens is not None:
+        tokens = tokens[: max(0, MAX_PROMPT_TOKENS - read.num_prompt_tokens)]
+        read.num_prompt_tokens += len(tokens)
+    return replace(
+        request,
+        tags=tuple(tag[:MAX_WORD] for tag in request.tags[:MAX_TAGS]),
+        parameters={
+            name: value
+            for name, value in request.parameters.items()
+            if name in PARAMETERS and isinstance(value, str | int | float | None)
+        },
+        prompt_token_ids=tokens,
+    )
 
 
 def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -91,8 +124,10 @@ def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         waiting.append(table)
         if sum(map(len, waiting)) >= BLOCK_ROWS:
             whole, rest = before_last_cycle(pa.concat_tables(waiting))
-            if len(whole):
-                yield whole
+            # A cycle as long as a block is none; without this, memory would grow with the trace.
+            if not len(whole) or len(rest) >= BLOCK_ROWS:
+                whole, rest = pa.concat_tables([whole, rest]), rest[:0]
+            yield whole
             waiting = [rest]
     if waiting:
         yield pa.concat_tables(waiting)
@@ -113,8 +148,8 @@ def reading_of(read: TraceRead, name: str) -> Reading:
     reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.num_steps)
     reading.num_unknown = read.num_damaged
     reading.notes += [f"not read: {place}" for place in read.damage]
-    if read.cut:
-        reading.notes.append(f"longer than {MAX_STEPS} steps; only the beginning was read")
+    if read.limit:
+        reading.notes.append(f"longer than {read.limit}; only the beginning was read")
     if len(read.headers) > 1:
         drafts = sorted({str(header.draft) for header in read.headers})
         reading.notes.append(f"several runs in one trace, drafts {', '.join(drafts)}")

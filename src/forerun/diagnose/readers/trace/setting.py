@@ -32,7 +32,7 @@ def add_setup(
     """
     if not headers:
         return
-    evidence.add("engine", "forerun", source)
+    evidence.conclude("engine", "forerun", source)
     for name, values in (
         ("target_name", {header.target for header in headers}),
         ("draft_name", {header.draft for header in headers}),
@@ -43,11 +43,11 @@ def add_setup(
     ):
         value = values.pop() if len(values) == 1 else None
         if value is not None and len(value) <= MAX_WORD:
-            evidence.add(name, value, source)
+            evidence.conclude(name, value, source)
     add_change(evidence, headers, source)
     if methods:
         most = max(methods, key=lambda method: methods[method])
-        evidence.add("method", METHODS.get(most, "other"), source)
+        evidence.conclude("method", METHODS.get(most, "other"), source)
 
 
 def add_change(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
@@ -55,7 +55,9 @@ def add_change(evidence: Evidence, headers: Sequence[TraceHeader], source: str) 
     drafts = {header.draft_hash for header in headers}
     targets = {header.target_hash for header in headers}
     if len(targets) == 2 and len(drafts) == 1:
-        evidence.add("changed", ["target"], f"{source}: its headers name two targets, one draft")
+        evidence.conclude(
+            "changed", ["target"], f"{source}: its headers name two targets, one draft"
+        )
 
 
 def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
@@ -67,9 +69,9 @@ def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str
     }
     if len(rules) == 1 and "draft_model" in evidence.words("method"):
         rule, draft_temperature = rules.pop()
-        evidence.add("draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature")
+        evidence.conclude("draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature")
         if rule in ("walk", "block", "token"):
-            evidence.add("exact_match_rule", rule == "walk", f"{source}: verification {rule}")
+            evidence.conclude("exact_match_rule", rule == "walk", f"{source}: verification {rule}")
     add_prompts(evidence, requests, source)
 
 
@@ -83,7 +85,9 @@ def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: s
         return
     share = sum(count for _, count in counts.most_common(COMMON)) / total
     answer = True if share < 0.05 else False if share > 0.12 else None
-    evidence.add("random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens")
+    evidence.conclude(
+        "random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens"
+    )
 
 
 GRAM = 4
@@ -99,4 +103,4 @@ def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -
         total += len(grams)
         distinct += len(set(grams))
     if total >= MIN_GRAMS:
-        evidence.add("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")
+        evidence.conclude("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")
