@@ -72,10 +72,14 @@ class DraftSequence:
         return len(self.request.ids)
 
     def begin_step(self, plan: Plan, max_context: int) -> None:
-        """Set this step's budget, cut to the draft's context, and its stop rule."""
+        """Set this step's budget, cut to the draft's context, and its stop rule.
+
+        Of a plan for a tree a chain takes the depth alone.
+        """
+        planned = min(plan.shape.num_nodes, plan.shape.depth)
         room = max(0, max_context - self.num_committed)
-        self.budget = min(plan.num_speculative_tokens, room)
-        self.stop_reason = "budget" if self.budget == plan.num_speculative_tokens else "context"
+        self.budget = min(planned, room)
+        self.stop_reason = "budget" if self.budget == planned else "context"
         self.stop, self.stop_values = plan.stop, None
 
     def apply_stop_rule(self, values: Sequence[float]) -> None:

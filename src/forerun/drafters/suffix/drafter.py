@@ -49,7 +49,7 @@ class SuffixDrafter:
     ) -> list[Proposal | Pause]:
         """A chain of at most K tokens per request; a pause where copying would not pay."""
         return [
-            self._reader(request).propose(plan.num_speculative_tokens, self.config)
+            self._reader(request).propose(min(plan.shape.num_nodes, plan.shape.depth), self.config)
             for request, plan in zip(requests, plans, strict=True)
         ]
 

@@ -1,0 +1,325 @@
+"""A conformance suite for drafters of third parties: `check_drafter`.
+
+A drafter is code that the engine calls in the middle of every step, so that a small
+misunderstanding of the contract can bias a text, leak memory or cost speed without an error. The
+suite runs a drafter under the engine in the situations that occur in service and raises an
+AssertionError with the reason at the first violation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import Drafter
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.models.base import LanguageModel
+from forerun.models.tokenizers import Tokenizer
+from forerun.sampling.choice import Choice
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.proposal import Proposal
+from forerun.testing.recorder import TREE, Failures, Recorder, TreePlans
+from forerun.theory.splitmix import finalise
+
+__all__ = ["check_drafter"]
+
+Factory = Callable[[], Drafter]
+Texts = list[tuple[int, ...]]
+
+MAX_SCORE = 5.0
+"""Standard errors that log-probabilities of drawn tokens may be off: once in 2 million tests."""
+
+
+def check_drafter(  # noqa: PLR0913 (keyword-only sizes)
+    drafter_factory: Factory,
+    target: LanguageModel,
+    tokenizer: Tokenizer,
+    *,
+    prompts: Sequence[Sequence[int]] | None = None,
+    max_tokens: int = 24,
+    num_speculative_tokens: int = 4,
+    num_sampled: int = 32,
+) -> None:
+    """Check that a drafter keeps the contract of `forerun.drafters.base.Drafter`.
+
+    The suite checks that texts are those of plain decoding (greedy, seeded, with penalties, with
+    plans for trees, after a preemption, an abort and the loss of the drafter's state), that the
+    drafter raises nothing and that the engine refuses none of its proposals, that it leaves the
+    requests unchanged, that proposals are reproducible given the noise, and that tokens proposed as
+    sampled were drawn from `draft_probs` and kept whatever was drawn.
+
+    Args:
+        drafter_factory: makes a fresh drafter; called many times.
+        target: the model to draft for, in fp32, with at least as many free KV slots as prompts.
+        tokenizer: of the target.
+        prompts: token ids of at least 3 prompts; None makes 4 prompts of random tokens.
+        max_tokens: tokens to decode per prompt.
+        num_speculative_tokens: K.
+        num_sampled: requests per prompt from which the draws are tested.
+
+    Raises:
+        AssertionError: the drafter violates the contract; the message says how.
+    """
+    texts = [list(ids) for ids in prompts] if prompts else random_prompts(target.vocab_size)
+    if len(texts) < 3:
+        raise AssertionError(f"check_drafter needs at least 3 prompts, not {len(texts)}")
+    check = Check(drafter_factory, target, tokenizer, texts, max_tokens, num_speculative_tokens)
+    check.check_interface()
+    for name, params in parameters(max_tokens).items():
+        check.check_text(name, params)
+    check.check_tree_plans()
+    check.check_new_state()
+    check.check_preemption()
+    check.check_abort()
+    check.check_reproducible()
+    check.check_draws(num_sampled)
+
+
+def parameters(max_tokens: int) -> dict[str, SamplingParams]:
+    """Sampling parameters under which the text is a function of the prompt and the seed."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    seeded = replace(greedy, temperature=1.0, seed=5)
+    return {
+        "greedy": greedy,
+        "seeded": seeded,
+        "greedy with penalties": replace(greedy, repetition_penalty=1.3, frequency_penalty=0.4),
+        "seeded with top_p": replace(seeded, top_p=0.9, temperature=0.7),
+    }
+
+
+def random_prompts(vocab_size: int) -> list[list[int]]:
+    """Return prompts of several lengths; the same ids for the same vocabulary."""
+    return [
+        [finalise(1000 * prompt + place) % vocab_size for place in range(length)]
+        for prompt, length in enumerate((3, 1, 12, 30))
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class Check:
+    """One drafter under test, and what it is tested on.
+
+    Attributes:
+        factory: makes a fresh drafter.
+        target: the model to draft for.
+        tokenizer: of the target.
+        prompts: token ids.
+        max_tokens: tokens to decode per prompt.
+        k: num_speculative_tokens.
+    """
+
+    factory: Factory
+    target: LanguageModel
+    tokenizer: Tokenizer
+    prompts: list[list[int]]
+    max_tokens: int
+    k: int
+
+    def check_interface(self) -> None:
+        """Names and layers have the right types, and unknown requests can be forgotten."""
+        drafter: Any = self.factory()
+        if not isinstance(drafter, Drafter):
+            missing = [
+                name
+                for name in ("method", "required_features", "propose", "observe", "forget")
+                if not hasattr(drafter, name)
+            ]
+            raise AssertionError(f"{type(drafter).__name__} lacks {', '.join(missing)}")
+        method: Any = drafter.method
+        layers: Any = drafter.required_features
+        if not isinstance(method, str) or not method or method == "plain":
+            raise AssertionError(f'method is {method!r}; it must be a name other than "plain"')
+        if not isinstance(layers, tuple) or not all(isinstance(layer, int) for layer in layers):
+            raise AssertionError(f"required_features is {layers!r}; it must be a tuple of layers")
+        try:
+            drafter.forget("a request that was never seen")
+        except Exception as error:
+            raise AssertionError(
+                f"forget raised {error!r} for an unknown request; it must ignore such ids"
+            ) from error
+
+    def check_text(self, name: str, params: SamplingParams) -> None:
+        """The text is that of plain decoding."""
+        recorder = Recorder(self.factory())
+        found = self.decode(recorder, params)
+        self.compare(name, found, self.decode(None, params))
+
+    def check_tree_plans(self) -> None:
+        """A plan for a tree is followed or undercut, with the same text."""
+        recorder = Recorder(self.factory())
+        for name, params in [*parameters(self.max_tokens).items()][:2]:
+            found = self.decode(recorder, params, controller=TreePlans(recorder.method))
+            self.compare(f"{name}, plans for trees", found, self.decode(None, params))
+
+    def check_new_state(self) -> None:
+        """A drafter that lost the state of its requests builds it again from what is reported."""
+        for name, params in [*parameters(self.max_tokens).items()][:2]:
+            recorder = Recorder(self.factory(), fails_at=2)
+            found = self.decode(recorder, params)
+            self.compare(f"{name}, state dropped in the middle", found, self.decode(None, params))
+            found = self.decode(recorder, params, prompts=self.prompts[::-1])
+            plain = self.decode(None, params, prompts=self.prompts[::-1])
+            self.compare(f"{name}, the same ids used again", found, plain)
+
+    def check_preemption(self) -> None:
+        """A request that loses its place and comes back goes on with the same text."""
+        params = parameters(self.max_tokens)["seeded"]
+        longest = max(map(len, self.prompts)) + self.max_tokens
+        limits: dict[str, Any] = {"max_context": longest, "max_kv_tokens": longest + self.k}
+        found = self.decode(Recorder(self.factory()), params, **limits)
+        self.compare("seeded, with preemptions", found, self.decode(None, params))
+
+    def check_abort(self) -> None:
+        """The others go on where one request is aborted."""
+        params = parameters(self.max_tokens)["seeded"]
+        recorder = Recorder(self.factory())
+        with self.watched(recorder):
+            engine = self.engine(recorder)
+            for index, ids in enumerate(self.prompts):
+                engine.add_request(ids, params, f"request-{index}")
+            for _ in range(3):
+                engine.step()
+            engine.abort("request-1")
+            while engine.has_unfinished:
+                engine.step()
+            kept = [index for index in range(len(self.prompts)) if index != 1]
+            found = [tuple(engine.take_output(f"request-{i}").token_ids) for i in kept]
+        plain = self.decode(None, params)
+        self.compare("seeded, one request aborted", found, [plain[index] for index in kept])
+
+    def check_reproducible(self) -> None:
+        """Two fresh drafters propose the same in the same situation."""
+        for name, params in parameters(self.max_tokens).items():
+            first, second = Recorder(self.factory()), Recorder(self.factory())
+            self.decode(first, params)
+            self.decode(second, params)
+            for place in sorted(first.proposals.keys() | second.proposals.keys()):
+                one, other = first.proposals.get(place), second.proposals.get(place)
+                if not same_proposal(one, other):
+                    raise AssertionError(
+                        f"{name}: two fresh drafters propose differently for request {place[0]} at "
+                        f"{place[1]} tokens; draw from the noise of `request.noise_key` alone"
+                    )
+
+    def check_draws(self, num_sampled: int) -> None:
+        """Sampled tokens follow the rows that are handed in with them.
+
+        Under `draft_probs` the log-probability of a drawn token has a known mean and variance.
+        Their sum over all drawn tokens shows both rows that are not those drawn from and drafts
+        cut by their own tokens.
+        """
+        params = replace(parameters(self.max_tokens)["seeded"], verification="block", seed=None)
+        total = variance = 0.0
+        for seed in range(num_sampled):
+            recorder = Recorder(self.factory())
+            self.decode(recorder, replace(params, seed=seed), max_batch=len(self.prompts))
+            for proposal in recorder.proposals.values():
+                excess, spread = log_excess(proposal)
+                total, variance = total + excess, variance + spread
+        if variance > 0 and abs(total) > MAX_SCORE * math.sqrt(variance):
+            direction = "likelier" if total > 0 else "less likely"
+            raise AssertionError(
+                f"sampled tokens are {direction} under draft_probs than draws from them "
+                f"({total / math.sqrt(variance):+.1f} standard errors): hand in the rows that were "
+                "drawn from, and keep a node whatever token was drawn for it"
+            )
+
+    def decode(
+        self,
+        recorder: Recorder | None,
+        params: SamplingParams,
+        *,
+        prompts: list[list[int]] | None = None,
+        controller: TreePlans | None = None,
+        **limits: Any,
+    ) -> Texts:
+        """Return the texts of all prompts; raises AssertionError where the drafter failed."""
+        with self.watched(recorder):
+            engine = self.engine(recorder, controller, **limits)
+            outputs = engine.generate(prompts or self.prompts, params)
+        return [tuple(output.token_ids) for output in outputs]
+
+    def engine(
+        self, recorder: Recorder | None, controller: TreePlans | None = None, **limits: Any
+    ) -> Engine:
+        """Return an engine over the target, with the drafter or without."""
+        longest = max(map(len, self.prompts)) + self.max_tokens
+        sizes = {"max_batch": len(self.prompts), "max_context": longest} | limits
+        nodes = self.k if controller is None else max(self.k, TREE.num_nodes)
+        config = EngineConfig(
+            num_speculative_tokens=nodes, controller="fixed", sharing="none", **sizes
+        )
+        return Engine(
+            target=self.target,
+            tokenizer=self.tokenizer,
+            drafter=recorder,
+            controller=controller,
+            config=config,
+        )
+
+    @contextmanager
+    def watched(self, recorder: Recorder | None) -> Any:
+        """Turn what the engine survives into errors."""
+        logger, failures = logging.getLogger("forerun.drafting"), Failures()
+        level = logger.level
+        logger.addHandler(failures)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(failures)
+            logger.setLevel(level)
+        problems = [*(recorder.problems if recorder else ()), *failures.messages]
+        if problems:
+            raise AssertionError(problems[-1])
+
+    def compare(self, name: str, found: Texts, plain: Texts) -> None:
+        """Refuse texts that are not those of plain decoding."""
+        for index, (ours, expected) in enumerate(zip(found, plain, strict=True)):
+            if ours != expected:
+                places = range(min(len(ours), len(expected)))
+                at = next((p for p in places if ours[p] != expected[p]), len(places))
+                raise AssertionError(
+                    f"{name}: the text of prompt {index} differs from plain decoding at token "
+                    f"{at}: {ours[at : at + 3]} instead of {expected[at : at + 3]}"
+                )
+
+
+def same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
+    """Whether two proposals agree; probabilities up to rounding."""
+    if one is None or other is None:
+        return one is other
+    if one.tree != other.tree or one.choice is not other.choice:
+        return False
+    if one.tokens.tolist() != other.tokens.tolist():
+        return False
+    if one.draft_probs is None or other.draft_probs is None:
+        return one.draft_probs is other.draft_probs
+    return torch.allclose(one.draft_probs.float(), other.draft_probs.float(), atol=1e-5)
+
+
+def log_excess(proposal: Proposal) -> tuple[float, float]:
+    """Return how far the drawn tokens' log-probability is above its mean, and its variance.
+
+    Only the first child of every node is looked at: its siblings may be drawn without replacement.
+    """
+    if proposal.choice is not Choice.SAMPLED or proposal.draft_probs is None:
+        return 0.0, 0.0
+    tree = proposal.tree
+    expanded = sorted(set(tree.parents))
+    drawn = [tree.children(parent)[0] for parent in expanded]
+    probs = proposal.draft_probs.double().cpu()
+    tokens = proposal.tokens.cpu()[torch.tensor(drawn)]
+    logs: Tensor = probs.clamp(min=1e-300).log()
+    mean = (probs * logs).sum(-1)
+    variance = (probs * logs.square()).sum(-1) - mean.square()
+    excess = logs.gather(-1, tokens[:, None])[:, 0] - mean
+    return float(excess.sum()), float(variance.clamp(min=0).sum())
