@@ -238,7 +238,7 @@ def test_contradictions_are_refused_before_anything_is_made(align, tmp_path, arg
     [
         (("--prompts", "p.jsonl"), "give either --draft, to start from one, or --init"),
         (("--draft", "zoo:code-2m"), "no prompts: give --prompts FILE or DIR"),
-        (("--refresh", "nowhere"), "nowhere is no alignment"),
+        (("--refresh", "nowhere"), "nowhere is neither an alignment"),
         (
             ("--draft", "d", "--prompts", "p", "--profile", "x", "--no-prediction"),
             "--profile is for predictions; leave --no-prediction out",

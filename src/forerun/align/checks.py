@@ -6,6 +6,7 @@ from pathlib import Path
 
 from forerun.align.config import AlignConfig
 from forerun.align.data.selection import shares_of
+from forerun.align.export.hub import check_repo
 from forerun.align.objectives.named import Objective
 from forerun.align.teachers.choose import PARTIAL, check_objective
 from forerun.align.texts import PromptSplit
@@ -24,6 +25,8 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
     data = config.data
     shares_of(on_policy_share=data.on_policy_share, fixed_share=data.fixed_share)
     check_place(config, workspace)
+    if config.push_to_hub is not None:
+        check_repo(config.push_to_hub)
     check_weights(config, objective)
     if objective.needs_teacher:
         check_objective(config.teacher.teacher, objective, config.sampling)

@@ -5,6 +5,7 @@ The card of a draft just aligned: made from what the run asked for, learned and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -15,6 +16,7 @@ from forerun.align.data.sample import data_hash
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
 from forerun.align.evaluation.ledger import ledger_of
+from forerun.align.export.hub import push_draft
 from forerun.align.export.write import describe_pair, export_draft
 from forerun.align.identity import DEFAULTS
 from forerun.align.objectives.named import make_objective
@@ -24,13 +26,16 @@ from forerun.align.selection import DraftSelector
 from forerun.align.settings import settings_of
 from forerun.align.training.checkpoint import differences
 from forerun.align.training.metrics import read_metrics
-from forerun.align.workspace import Workspace
+from forerun.align.workspace import Workspace, check_hashes
+from forerun.errors import InvalidModel
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import model_folder
 from forerun.provenance import collect, content_hash, version_of
 from forerun.theory.cost import CostTable
 
 __all__ = ["card_of", "export", "finished", "hand_over", "judged_at", "report_of"]
+
+logger = logging.getLogger("forerun.align")
 
 
 def judged_at(
@@ -43,6 +48,7 @@ def judged_at(
         workspace: of the alignment.
         others: costs at the other temperatures.
     """
+    check_hashes(workspace.snapshot(0))
     judges = [judge, *(judge.at(temperature, costs) for temperature, costs in others.items())]
     return tuple(
         JudgedPair(
@@ -110,10 +116,27 @@ def hand_over(
 
 
 def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
-    """Write how the draft is served."""
-    k = report.best_k or config.evaluation.num_speculative_tokens
+    """Write how the draft is served, and upload it where the settings name a repository.
+
+    Where every K was predicted to be slower than decoding without the draft, the files say so and
+    do not use it.
+
+    Raises:
+        IncompatibleDraft: other engines refuse the pair.
+        InvalidRequest: the upload failed.
+    """
+    k = config.evaluation.num_speculative_tokens if report.best_k is None else report.best_k
     serving = describe_pair(config.target, workspace.draft, k, config.sampling)
     export_draft(config.export, serving)
+    if not serving.speculates:
+        logger.warning(
+            "no number of speculative tokens up to %d is predicted to be faster than decoding "
+            "without the draft: the serving files do not use it",
+            config.evaluation.num_speculative_tokens,
+        )
+    if config.push_to_hub is not None:
+        address = push_draft(serving, config.push_to_hub, config.export)
+        logger.warning("the draft was uploaded to %s", address)
 
 
 def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
@@ -148,6 +171,12 @@ def finished(
     report = AlignReport.read(workspace.report)
     if report is None or not workspace.draft.is_dir():
         return None
+    damaged = report.provenance.models.get("draft") != content_hash(str(workspace.draft))
+    if damaged:
+        raise InvalidModel(
+            f"the weights in {workspace.draft} are not those that {workspace.report} describes; "
+            "delete both, and the same command restores the draft and judges it again"
+        )
     lacks_speedup = predicted and report.judged[0].after.overall.speedup is None
     if lacks_speedup or differences(report.identity, identity, DEFAULTS):
         return None

@@ -195,6 +195,8 @@ class AlignConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     export: tuple[Export, ...] = ("hf",)
     """Serving configurations written beside the draft."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face hub, such as me/my-draft, that the draft is uploaded to."""
 
     @property
     def draft_temperature(self) -> float:

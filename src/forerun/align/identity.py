@@ -14,12 +14,12 @@ from typing import Any
 
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.sample import data_hash
+from forerun.align.json_files import write_json
 from forerun.align.settings import settings_of
 from forerun.align.texts import PromptSplit
 from forerun.align.training.checkpoint import differences
 from forerun.align.training.trainer import FREE_SETTINGS
 from forerun.align.workspace import Workspace
-from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object
@@ -139,10 +139,8 @@ def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) 
     Raises:
         InvalidRequest: it cannot be written.
     """
-    kept = {workspace.identity: of_folder(identity), workspace.settings: settings_of(config)}
     try:
-        for path, content in kept.items():
-            with atomic_write(path) as scratch:
-                scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(workspace.identity, of_folder(identity))
+        write_json(workspace.settings, settings_of(config))
     except OSError as error:
         raise InvalidRequest(f"{workspace.root} cannot be written: {error}") from error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from forerun.align.evaluation.figures import DraftFigures, FigureChange, changes
 from forerun.align.evaluation.ledger import Ledger
+from forerun.align.json_files import from_json, to_json, write_json
 from forerun.align.selection import Judgement
-from forerun.align.settings import built
-from forerun.atomic_write import atomic_write
+from forerun.bounded_documents import read_json
 from forerun.provenance import Provenance
 
 __all__ = ["AlignReport", "DataSummary", "JudgedPair"]
@@ -53,14 +53,6 @@ class JudgedPair:
         """Before against after."""
         return changes(self.before, self.after)
 
-    def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
-        return {
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-            "changes": [change.to_dict() for change in self.changes],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignReport:
@@ -92,38 +84,36 @@ class AlignReport:
     identity: Mapping[str, str]
 
     @property
-    def best_k(self) -> int:
-        """K of the best predicted speedup as deployed; 0 where none pays or none is known."""
+    def best_k(self) -> int | None:
+        """K of the best predicted speedup as deployed; 0 where none pays, None without costs."""
         speedup = self.judged[0].after.overall.speedup
-        return 0 if speedup is None else speedup.num_speculative_tokens
+        return None if speedup is None else speedup.num_speculative_tokens
 
-    def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
-        return {
-            "draft": str(self.draft),
-            "objective": self.objective,
-            "data": asdict(self.data),
-            "judged": [pair.to_dict() for pair in self.judged],
-            "ledger": self.ledger.to_dict(),
-            "judgements": [asdict(judgement) for judgement in self.judgements],
-            "best_step": self.best_step,
-            "seconds": dict(self.seconds),
-            "provenance": self.provenance.to_dict(),
-            "identity": dict(self.identity),
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: all but the single prompts, and what changed between the drafts."""
+        bare = tuple(
+            JudgedPair(
+                before=replace(pair.before, prompts=()), after=replace(pair.after, prompts=())
+            )
+            for pair in self.judged
+        )
+        values: dict[str, Any] = to_json(replace(self, judged=bare))
+        for pair, judged in zip(values["judged"], self.judged, strict=True):
+            del pair["before"]["prompts"], pair["after"]["prompts"]
+            pair["changes"] = [change.to_dict() for change in judged.changes]
+        return values
 
     @classmethod
     def read(cls, path: Path) -> AlignReport | None:
-        """What `write` has written; None where there is nothing, or nothing this version knows."""
+        """The report that `write` has written; None without one, or of another version."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             for pair in values["judged"]:
-                del pair["changes"]  # follow from the rest
-            return built(cls, values)
-        except (OSError, AttributeError, KeyError, TypeError, ValueError):
+                del pair["changes"]  # they follow from the figures
+            return from_json(cls, values)
+        except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
-        with atomic_write(path) as scratch:
-            scratch.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())

@@ -46,7 +46,7 @@ from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.metrics import MetricsLog, StepMetrics
 from forerun.align.training.processes import make_accelerator
 from forerun.align.training.trainer import Trainer
-from forerun.align.workspace import Workspace, exclusive_access, lock_for
+from forerun.align.workspace import Workspace, check_hashes, exclusive_access, lock_for
 from forerun.engine.engine import Engine
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
@@ -283,6 +283,7 @@ class Alignment:
             if "draft" in texts.shares:
                 with self.phases.bar("responses", "the draft's own") as on_progress:
                     snapshot = self.workspace.snapshot(start)
+                    check_hashes(snapshot)
                     own = texts.of_draft(snapshot, number, len(self.schedule) - 1, on_progress)
             return texts.mixed([*steady, *own], seed=number)
 

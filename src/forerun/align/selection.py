@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
-from forerun.align.jsonl import read_lines, write_lines
-from forerun.align.workspace import Workspace
+from forerun.align.json_files import read_lines, write_lines
+from forerun.align.workspace import HASHES, Workspace, check_hashes
 from forerun.atomic_write import atomic_folder
 
 __all__ = ["DraftSelector", "Judgement", "judgement_of"]
@@ -66,21 +66,27 @@ class DraftSelector:
         return self.judgements[max(self.judgements)]
 
     def consider(self, step: int) -> Judgement:
-        """Judge the snapshot of a step, once, and keep its draft if it is the best so far."""
+        """Judge the snapshot of a step, once, and keep its draft if it is the best so far.
+
+        Raises:
+            InvalidCheckpoint: the snapshot is damaged.
+        """
+        snapshot = self.workspace.snapshot(step)
         if step not in self.judgements:
+            check_hashes(snapshot)
             started_s = time.monotonic()
-            figures = self.judge.judge(
-                self.workspace.snapshot(step), name=f"step {step}", max_prompts=self.max_prompts
-            )
+            figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
             self._keep(judgement_of(step, figures, time.monotonic() - started_s))
         if self.best.step == step:
+            check_hashes(snapshot)
             with atomic_folder(self.workspace.draft) as scratch:
-                shutil.copytree(self.workspace.snapshot(step), scratch, dirs_exist_ok=True)
+                ignored = shutil.ignore_patterns(HASHES)
+                shutil.copytree(snapshot, scratch, ignore=ignored, dirs_exist_ok=True)
         return self.judgements[step]
 
     def _keep(self, judgement: Judgement) -> None:
         self.judgements[judgement.step] = judgement
-        write_lines(self.workspace.judgements, map(asdict, self.judgements.values()))
+        write_lines(self.workspace.judgements, self.judgements.values())
 
 
 def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
@@ -99,4 +105,4 @@ def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgeme
 
 def read_judgements(path: Path) -> dict[int, Judgement]:
     """Judgements by step."""
-    return {row["step"]: Judgement(**row) for row in read_lines(path)}
+    return {judgement.step: judgement for judgement in read_lines(path, Judgement)}

@@ -5,16 +5,27 @@ One process at a time writes to a place; the system frees it when that process e
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from filelock import FileLock, Timeout
 
-from forerun.errors import InvalidRequest
+from forerun.bounded_read import read_bytes
+from forerun.errors import InvalidCheckpoint, InvalidRequest
 
-__all__ = ["Workspace", "exclusive_access", "lock_for"]
+__all__ = ["HASHES", "Workspace", "check_hashes", "exclusive_access", "lock_for", "write_hashes"]
+
+HASHES = "sha256.json"
+"""File of a snapshot with the hashes of its other files."""
+START_AGAIN = (
+    "delete this snapshot, and the folder training beside snapshots if its checkpoint is of a "
+    "later step; the same command then trains these steps again"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,38 @@ class Workspace:
     def snapshot(self, step: int) -> Path:
         """The draft after so many steps."""
         return self.root / "snapshots" / str(step)
+
+
+def write_hashes(folder: Path) -> None:
+    """Write the SHA-256 of every file of a snapshot into the snapshot, for `check_hashes`."""
+    hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+    (folder / HASHES).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+
+
+def check_hashes(folder: Path) -> None:
+    """Refuse a snapshot whose files are not those that were written.
+
+    Snapshots of earlier versions have no hashes and pass.
+
+    Raises:
+        InvalidCheckpoint: a file was changed or is missing.
+    """
+    path = folder / HASHES
+    if not path.exists():
+        return
+    try:
+        hashes = msgspec.json.decode(read_bytes(path), type=dict[str, str])
+        damaged = [name for name in hashes if file_hash(folder / name) != hashes[name]]
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise InvalidCheckpoint(f"{folder} cannot be read ({error}); {START_AGAIN}") from error
+    if damaged:
+        raise InvalidCheckpoint(f"{folder / damaged[0]} is damaged; {START_AGAIN}")
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def lock_for(path: Path) -> FileLock:

@@ -71,6 +71,8 @@ class AlignOptions:
     """Folder of an earlier alignment, or its draft: go on from that, its settings as defaults."""
     export: UseAppendAction[tuple[Export, ...]] = ()
     """Serving configuration to write beside the draft: hf, vllm or sglang; hf if none is named."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face hub, such as me/my-draft, to upload the draft to."""
     data: DataFlags = field(default_factory=DataFlags)
     sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=128))
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -132,10 +134,28 @@ class AlignOptions:
             training=self.training,
             evaluation=self.evaluation,
             export=self.export or EXPORTS,
+            push_to_hub=self.push_to_hub,
         )
 
 
 def run(options: AlignOptions) -> int:
+    """Align, show and write; returns the exit code.
+
+    Raises:
+        InvalidRequest: a package that alignment needs is not installed.
+    """
+    try:
+        return aligned(options)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "forerun":
+            raise
+        raise InvalidRequest(
+            f"forerun align needs the package {error.name}, which is not installed; install what "
+            "alignment needs with: pip install 'forerun[align]'"
+        ) from error
+
+
+def aligned(options: AlignOptions) -> int:
     """Align, show and write; returns the exit code."""
     config = options.config
     if options.profile is not None and options.no_prediction:

@@ -1,37 +1,70 @@
-"""Prompts and conversations as files hold them: JSON lines, Parquet, plain text, or a folder."""
+"""Prompts and conversations from files, from folders, and from datasets of the Hugging Face hub.
+
+Records are read in three forms: forerun's own ("prompt" or "messages", and perhaps "response" and
+"tag"), ShareGPT's ("conversations" of "from" and "value") and Alpaca's ("instruction", "input" and
+"output").
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import csv
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from forerun.errors import InvalidRequest
+from forerun.bounded_documents import json_lines, parse_json, read_json
+from forerun.bounded_parquet import parquet_batches
+from forerun.bounded_read import ReadLimits, decoded, first_line, open_bounded, read_text
+from forerun.errors import InvalidRequest, UnreadableInput
 
 __all__ = ["SUFFIXES", "TAGGED", "Message", "PromptEntry", "read_entries"]
 
-TAGGED = (".jsonl", ".parquet")
-"""Files whose records have fields."""
+TAGGED = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
+"""Suffixes of files whose records have fields."""
 SUFFIXES = (*TAGGED, ".txt")
-"""Files of a folder that are read."""
+"""Suffixes of all files that are read."""
 SEPARATOR = "---"
-FIELDS = ("prompt", "text", "messages", "response", "tag")
-BATCH_ROWS = 1024
+OWN_FIELDS = ("prompt", "text", "messages")
+FIELDS = (
+    *OWN_FIELDS,
+    "response",
+    "tag",
+    "conversations",
+    "system",
+    "instruction",
+    "input",
+    "output",
+)
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""Other roles of ShareGPT, such as "system", are those of chat templates."""
+MAX_RECORDS = 2_000_000
+MAX_CHARACTERS = 1 << 30
+STREAM = ReadLimits(
+    max_bytes=1 << 34, max_seconds=3600.0, max_line_bytes=1 << 24, max_rows=MAX_RECORDS
+)
+"""Of files that are read record by record; the time includes that of making tokens."""
+TABLE = ReadLimits(max_bytes=1 << 27, max_seconds=3600.0, max_rows=MAX_RECORDS)
+DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<split>[\w.-]+))?")
 
 Message = Mapping[str, str]
 """With "role" and "content"."""
+Rows = Iterable[tuple[str, object]]
+"""Records, each behind its place for error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEntry:
-    """One record of a file; it has either a text or messages.
+    """One record; it has either a text or messages.
 
     Attributes:
-        where: file and line, for errors.
+        where: file and line, for error messages.
         text: a text to continue as it is, None for a conversation.
         messages: a conversation for the chat template.
-        response: what some model or person answered, if the record brings it.
+        response: the response that the record has, None without one.
         tag: the record's own label.
     """
 
@@ -41,27 +74,43 @@ class PromptEntry:
     response: str | None = None
     tag: str = ""
 
+    @property
+    def num_characters(self) -> int:
+        """Length of its texts."""
+        contents = sum(len(message["content"]) for message in self.messages)
+        return len(self.text or "") + contents + len(self.response or "")
+
 
 def read_entries(path: Path) -> Iterator[PromptEntry]:
-    """Records of a file, or of every file of a folder in the order of their names.
+    """Read the records of a file, of every file of a folder in order of names, or of a dataset.
 
-    Objects of a .jsonl file and rows of a .parquet file have a "prompt" (or "text") to be continued
-    as it is, or "messages" for the chat template; and perhaps a "response" and a "tag". Any other
-    file is text: where some line is "---", such lines separate the prompts; otherwise every line is
-    one.
+    The suffix decides how a file is read: JSON lines, a JSON list, a CSV or TSV table with a
+    header, a Parquet table, or plain text, in which lines of "---" separate the prompts or, where
+    there are none, every line is one. A path that does not exist is taken for the name of a
+    dataset on the Hugging Face hub, with its split behind a colon, if the package `datasets` is
+    installed.
 
     Raises:
-        InvalidRequest: something cannot be read or is malformed; file and line are named.
+        InvalidRequest: something cannot be read within the limits, has an unknown suffix, or is
+            malformed; file and line are named.
     """
+    num_characters = 0
     try:
-        for file in files_of(path):
-            yield from entries_of(file)
-    except (OSError, UnicodeError) as error:
+        for source in sources_of(path):
+            for entry in entries_of(source):
+                num_characters += entry.num_characters
+                if num_characters > MAX_CHARACTERS:
+                    raise InvalidRequest(
+                        f"{path} has more than {MAX_CHARACTERS} characters of prompts, the limit "
+                        "here; give less of it"
+                    )
+                yield entry
+    except (OSError, UnreadableInput) as error:
         raise InvalidRequest(f"prompts cannot be read from {path}: {error}") from error
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file itself, or those of a folder that may hold prompts."""
+def sources_of(path: Path) -> list[Path]:
+    """The file itself, or the files of a folder that may hold prompts."""
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
@@ -70,52 +119,114 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def entries_of(file: Path) -> Iterator[PromptEntry]:
-    """Records of one file."""
-    if file.suffix == ".parquet":
-        rows: Iterable[tuple[str, object]] = parquet_rows(file)
-    elif file.suffix == ".jsonl":
-        rows = json_rows(file)
-    else:
-        yield from texts_of(file)
+def entries_of(source: Path) -> Iterator[PromptEntry]:
+    """Records of one file or dataset."""
+    if source.suffix == ".txt":
+        yield from texts_of(source)
         return
-    for where, row in rows:
+    readers: dict[str, Callable[[Path], Rows]] = {
+        ".csv": csv_rows,
+        ".json": json_rows,
+        ".jsonl": json_line_rows,
+        ".parquet": parquet_rows,
+        ".tsv": csv_rows,
+    }
+    reader = readers.get(source.suffix, dataset_rows)
+    may_be_dataset = DATASET.fullmatch(str(source)) is not None and not source.exists()
+    if source.suffix not in readers and not may_be_dataset:
+        raise InvalidRequest(
+            f"{source} has the suffix {source.suffix!r}; prompts are read from files that end in "
+            f"{', '.join(SUFFIXES)}: rename it to say what it holds"
+        )
+    for where, row in reader(source):
         yield entry_of(row, where)
 
 
-def json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """Objects of a JSON lines file and where they stand; empty lines are skipped."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                yield where, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"{where} is no JSON: {error}") from error
+def json_line_rows(file: Path) -> Rows:
+    """Values of a JSON lines file; empty lines are skipped."""
+    for number, row in json_lines(file, STREAM):
+        yield f"{file}:{number}", row
 
 
-def parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """Rows of a Parquet file, their columns of interest, and where they stand."""
-    import pyarrow as pa
+def json_rows(file: Path) -> Rows:
+    """Entries of a JSON list, which may be the only list in an object."""
+    values = read_json(file)
+    if isinstance(values, Mapping):
+        lists = [value for value in values.values() if isinstance(value, list)]
+        values = lists[0] if len(lists) == 1 else None
+    if not isinstance(values, list):
+        raise InvalidRequest(
+            f"{file} is JSON but no list of records; if it has one record per line, name it .jsonl"
+        )
+    for number, row in enumerate(values, start=1):
+        yield f"{file}, record {number}", {"prompt": row} if isinstance(row, str) else row
+
+
+def csv_rows(file: Path) -> Rows:
+    """Rows of a table whose first line has the names; a list is JSON in its cell."""
+    delimiter = "\t" if file.suffix == ".tsv" else ","
+    with open_bounded(file, STREAM) as source:
+        lines = (decoded(line, str(file)) for line in source.lines())
+        table = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        try:
+            for row in table:
+                where = f"{file}:{table.line_num}"
+                yield where, {name: cell_of(row.get(name), where) for name in FIELDS}
+        except csv.Error as error:
+            raise InvalidRequest(f"{file}:{table.line_num} is not CSV: {error}") from error
+
+
+def cell_of(cell: Any, where: str) -> object:
+    """The value of a cell: None where it is empty, a list where it is a JSON list."""
+    if not isinstance(cell, str) or not cell:
+        return None
+    if cell.startswith("[{"):
+        return parse_json(cell, where)
+    return cell
+
+
+def parquet_rows(file: Path) -> Rows:
+    """Rows of a Parquet file."""
     import pyarrow.parquet as pq
+    from pyarrow import ArrowException
 
-    number = 0
     try:
-        with pq.ParquetFile(file) as table:
-            columns = [name for name in table.schema_arrow.names if name in FIELDS]
-            for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}, row {number}", row
-    except pa.ArrowException as error:
-        raise InvalidRequest(f"{file} is no whole Parquet file: {error}") from error
+        columns = [name for name in pq.read_schema(file).names if name in FIELDS]
+    except (OSError, ArrowException) as error:
+        raise InvalidRequest(f"{file} is no whole Parquet file: {first_line(error)}") from error
+    number = 0
+    for batch in parquet_batches(file, columns, TABLE):
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{file}, row {number}", row
+
+
+def dataset_rows(name: Path) -> Rows:
+    """Records of a dataset on the Hugging Face hub, by default of its training split."""
+    try:
+        datasets: Any = import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"{name} does not exist; if it is a dataset of the Hugging Face hub, install the "
+            "package that reads it: pip install datasets"
+        ) from error
+    match = DATASET.fullmatch(str(name))
+    assert match is not None
+    try:
+        rows = datasets.load_dataset(match["name"], split=match["split"] or "train", streaming=True)
+        for number, row in enumerate(islice(rows, MAX_RECORDS), start=1):
+            yield f"{name}, row {number}", row
+    except InvalidRequest:
+        raise
+    except Exception as error:  # whatever the hub, the network or a decoder of the dataset raises
+        raise InvalidRequest(
+            f"{name} does not exist here, and is no dataset that can be read: {first_line(error)}"
+        ) from error
 
 
 def texts_of(file: Path) -> Iterator[PromptEntry]:
     """Prompts of plain text, each with the line it begins at."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = read_text(file).splitlines()
     if SEPARATOR not in lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -132,7 +243,7 @@ def texts_of(file: Path) -> Iterator[PromptEntry]:
 
 
 def entry_of(row: object, where: str) -> PromptEntry:
-    """A record, checked.
+    """Check a record of any of the three forms.
 
     Raises:
         InvalidRequest: it has neither or both of a prompt and messages, or a field of another type.
@@ -140,9 +251,12 @@ def entry_of(row: object, where: str) -> PromptEntry:
     if not isinstance(row, Mapping):
         raise InvalidRequest(f'{where} is no object with a "prompt" or "messages"')
     # Rows of a table have every column; those without a value are null.
-    fields = {name: row[name] for name in FIELDS if row.get(name) is not None}
-    if sum(name in fields for name in ("prompt", "text", "messages")) != 1:
-        raise InvalidRequest(f'{where} must have one of "prompt", "text" and "messages"')
+    fields = own_form({name: row[name] for name in FIELDS if row.get(name) is not None}, where)
+    if sum(name in fields for name in OWN_FIELDS) != 1:
+        raise InvalidRequest(
+            f'{where} must have one of "prompt", "text" and "messages", or be a record of ShareGPT '
+            '("conversations") or Alpaca ("instruction")'
+        )
     messages = fields.pop("messages", None)
     for name, value in fields.items():
         if not isinstance(value, str) or (name != "tag" and not value):
@@ -156,21 +270,46 @@ def entry_of(row: object, where: str) -> PromptEntry:
     )
 
 
+def own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of a record with ShareGPT's and Alpaca's turned into forerun's own."""
+    found = {name: fields[name] for name in (*OWN_FIELDS, "response", "tag") if name in fields}
+    if any(name in found for name in OWN_FIELDS):
+        return found
+    system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+    if "conversations" in fields:
+        turns = fields["conversations"]
+        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+            raise InvalidRequest(f'{where}: "conversations" must be a list of objects')
+        found["messages"] = system + [
+            {
+                "role": SHAREGPT_ROLES.get(turn.get("from"), turn.get("from")),
+                "content": turn.get("value"),
+            }
+            for turn in turns
+        ]
+    elif "instruction" in fields:
+        parts = [fields["instruction"], fields.get("input")]
+        if not all(isinstance(part, str) for part in parts if part is not None):
+            raise InvalidRequest(f'{where}: "instruction" and "input" must be text')
+        content = "\n\n".join(part for part in parts if part)
+        found["messages"] = [*system, {"role": "user", "content": content}]
+        if fields.get("output"):
+            found["response"] = fields["output"]
+    return found
+
+
 def checked_messages(messages: object, where: str) -> tuple[Message, ...]:
-    """A conversation with something to answer.
+    """Check a conversation.
 
     Raises:
-        InvalidRequest: it is no list of messages, or says nothing before the assistant does.
+        InvalidRequest: it is no list of messages, or begins with the assistant's answer.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(f'{where}: "messages" must be a list of messages, not empty')
     checked: list[Message] = []
     for index, message in enumerate(messages):
-        role, content = (
-            (message.get("role"), message.get("content"))
-            if isinstance(message, Mapping)
-            else (None, None)
-        )
+        fields = message if isinstance(message, Mapping) else {}
+        role, content = fields.get("role"), fields.get("content")
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             raise InvalidRequest(
                 f'{where}: message {index} must have "role" and "content", both of text'

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from forerun.align.data.prompt_files import Message, PromptEntry, read_entries
 from forerun.align.data.sample import Sample, prompt_hash
+from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 
@@ -57,18 +58,22 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
     if max_prompt_tokens < 1:
         raise InvalidRequest(f"max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     found: dict[str, PromptRecord] = {}
+    brought: dict[str, list[Sample]] = {}
+    seen: set[str] = set()
     for entry in read_entries(path):
+        key = hash_of(repr((entry.text, entry.messages, entry.response)).encode())
+        if key in seen:  # a table may repeat one row millions of times
+            continue
+        seen.add(key)
         try:
             record = record_of(entry, tokenizer, max_prompt_tokens)
         except InvalidRequest as error:
             raise InvalidRequest(f"{entry.where}: {error}") from error
-        known = found.get(record.prompt_hash)
-        if known is not None:
-            record = replace(known, brought=known.brought + record.brought)
-        found[record.prompt_hash] = record
+        found.setdefault(record.prompt_hash, record)
+        brought.setdefault(record.prompt_hash, []).extend(record.brought)
     if not found:
         raise InvalidRequest(f"{path} has no prompts")
-    return list(found.values())
+    return [replace(record, brought=tuple(brought[key])) for key, record in found.items()]
 
 
 def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:

@@ -78,14 +78,10 @@ class DraftFigures:
     prompts: tuple[JudgedPrompt, ...] = field(default=(), repr=False)
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready: all but the prompts."""
-        return {
-            "draft": self.draft,
-            "temperature": self.temperature,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "overall": asdict(self.overall),
-            "by_tag": {tag: asdict(figures) for tag, figures in self.by_tag.items()},
-        }
+        """JSON values: all but the prompts."""
+        values = asdict(self)
+        del values["prompts"]
+        return values
 
 
 def judge_figures(

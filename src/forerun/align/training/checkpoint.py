@@ -7,9 +7,11 @@ the step.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,7 +88,33 @@ def save_checkpoint(
     if not is_writer:
         return
     with atomic_write(path) as scratch, writing_tensors():
-        save_file(tensors, scratch, {"step": str(step), "identity": json.dumps(dict(identity))})
+        metadata = {
+            "step": str(step),
+            "identity": json.dumps(dict(identity)),
+            "sha256": tensors_hash(sorted(tensors.items())),
+        }
+        save_file(tensors, scratch, metadata)
+
+
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, types, shapes and values of tensors, given in order of their names."""
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def check_hash(file: Any, metadata: Mapping[str, str]) -> None:
+    """Refuse tensors that are not those that were written; old files have no hash.
+
+    Raises:
+        ValueError: a byte was changed.
+    """
+    names = sorted(file.keys())
+    found = tensors_hash((name, file.get_tensor(name)) for name in names)
+    if metadata.get("sha256", found) != found:
+        raise ValueError("its content is damaged: the hash does not match")
 
 
 def state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -126,6 +154,7 @@ def load_checkpoint(
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             check_identity(path, json.loads(metadata["identity"]), identity, defaults)
+            check_hash(file, metadata)
             for name, parameter in named_trained(module).items():
                 with torch.no_grad():
                     parameter.copy_(laid_out(file.get_tensor(f"weights/{name}"), parameter))

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder
 from forerun.engine.loading import check_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
@@ -86,6 +87,7 @@ class Draft:
             with quiet_transformers(), writing_tensors():
                 merged.to(torch.bfloat16).save_pretrained(scratch)
             copy_tokenizer(self.config.target, scratch)
+            write_hashes(scratch)
 
 
 def load_draft(config: DraftConfig) -> Draft:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forerun.align.jsonl import append_line, read_lines, write_lines
+from forerun.align.json_files import append_line, read_lines, write_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -57,7 +57,7 @@ class MetricsLog:
 
     def open_at(self, step: int) -> MetricsLog:
         """Begin, or go on behind a step; use as a context manager."""
-        write_lines(self.path, (row for row in read_lines(self.path) if row["step"] <= step))
+        write_lines(self.path, (row for row in read_metrics(self.path) if row.step <= step))
         if self.events is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -66,13 +66,11 @@ class MetricsLog:
 
     def append(self, metrics: StepMetrics) -> None:
         """Keep one step."""
-        values = asdict(metrics)
-        append_line(self.path, values)
+        append_line(self.path, metrics)
         if self._writer is not None:
-            step = values.pop("step")
-            for name, value in values.items():
-                if value is not None:
-                    self._writer.add_scalar(f"train/{name}", value, step)
+            for name, value in asdict(metrics).items():
+                if value is not None and name != "step":
+                    self._writer.add_scalar(f"train/{name}", value, metrics.step)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -84,4 +82,4 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The steps of a log."""
-    return [StepMetrics(**row) for row in read_lines(path)]
+    return read_lines(path, StepMetrics)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -71,7 +75,9 @@ def test_a_folder_is_all_its_files_in_the_order_of_their_names(write_lines, tmp_
 
 
 def test_a_folder_without_any_is_refused(tmp_path):
-    with pytest.raises(InvalidRequest, match=r"has no \.jsonl, \.parquet, \.txt file"):
+    with pytest.raises(
+        InvalidRequest, match=r"has no \.csv, \.json, \.jsonl, \.parquet, \.tsv, \.txt file"
+    ):
         entries(tmp_path)
 
 
@@ -80,6 +86,11 @@ def test_a_folder_without_any_is_refused(tmp_path):
     [
         (["a"], "is no object"),
         ({}, 'must have one of "prompt", "text" and "messages"'),
+        ({"conversations": [1]}, '"conversations" must be a list of objects'),
+        ({"conversations": [{"from": "gpt", "value": "hi"}]}, "begins with the assistant's answer"),
+        ({"conversations": [{"from": "human"}]}, "message 0 must have"),
+        ({"instruction": 3}, '"instruction" and "input" must be text'),
+        ({"prompt": "a", "system": {}, "response": {}}, '"response" is {}'),
         ({"prompt": None}, "must have one of"),
         ({"prompt": "a", "messages": [HELLO]}, "must have one of"),
         ({"prompt": ""}, "\"prompt\" is ''; it must be text, not empty"),
@@ -105,7 +116,7 @@ def test_malformed_records_are_named_by_their_line(write_lines, row, message):
 def test_lines_that_are_no_json_are_named(tmp_path, line):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
-    with pytest.raises(InvalidRequest, match=r"p\.jsonl:2 is no JSON"):
+    with pytest.raises(InvalidRequest, match=r"p\.jsonl line 2 is not|p\.jsonl line 2 nests"):
         entries(path)
 
 
@@ -127,3 +138,101 @@ def test_a_table_that_is_cut_off_is_refused(tmp_path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(InvalidRequest, match=r"cannot be read from .*nowhere"):
         entries(tmp_path / "nowhere.jsonl")
+
+
+def test_a_json_list_has_the_same_records(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text('[{"prompt": "a", "tag": "code"}, "b"]')
+    assert [(entry.text, entry.tag) for entry in entries(path)] == [("a", "code"), ("b", "")]
+    assert entries(path)[1].where == f"{path}, record 2"
+    path.write_text('{"version": 1, "data": [{"prompt": "c"}]}')
+    assert [entry.text for entry in entries(path)] == ["c"]
+    path.write_text('{"prompt": "c"}')
+    with pytest.raises(InvalidRequest, match=r"no list of records.*name it \.jsonl"):
+        entries(path)
+
+
+def test_a_table_of_text_has_the_same_records(tmp_path):
+    path = tmp_path / "p.csv"
+    cell = '"[{""role"":""user"",""content"":""q""}]"'
+    path.write_text(f'tag,prompt,messages\nx,"a, b\nc",\n,,{cell}\n')
+    first, second = entries(path)
+    assert (first.text, first.tag) == ("a, b\nc", "x")
+    assert (second.text, second.messages) == (None, ({"role": "user", "content": "q"},))
+    tabs = tmp_path / "p.tsv"
+    tabs.write_text("prompt\tresponse\na, b\tc\n")
+    (only,) = entries(tabs)
+    assert (only.text, only.response) == ("a, b", "c")
+
+
+@pytest.mark.parametrize("content", ['prompt\n"open', "other\n1\n", 'prompt\n"a"b\n'])
+def test_a_table_that_is_malformed_is_refused(tmp_path, content):
+    path = tmp_path / "p.csv"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match=r"p\.csv"):
+        entries(path)
+
+
+def test_conversations_of_sharegpt_are_messages(write_lines):
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "a"},
+    ]
+    (entry,) = entries(write_lines({"id": "1", "conversations": turns}))
+    assert [(message["role"], message["content"]) for message in entry.messages] == [
+        ("system", "s"),
+        ("user", "q"),
+        ("assistant", "a"),
+    ]
+
+
+def test_records_of_alpaca_are_messages_with_a_response(write_lines):
+    first, second = entries(
+        write_lines(
+            {"instruction": "sum", "input": "1 2", "output": "3"},
+            {"instruction": "joke", "input": "", "output": "", "system": "be kind"},
+        )
+    )
+    assert first.messages == ({"role": "user", "content": "sum\n\n1 2"},)
+    assert first.response == "3" and second.response is None
+    assert [message["content"] for message in second.messages] == ["be kind", "joke"]
+
+
+@pytest.mark.parametrize("name", ["p.yaml", "p.jsonlines", "p"])
+def test_an_unknown_suffix_is_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(InvalidRequest, match=r"has the suffix .*rename it"):
+        entries(path)
+
+
+def test_a_name_is_a_dataset_where_that_package_is_installed(monkeypatch):
+    asked = []
+
+    def load_dataset(name, *, split, streaming):
+        asked.append((name, split))
+        if name == "me/none":
+            raise OSError("no such dataset")
+        return iter([{"prompt": "a"}, {"instruction": "b", "output": "c"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert [entry.text for entry in entries(Path("me/prompts"))] == ["a", None]
+    entries(Path("me/prompts:test"))
+    assert asked == [("me/prompts", "train"), ("me/prompts", "test")]
+    with pytest.raises(InvalidRequest, match="no such dataset"):
+        entries(Path("me/none"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidRequest, match="pip install datasets"):
+        entries(Path("me/prompts"))
+
+
+def test_a_small_table_of_many_characters_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("forerun.align.data.prompt_files.MAX_CHARACTERS", 10_000)
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["a" * 100] * 1000}), path)
+    with pytest.raises(InvalidRequest, match="more than 10000 characters"):
+        entries(path)
+    pq.write_table(pa.table({"prompt": pa.array(["a"] * 2_100_000)}), path)
+    with pytest.raises(InvalidRequest, match="2100000 rows; the limit is 2000000"):
+        entries(path)

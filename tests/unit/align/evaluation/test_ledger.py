@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import fsum, prod
 
 import pytest
@@ -64,7 +64,7 @@ def test_items_follow_one_another_and_add_up():
     total = fsum([found.measured.estimate, *gains, found.capacity.estimate])
     assert total == pytest.approx(found.limit)
     assert found.limit == K + 1
-    json.dumps(found.to_dict())
+    json.dumps(asdict(found))
 
 
 def test_gains_have_intervals_of_their_own_over_paired_prompts():

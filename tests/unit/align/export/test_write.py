@@ -117,11 +117,35 @@ def test_what_other_engines_refuse_is_refused(pair: Pair, tmp_path: Path) -> Non
     wide = Pair(pair.target, tmp_path)
     with pytest.raises(IncompatibleDraft, match=f"logits are {tiny.VOCAB_SIZE + 8} wide"):
         serving(wide)
-    with pytest.raises(InvalidRequest, match="num_speculative_tokens is 0"):
-        describe_pair(str(pair.target), pair.draft, 0, GREEDY)
+    with pytest.raises(InvalidRequest, match="num_speculative_tokens is -1"):
+        describe_pair(str(pair.target), pair.draft, -1, GREEDY)
 
 
 def test_a_name_stays_a_name_and_a_shipped_model_becomes_a_folder() -> None:
     draft = Path("src/forerun/models/zoo/code-2m")
     shipped = describe_pair("zoo:code-11m", draft, 4, GREEDY)
     assert Path(shipped.target).is_dir() and shipped.draft.is_absolute()
+
+
+def test_a_draft_that_does_not_pay_is_not_used(own: Pair) -> None:
+    export_draft(["hf", "vllm", "sglang"], serving(own))
+    plain = describe_pair(str(own.target), own.draft, 0, GREEDY)
+    *_, page = export_draft(["hf", "vllm", "sglang"], plain)
+    assert written(own, "vllm") == {"model": str(own.target)}
+    assert written(own, "sglang") == {"model-path": str(own.target)}
+    assert written(own, "hf") == {"generate": {"do_sample": False}}
+    assert "num_assistant_tokens" not in (own.draft / "generation_config.json").read_text()
+    text = page.read_text()
+    assert "Serve the target without this draft" in text
+    assert "--draft" not in text and "speculative-config" not in text
+
+
+def test_a_second_export_keeps_what_the_page_says_of_the_first(own: Pair) -> None:
+    export_draft(["hf", "vllm"], serving(own))
+    *_, page = export_draft(["sglang"], serving(own))
+    assert [line for line in page.read_text().splitlines() if line.startswith("## ")] == [
+        "## forerun",
+        "## sglang",
+        "## hf",
+        "## vllm",
+    ]

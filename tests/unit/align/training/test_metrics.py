@@ -119,3 +119,17 @@ def test_a_picture_without_costs_says_so(tmp_path: Path) -> None:
 def test_lines_are_plain(tmp_path: Path) -> None:
     write(tmp_path / "m.jsonl", range(1, 2), 0)
     assert StepMetrics(**json.loads((tmp_path / "m.jsonl").read_text())) == replace(step(1))
+
+
+def test_a_damaged_line_is_named_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 5), 0)
+    lines = path.read_bytes().split(b"\n")
+    lines[1], lines[2] = b'{"step": 2, "lo', b"\xff\x00"
+    path.write_bytes(b"\n".join(lines))
+    assert [s.step for s in read_metrics(path)] == [1, 4]
+    assert "line 2 is damaged" in caplog.text and "line 3 is damaged" in caplog.text
+    write(path, range(5, 6), 4)
+    assert [s.step for s in read_metrics(path)] == [1, 4, 5]

@@ -11,9 +11,10 @@ from tests.unit.align.evaluation.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.evaluation.ledger import ledger_of
+from forerun.align.json_files import from_json
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
 from forerun.align.selection import Judgement
-from forerun.align.settings import built, settings_of
+from forerun.align.settings import settings_of
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 
@@ -27,13 +28,13 @@ CONFIG = AlignConfig(
 
 def test_settings_come_back():
     values = settings_of(CONFIG)
-    assert built(AlignConfig, values) == CONFIG
-    assert built(AlignConfig, {**values, "a_setting_that_was_off": None}) == CONFIG
-    assert built(AlignConfig, {"target": "t", "data": {"prompts": "p"}}).objective.eta == 3.0
-    with pytest.raises(KeyError, match="a_setting"):
-        built(AlignConfig, {**values, "a_setting_that_was_on": 1})
-    with pytest.raises(TypeError):
-        built(AlignConfig, {})
+    assert from_json(AlignConfig, values) == CONFIG
+    assert from_json(AlignConfig, {**values, "a_setting_that_was_off": None}) == CONFIG
+    assert from_json(AlignConfig, {"target": "t", "data": {"prompts": "p"}}).objective.eta == 3.0
+    with pytest.raises(ValueError, match="a_setting"):
+        from_json(AlignConfig, {**values, "a_setting_that_was_on": 1})
+    with pytest.raises(ValueError):
+        from_json(AlignConfig, {})
 
 
 def report(tmp_path: Path) -> AlignReport:

@@ -1,0 +1,63 @@
+"""What is exported follows what was found: K, or no speculation where none pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.unit.align.test_json_files import report
+
+from forerun.align import conclusion
+from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
+from forerun.align.evaluation.prediction import PredictedSpeedup
+from forerun.align.report import AlignReport
+from forerun.align.workspace import Workspace
+from forerun.theory.intervals import Interval
+
+SLOW = Interval(estimate=0.32, low=0.3, high=0.34)
+CONFIG = AlignConfig(
+    target="t",
+    draft="d",
+    data=DataConfig(prompts=Path("p")),
+    evaluation=EvaluationConfig(num_speculative_tokens=5),
+)
+
+
+def with_best_k(found: AlignReport, k: int) -> AlignReport:
+    pair = found.judged[0]
+    speedup = PredictedSpeedup(num_speculative_tokens=k, best=SLOW, per_k=(SLOW,) * 5)
+    overall = replace(pair.after.overall, speedup=speedup)
+    after = replace(pair.after, overall=overall)
+    return replace(found, judged=(replace(pair, after=after),))
+
+
+@pytest.mark.parametrize(("best_k", "expected"), [(0, 0), (3, 3), (None, 5)])
+def test_the_exported_k_is_the_one_that_pays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    best_k: int | None,
+    expected: int,
+) -> None:
+    exported: list[int] = []
+
+    def describe(target: str, draft: Path, k: int, sampling: object) -> SimpleNamespace:
+        exported.append(k)
+        return SimpleNamespace(speculates=k > 0)
+
+    def write(engines: Sequence[str], serving: SimpleNamespace) -> tuple[Path, ...]:
+        return ()
+
+    monkeypatch.setattr(conclusion, "describe_pair", describe)
+    monkeypatch.setattr(conclusion, "export_draft", write)
+    found = report(tmp_path)
+    if best_k is not None:
+        found = with_best_k(found, best_k)
+    assert found.best_k == best_k
+    conclusion.export(CONFIG, Workspace(root=tmp_path), found)
+    assert exported == [expected]
+    warned = "no number of speculative tokens up to 5" in caplog.text
+    assert warned == (best_k == 0)

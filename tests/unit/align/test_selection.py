@@ -1,0 +1,103 @@
+"""The best draft is kept; damaged snapshots and judgements are noticed and named."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from tests.unit.align.evaluation.judgements import figures, judged
+
+from forerun.align.evaluation.figures import DraftFigures
+from forerun.align.evaluation.judge import Judge
+from forerun.align.selection import DraftSelector
+from forerun.align.workspace import HASHES, Workspace, check_hashes, write_hashes
+from forerun.drafters.base import Drafter
+from forerun.errors import InvalidCheckpoint
+
+
+class FakeJudge(Judge):
+    """Finds what the weights of a snapshot say: the number of accepted tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def judge(
+        self,
+        draft: str | Path | Drafter,
+        *,
+        name: str | None = None,
+        max_prompts: int | None = None,
+    ) -> DraftFigures:
+        assert isinstance(draft, Path)
+        self.asked.append(draft.name)
+        accepted = int((draft / "weights").read_text()[0])
+        return figures([judged([accepted]), judged([accepted])])
+
+
+def selector(root: Path, *accepted: int) -> tuple[DraftSelector, FakeJudge]:
+    workspace = Workspace(root=root)
+    for step, number in enumerate(accepted):
+        folder = workspace.snapshot(step)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(f"{number} and more")
+        write_hashes(folder)
+    judge = FakeJudge()
+    return DraftSelector(workspace, judge, 2), judge
+
+
+def test_the_best_draft_is_kept_and_judged_once(tmp_path: Path) -> None:
+    found, judge = selector(tmp_path, 1, 3, 2)
+    for step in (0, 1, 2, 1):
+        found.consider(step)
+    assert found.best.step == 1 and found.latest.step == 2
+    assert (tmp_path / "draft" / "weights").read_text() == "3 and more"
+    assert not (tmp_path / "draft" / HASHES).exists()
+    assert judge.asked == ["0", "1", "2"]
+    again = DraftSelector(found.workspace, judge, 2)
+    assert again.judgements == found.judgements
+
+
+def test_the_first_of_equal_drafts_is_kept(tmp_path: Path) -> None:
+    found, _ = selector(tmp_path, 2, 2)
+    found.consider(0)
+    found.consider(1)
+    assert found.best.step == 0
+
+
+@pytest.mark.parametrize("when", ["before it is judged", "before it is kept again"])
+def test_one_changed_byte_of_a_snapshot_is_noticed(tmp_path: Path, when: str) -> None:
+    found, _ = selector(tmp_path, 1)
+    if when == "before it is kept again":
+        found.consider(0)
+    (tmp_path / "snapshots" / "0" / "weights").write_text("1 and_more")
+    with pytest.raises(InvalidCheckpoint, match=r"0/weights is damaged; delete this snapshot"):
+        found.consider(0)
+
+
+def test_a_snapshot_without_hashes_is_of_an_earlier_version(tmp_path: Path) -> None:
+    found, _ = selector(tmp_path, 1)
+    folder = found.workspace.snapshot(0)
+    check_hashes(folder)
+    (folder / HASHES).write_text("{")
+    with pytest.raises(InvalidCheckpoint, match="cannot be read"):
+        check_hashes(folder)
+    (folder / HASHES).unlink()
+    check_hashes(folder)
+
+
+def test_a_damaged_judgement_is_named_and_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, judge = selector(tmp_path, 1, 3, 2)
+    for step in (0, 1, 2):
+        found.consider(step)
+    path = found.workspace.judgements
+    lines = path.read_text().splitlines()
+    lines[1] = lines[1].replace('"step": 1', '"step": "one"')
+    path.write_text("\n".join(lines) + "\n")
+    with caplog.at_level(logging.WARNING, "forerun.align"):
+        again = DraftSelector(found.workspace, judge, 2)
+    assert f"{path} line 2 is damaged" in caplog.text
+    assert sorted(again.judgements) == [0, 2]
+    assert again.consider(1).acceptance_length == 4.0 and again.best.step == 1
