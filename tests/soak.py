@@ -325,13 +325,12 @@ class Soak:
         assert engine.target.store.num_free == engine.config.max_batch
         drafter = engine.drafter
         assert drafter is not None
-        assert not drafter._requests
-        assert isinstance(drafter.drafter, FailsNowAndThen)
-        draft = drafter.drafter.inner
+        assert isinstance(drafter, FailsNowAndThen)
+        draft = drafter.inner
         assert isinstance(draft, DraftModel)
         assert not draft._branches
         assert draft.model.store.num_free == engine.config.max_batch
-        self.report.drafter_failures = drafter.drafter.num_failures
+        self.report.drafter_failures = drafter.num_failures
         gc.collect()
         self.report.objects.append(num_living())
         self.report.resident_bytes.append(resident_bytes())

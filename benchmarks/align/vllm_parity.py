@@ -28,6 +28,7 @@ from forerun.align.export.engines import for_vllm
 from forerun.align.export.write import describe_pair
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
@@ -91,7 +92,7 @@ def our_counts(
     counts, texts = [], []
     for index, ids in enumerate(prompts):
         records: list[StepRecord] = []
-        engine.on_record = records.append
+        engine.observers[:] = [EmittedRecords(records.append)]
         seed = None if sampling.greedy else index
         params = replace(sampling, max_tokens=max_tokens, ignore_eos=True, seed=seed)
         (output,) = engine.generate([list(ids)], params)

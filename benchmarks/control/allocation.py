@@ -24,6 +24,7 @@ from forerun.control.config import BeliefConfig
 from forerun.control.fixed import FixedController
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
@@ -126,10 +127,10 @@ def run(engine: Engine, requests: Sequence[Request], num_steps: int) -> list[Ste
     unread = set(kinds)
     while unread:  # nobody drafts before all have been read: the rows are those of 16 requests
         unread -= {chunk.request_id for chunk in engine.step()}
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     for _ in range(num_steps):
         engine.step()
-    engine.on_record = None
+    engine.observers.clear()
     for name in kinds:
         engine.abort(name)
     return records
@@ -161,7 +162,7 @@ def compared(num_steps: int) -> list[dict[str, object]]:
     )
     loaded = Engine.load(TARGET, DRAFT, config=config)
     assert loaded.drafter is not None
-    drafter = loaded.drafter.drafter
+    drafter = loaded.drafter
     rows = []
     for k in LOOKAHEADS:
         found: dict[str, list[dict[str, object]]] = {"equal": [], "shared": []}

@@ -188,9 +188,7 @@ def adaptive_arms(
         controller = wrapped(GoodputController(costs, LOOKAHEADS[-1]))
         if is_modelled:
             controller = OnModelClock(controller, ModelClock(costs))
-        yield Arm(
-            name=name, engine=target.with_draft(loaded.drafter.drafter, controller=controller)
-        )
+        yield Arm(name=name, engine=target.with_draft(loaded.drafter, controller=controller))
 
 
 def kinds_of(workload: str) -> Sequence[str]:

@@ -34,6 +34,7 @@ from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import load_drafters
+from forerun.engine.observing import EmittedRecords
 from forerun.models.load import model_folder
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.pictures import picture
@@ -163,7 +164,7 @@ class Bench:
         """Requests on which the good draft pays."""
         records: list[StepRecord] = []
         fixed = self.plain.with_draft(self.good, controller=FixedController(PAYING_K))
-        fixed.on_record = records.append
+        fixed.observers[:] = [EmittedRecords(records.append)]
         found = []
         for ids in [ids[:SHORT_PROMPT] for ids in self.prompts]:
             (output,) = self.plain.generate([ids], greedy(NUM_TOKENS))
@@ -187,7 +188,7 @@ class Bench:
                 ks.append(record.k_budget)
                 swapped.current = swapped.drafters[len(ks) // PHASE % 2]
 
-        engine.on_record = note
+        engine.observers[:] = [EmittedRecords(note)]
         for ids, params in cycle(requests):
             engine.generate([ids], params)
             if len(ks) >= 3 * PHASE:

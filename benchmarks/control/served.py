@@ -26,6 +26,7 @@ from scripted import ScriptedModel
 from forerun.bench.scout import MIN_TOKENS
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
@@ -189,7 +190,7 @@ def serve(arm: Arm, item: Item) -> dict[str, Any]:
     script = item.script
     target.script = NO_SCRIPT if script is None else torch.tensor([*item.prompt, *script])
     records: list[StepRecord] = []
-    arm.engine.on_record = records.append
+    arm.engine.observers[:] = [EmittedRecords(records.append)]
     start_s = time.monotonic()
     arm.engine.generate(
         [item.prompt], item.params, RequestTerms(tags=(item.kind.partition(",")[0],))
@@ -252,7 +253,7 @@ def fixed_arms(target: Engine, name: str, ks: Sequence[int] = LOOKAHEADS) -> lis
     """One drafter at every K, over one loaded draft."""
     loaded = target.with_draft(DRAFTS[name], max(ks))
     assert loaded.drafter is not None
-    drafter = loaded.drafter.drafter
+    drafter = loaded.drafter
     return [Arm(name=f"{name} K={k}", engine=target.with_draft(drafter, k)) for k in ks]
 
 

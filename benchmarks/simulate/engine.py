@@ -25,6 +25,7 @@ from typing import Any
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.engine.thread import EngineThread
 from forerun.engine.tracing import request_records
@@ -121,7 +122,7 @@ class Service:
         """Serve all requests as they come, write every step and request."""
         records: list[StepRecord] = []
         before_s = others_s()
-        self.engine.on_record = records.append
+        self.engine.observers[:] = [EmittedRecords(records.append)]
         with EngineThread(self.engine) as running:
             started_s = time.monotonic()
             submitted_s, tickets = [], []

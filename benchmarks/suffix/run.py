@@ -34,6 +34,7 @@ from forerun.drafters.suffix.automaton import SuffixAutomaton
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
@@ -181,7 +182,7 @@ def within_run(
         tokenizer=target.tokenizer,
         config=target.config,
         drafter=SuffixDrafter(),
-        on_record=records.append,
+        observers=[EmittedRecords(records.append)],
     )
     reader = ScriptReader(engine=engine, target=model, scripts=dict(texts))
     plain_s, taken_s, draft_s = [], [], 0.0

@@ -12,6 +12,7 @@ ForerunError
 ├── IncompatibleDraft   draft and target do not fit each other
 ├── NotEnoughMemory     what was asked for does not fit, said before allocating
 ├── QueueFull           too many requests wait; the same request may be accepted later
+├── EngineBusy          another thread is using the engine, or it was made before a fork
 ├── EngineStopped       an engine's thread has ended, and what it was to do with it
 ├── UnsupportedFeatures the model has no such features (layers, embedding, head) for a drafter
 ├── RunnerUnavailable   a runner cannot be had here (the engine takes another unless it was named)
@@ -27,6 +28,7 @@ from __future__ import annotations
 __all__ = [
     "CacheTooLarge",
     "DrafterError",
+    "EngineBusy",
     "EngineStopped",
     "ForerunError",
     "IncompatibleDraft",
@@ -94,6 +96,10 @@ class NotEnoughMemory(ForerunError):
 
 class QueueFull(ForerunError):
     """As many requests wait as may; nothing was queued."""
+
+
+class EngineBusy(ForerunError):
+    """Another thread is using the engine, or the engine was made before this process forked."""
 
 
 class EngineStopped(ForerunError):

@@ -24,6 +24,7 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.several import SeveralDrafters
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History, RowHistory
@@ -223,7 +224,7 @@ def test_sampled_trees_are_walked(target, draft, seed, monkeypatch):
     params = replace(BASE, seed=seed, verification="auto")
     engine = engine_over(target, Sapling(draft))
     sources: Counter[TokenSource] = Counter()
-    engine.on_record = lambda record: sources.update([record.last_token_source])
+    engine.observers[:] = [EmittedRecords(lambda r: sources.update([r.last_token_source]))]
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
     assert len(sources) == 2, "branches were accepted to their ends, and rejected"
 
@@ -275,7 +276,7 @@ def test_no_controller_stop_rule_or_change_of_drafter_biases_the_text(target, dr
         max_waiting=2000,
     )
     records: list[StepRecord] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
     assert {record.method for record in records if record.num_drafted} == set(drafters)
     assert any(record.stop_reason == "stop_rule" for record in records)
@@ -297,7 +298,7 @@ def test_as_much_is_accepted_as_is_expected(target, draft):
     for verification in ("block", "token", "auto"):
         records: list[StepRecord] = []
         engine = engine_over(target, DraftModel(draft, VOCAB_SIZE))
-        engine.on_record = records.append
+        engine.observers[:] = [EmittedRecords(records.append)]
         texts_of(engine, replace(BASE, verification=verification), 400)
         drafted = [record for record in records if record.num_drafted]
         differences = torch.tensor([r.num_accepted - r.expected_accepted for r in drafted])

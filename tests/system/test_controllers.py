@@ -18,6 +18,7 @@ from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.safety import SafeController
 from forerun.drafters.several import SeveralDrafters
 from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.engine.observing import EmittedRecords
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
@@ -85,7 +86,7 @@ def test_texts_are_those_of_plain_decoding(target, expected, name, max_batch):
         target, drafter, k=K, controller=CONTROLLERS[name](), max_batch=max_batch
     )
     records: list[StepRecord] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     assert texts(engine) == expected
     assert any(record.num_accepted for record in records)
     assert all(record.num_drafted <= record.k_budget <= K for record in records)
@@ -103,7 +104,7 @@ def test_stop_rules_end_drafts_and_say_so(target):
         ),
     )
     records: list[StepRecord] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     texts(engine)
     stopped = [record for record in records if record.stop_reason == "stop_rule"]
     assert stopped

@@ -16,6 +16,7 @@ from forerun.drafters.registry import build_drafter
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.models.decoder import read_decoder
 from forerun.sampling.config import SamplingParams
@@ -188,7 +189,7 @@ def test_plans_and_traces_say_who_drafted(target):
         )
         engine = tiny.engine_over(target, drafter)
         records = []
-        engine.on_record = records.append
+        engine.observers[:] = [EmittedRecords(records.append)]
         engine.generate([tiny.PROMPTS[0]], SamplingParams(temperature=0, max_tokens=9))
         assert {r.method for r in records if r.k_budget} == {name}
 

@@ -16,7 +16,7 @@ from forerun.models.runner.config import Runner
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import held_out_prompts
 from lab.device import DRAFT_PACE, TARGET_PACE, Device, Pace, on_device
-from lab.engine import LabEngine, VerdictChange
+from lab.engine import VerdictChange, lab_engine
 
 __all__ = ["DRAFT", "MAX_K", "POOR_DRAFT", "TARGET", "Lab"]
 
@@ -108,7 +108,7 @@ class Lab:
             controller: chooses K; None for always K.
             change_verdict: replaces verdicts; None leaves them.
         """
-        return LabEngine(
+        return lab_engine(
             change_verdict=change_verdict,
             device=self.device,
             target=self.target() if target is None else target,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.engine.tracing import request_records
 from forerun.models.load import model_folder
@@ -120,7 +121,7 @@ def play(stage: Stage, trace: TraceWriter, headed: bool, lab: Lab) -> Played:
     if headed:
         trace.add(trace_header(stage.target, stage.draft, "cpu"))
     engine, records = stage.engine, list[StepRecord]()
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     names = [f"{stage.name}-{index}" for index in range(len(stage.requests))]
     before = lab.device.spent()
     for name, request in zip(names, stage.requests, strict=True):
@@ -130,7 +131,7 @@ def play(stage: Stage, trace: TraceWriter, headed: bool, lab: Lab) -> Played:
     while engine.has_unfinished:
         num_chunks += len(engine.step())
     seconds = lab.device.spent().since(before).total_s
-    engine.on_record = None
+    engine.observers.clear()
     outputs = tuple(engine.take_output(name) for name in names)
     write(stage, records, outputs, trace)
     return Played(outputs=outputs, num_chunks=num_chunks, seconds=seconds)

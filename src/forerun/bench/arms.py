@@ -30,9 +30,9 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
     return tuple(
         BenchArm(
             name=f"{wanted.name} K={k}",
-            method=loaded.drafter.drafter.method,
+            method=loaded.drafter.method,
             num_speculative_tokens=k,
-            engine=target.with_draft(loaded.drafter.drafter, k),
+            engine=target.with_draft(loaded.drafter, k),
             draft=wanted.draft,
         )
         for k in wanted.ks
@@ -72,7 +72,7 @@ def under(
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
     assert arm.draft is not None
     config = replace(arm.engine.config, controller=name)
-    drafter = arm.engine.drafter.drafter
+    drafter = arm.engine.drafter
     known = {arm.method: costs[arm.draft]} if arm.draft in costs else {}
     controller = default_controller(config, drafter, known)
     return target.with_draft(drafter, arm.num_speculative_tokens, controller=controller)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from forerun.bench.compare import BenchArm
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.engine.tracing import request_records
 from forerun.sampling.config import SamplingParams
@@ -49,11 +50,12 @@ class TracedEngine:
         """As the engine; recording costs an append per step and request."""
         each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
         records: list[StepRecord] = []
-        self.engine.on_record = records.append
+        observer = EmittedRecords(records.append)
+        self.engine.observers.append(observer)
         try:
             outputs = self.engine.generate(prompts, each)
         finally:
-            self.engine.on_record = None
+            self.engine.observers.remove(observer)
         self.calls.append(Call(params=each, records=records, outputs=outputs))
         return outputs
 

@@ -81,7 +81,7 @@ def pair_of(
     """Target and draft as they are loaded."""
     engine = arm.engine
     assert isinstance(engine, Engine) and engine.drafter is not None and arm.draft is not None
-    drafter = engine.drafter.drafter
+    drafter = engine.drafter
     assert isinstance(drafter, DraftModel)
     config = comparison.config
     pair = LoadedPair(

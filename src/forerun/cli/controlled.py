@@ -35,7 +35,7 @@ def controlled(engine: Engine, pair: PairFlags) -> Engine:
     if engine.drafter is None:
         raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
     costs = costs_of(engine, pair) if pair.profile else {}
-    drafter = engine.drafter.drafter
+    drafter = engine.drafter
     config = replace(engine.config, controller=pair.controller)
     return engine.with_draft(drafter, controller=default_controller(config, drafter, costs))
 
@@ -44,7 +44,7 @@ def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
     """Drafters by the names that plans call them, in the order they were asked for."""
     if engine.drafter is None:
         return {}
-    drafter = engine.drafter.drafter
+    drafter = engine.drafter
     return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
 
 

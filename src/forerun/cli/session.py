@@ -10,6 +10,7 @@ from forerun.cli.flags import PairFlags
 from forerun.cli.threads import use_threads
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.tracing import request_records
 from forerun.sampling.config import SamplingParams
@@ -65,7 +66,7 @@ class Session:
         """Yield chunks of all samples as they are decided; `result` is there at the end."""
         self.num_prompt_tokens = len(prompt)
         self.started_s = self.ended_s = time.perf_counter()
-        self.engine.on_record = self.records.append
+        self.engine.observers[:] = [EmittedRecords(self.records.append)]
         request_id = self.engine.add_request(prompt, params)
         try:
             while self.engine.has_unfinished:

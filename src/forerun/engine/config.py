@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.errors import InvalidRequest
@@ -14,6 +16,26 @@ from forerun.ranges import Range, check_ranges
 __all__ = ["EngineConfig", "RequestTerms", "Sharing"]
 
 Sharing = Literal["tenant", "all", "none"]
+
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "target, the first argument",
+        "draft_model": "draft",
+        "assistant_model": "draft",
+        "speculative_model": "draft",
+        "speculative_config": "draft and num_speculative_tokens",
+        "max_model_len": "max_context",
+        "max_num_seqs": "max_batch",
+        "max_num_batched_tokens": "max_step_rows",
+        "num_assistant_tokens": "num_speculative_tokens",
+        "torch_dtype": "dtype",
+        "device_map": "device",
+    }
+)
+"""What settings are called by vLLM and transformers."""
+
+MAX_THREADS = 1024
+"""More than any machine has use for; far more end in a crash of the thread library."""
 
 RANGES = (
     Range("num_speculative_tokens", 0, integer=True),
@@ -25,7 +47,7 @@ RANGES = (
     Range("max_waiting", 0, integer=True),
     Range("max_kv_tokens", 1, integer=True, optional=True),
     Range("num_kept", 0, integer=True),
-    Range("num_threads", 1, integer=True, optional=True),
+    Range("num_threads", 1, MAX_THREADS, integer=True, optional=True),
 )
 TERM_RANGES = (
     Range("priority", -math.inf, integer=True),
@@ -106,6 +128,23 @@ class EngineConfig:
                 f"max_kv_tokens is {self.max_kv_tokens}, but one sequence may need max_context + K "
                 f"= {alone}; raise it or lower max_context"
             )
+
+    def with_settings(self, settings: Mapping[str, object]) -> EngineConfig:
+        """These settings with some fields changed.
+
+        Raises:
+            InvalidRequest: there is no such field, or a value cannot work.
+        """
+        known = [field.name for field in fields(self)]
+        for name in settings:
+            if name not in known:
+                hint = OTHER_NAMES.get(name)
+                raise InvalidRequest(
+                    f"there is no setting {name!r}"
+                    + (f"; it is called {hint} here" if hint else f"; there are {', '.join(known)}")
+                )
+        changes: dict[str, Any] = dict(settings)
+        return replace(self, **changes) if changes else self
 
     @property
     def num_slots(self) -> int:

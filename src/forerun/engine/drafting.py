@@ -21,6 +21,9 @@ __all__ = ["GuardedDrafter"]
 
 logger = logging.getLogger("forerun.drafting")
 
+FAILURES = (Exception, SystemExit)
+"""What a drafter may raise: a library that it calls may try to end the process."""
+
 
 class GuardedDrafter:
     """A drafter whose failures end in plain decoding.
@@ -44,7 +47,7 @@ class GuardedDrafter:
             return
         try:
             self._propose(wanted)
-        except Exception as error:  # noqa: BLE001 - any drafter failure must leave the text intact
+        except FAILURES as error:  # a failure of the drafter must leave the text intact
             logger.info("drafter failed on a batch of %d, retrying singly: %s", len(wanted), error)
             for entry in wanted:
                 self._propose_singly(entry)
@@ -53,7 +56,7 @@ class GuardedDrafter:
         self.forget(entry.sequence)  # the failed attempt may have left half a state
         try:
             self._propose([entry])
-        except Exception as error:  # noqa: BLE001 - as above
+        except FAILURES as error:
             self._give_up(entry.sequence, error)
 
     def _propose(self, entries: Seq[ScheduledSequence]) -> None:
@@ -72,7 +75,7 @@ class GuardedDrafter:
                 sequence = entry.sequence
                 sequence.draft.paused_until = len(sequence.ids) + answer.num_tokens
 
-    def _give_up(self, sequence: Sequence, error: Exception) -> None:
+    def _give_up(self, sequence: Sequence, error: BaseException) -> None:
         sequence.draft.failed = True
         self.forget(sequence)
         logger.warning("request %s decodes plainly: drafter failed: %s", sequence.key, error)
@@ -97,8 +100,8 @@ class GuardedDrafter:
 
     def _observe(self, entries: Seq[ScheduledSequence]) -> None:
         try:
-            self.drafter.observe([outcome_of(entry, entry.num_cached) for entry in entries])
-        except Exception as error:  # noqa: BLE001 - as above
+            self.drafter.observe([outcome_of(entry, entry.context.num_cached) for entry in entries])
+        except FAILURES as error:
             logger.info("drafter failed to observe a batch of %d: %s", len(entries), error)
             for entry in entries:
                 if entry.sequence.draft.observe_failed:
@@ -113,7 +116,7 @@ class GuardedDrafter:
         sequence.draft.num_observed = 0
         try:
             self.drafter.forget(sequence.key)
-        except Exception as error:  # noqa: BLE001 - as above
+        except FAILURES as error:
             logger.warning("drafter failed to forget request %s: %s", sequence.key, error)
 
 

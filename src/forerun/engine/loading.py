@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
@@ -13,24 +15,138 @@ from forerun.drafters.registry import build_drafter, find_checkpoint
 from forerun.drafters.several import SeveralDrafters, named_by_method
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
+from forerun.models.architecture import read_architecture
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import staleness
 from forerun.models.load import load_model, load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = [
+    "Source",
+    "as_sources",
     "check_pair",
     "check_vocabularies",
     "eos_token_ids",
+    "is_source",
     "load_drafters",
     "load_pair_member",
+    "load_target",
     "warn_if_stale",
 ]
 
 logger = logging.getLogger("forerun.loading")
 
 Loaded = tuple[LanguageModel, Tokenizer]
+Source: TypeAlias = "str | Path | PreTrainedModel"
+"""A folder, a name on the hub or of the zoo, or a model that transformers has loaded."""
+
+
+def as_sources(drafts: Source | Sequence[Source]) -> Sequence[Source]:
+    """One draft or several, as a list."""
+    if isinstance(drafts, Sequence) and not isinstance(drafts, str):
+        return drafts
+    return [drafts]
+
+
+def is_source(value: object) -> TypeGuard[Source]:
+    """Whether it names one model, or is one."""
+    # Whoever has a loaded model has imported transformers, which takes seconds.
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(value, transformers.PreTrainedModel):
+        return True
+    return isinstance(value, str | Path)
+
+
+def load_target(
+    source: Source, tokenizer: object, *, dtype: str, device: str, config: EngineConfig
+) -> tuple[LanguageModel, Tokenizer, frozenset[int]]:
+    """The target, its tokenizer and the ids that end a text.
+
+    Raises:
+        InvalidRequest: a loaded model without a tokenizer, or something that is no model.
+        InvalidModel: as `load_model`.
+    """
+    if not is_source(source):
+        raise InvalidRequest(
+            f"the target is {type(source).__name__}; give a folder, a name on the hub, or a model "
+            "of transformers"
+        )
+    if isinstance(source, str | Path):
+        model, own = load_pair_member(source, dtype=dtype, device=device, config=config)
+        if tokenizer is not None:
+            own = as_tokenizer(tokenizer)
+        return model, own, eos_token_ids(source, own)
+    if tokenizer is None:
+        raise InvalidRequest(
+            "a target that is already loaded needs its tokenizer: "
+            "Engine.load(model, tokenizer=AutoTokenizer.from_pretrained(...))"
+        )
+    own = as_tokenizer(tokenizer)
+    listed = [own.eos_token_id]
+    for settings in (source.generation_config, source.config):
+        found = getattr(settings, "eos_token_id", None)
+        listed += found if isinstance(found, list) else [found]
+    ends = frozenset(token for token in listed if token is not None)
+    return adapt_loaded(source, config), own, ends
+
+
+def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
+    """A model that transformers has loaded, with KV for the configured batch.
+
+    Raises:
+        InvalidModel: its architecture is not supported.
+    """
+    # Imported when needed: it costs seconds, and the native runner does without transformers.
+    from forerun.models.huggingface import adapt
+
+    architecture = read_architecture(type(network).__name__, network.config.to_dict())
+    model = adapt(
+        network,
+        num_slots=config.num_slots,
+        max_context=min(config.max_context, architecture.max_positions),
+        max_staged_rows=config.num_speculative_tokens + 1,
+    )
+    check_room(type(network).__name__, model, config)
+    return model
+
+
+def as_tokenizer(tokenizer: object) -> Tokenizer:
+    """Our tokenizer from ours, one of transformers, or a folder or name.
+
+    Raises:
+        InvalidRequest: it is something else.
+        InvalidModel: it is of an unsupported kind.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(tokenizer)
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        raise InvalidRequest(
+            f"the tokenizer is {type(tokenizer).__name__}; give a tokenizer of transformers, or a "
+            "folder or name to read it from"
+        )
+    from forerun.models.tokenizer_files import adopt
+
+    return adopt(tokenizer)
+
+
+def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None:
+    """Refuse a K that the model's context has no room for.
+
+    Raises:
+        InvalidRequest: naming both.
+    """
+    if config.num_speculative_tokens >= model.max_context:
+        raise InvalidRequest(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, but the context of {name} "
+            f"holds {model.max_context} tokens; choose a smaller K"
+        )
 
 
 def load_pair_member(name: str | Path, *, dtype: str, device: str, config: EngineConfig) -> Loaded:
@@ -45,16 +161,12 @@ def load_pair_member(name: str | Path, *, dtype: str, device: str, config: Engin
         runner=config.runner,
         num_threads=config.num_threads,
     )
-    if config.num_speculative_tokens >= model.max_context:
-        raise InvalidRequest(
-            f"num_speculative_tokens is {config.num_speculative_tokens}, but the context of {name} "
-            f"holds {model.max_context} tokens; choose a smaller K"
-        )
+    check_room(name, model, config)
     return model, load_tokenizer(name)
 
 
 def load_drafter(
-    draft: str | Path,
+    draft: Source,
     target: LanguageModel,
     tokenizer: Tokenizer,
     *,
@@ -73,18 +185,21 @@ def load_drafter(
     named = parse_drafter(draft) if isinstance(draft, str) else None
     if named is not None:
         return build_drafter(named, target)
-    folder = model_folder(draft)
-    settings = folder / "config.json"
-    load = find_checkpoint(read_object(settings)) if settings.is_file() else None
-    if load is not None:
-        return load(folder, target)
-    loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
+    if isinstance(draft, str | Path):
+        folder = model_folder(draft)
+        settings = folder / "config.json"
+        load = find_checkpoint(read_object(settings)) if settings.is_file() else None
+        if load is not None:
+            return load(folder, target)
+        loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
+    else:  # nothing tells which tokenizer it was trained with: it is taken for the target's
+        loaded = adapt_loaded(draft, config), tokenizer
     check_pair(target, tokenizer, loaded)
     return DraftModel(loaded[0], vocab_size=target.vocab_size)
 
 
 def load_drafters(
-    drafts: Sequence[str | Path],
+    drafts: Sequence[Source],
     target: LanguageModel,
     tokenizer: Tokenizer,
     *,
@@ -133,8 +248,8 @@ def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> No
         )
 
 
-def warn_if_stale(draft: str | Path, target: str | Path) -> None:
-    """Say so where the draft's card names another version of the target; nothing depends on it.
+def warn_if_stale(draft: Source, target: Source) -> None:
+    """Warn where the draft's card names another version of the target; nothing depends on it.
 
     Args:
         draft: folder or name; drafters without a model have no card.
@@ -143,6 +258,8 @@ def warn_if_stale(draft: str | Path, target: str | Path) -> None:
     Raises:
         InvalidModel: there is no such model.
     """
+    if not isinstance(draft, str | Path) or not isinstance(target, str | Path):
+        return  # a model that is already loaded has no card
     if isinstance(draft, str) and parse_drafter(draft) is not None:
         return
     folder, target_folder = model_folder(draft), model_folder(target)

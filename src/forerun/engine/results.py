@@ -24,11 +24,15 @@ class TokenLogprobs:
         token_id: the emitted token.
         logprob: its natural-log probability.
         top: the most likely tokens with their log-probabilities, best first.
+        token: text of the emitted token alone; bytes of an unfinished character read as U+FFFD.
+        top_tokens: the same of the most likely tokens.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    token: str = ""
+    top_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,11 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
+
+    @property
+    def outputs(self) -> tuple[Completion, ...]:
+        """The samples, by the name that vLLM uses."""
+        return self.completions
 
     @property
     def text(self) -> str:

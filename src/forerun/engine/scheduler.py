@@ -22,6 +22,9 @@ from forerun.models.prefixes import MIN_SHARED_TOKENS, common_length
 
 __all__ = ["Scheduler"]
 
+MAX_LOOKED_AT = 32
+"""Waiting sequences that are compared with the running ones at most, before each step."""
+
 
 class Scheduler:
     """Waiting and running sequences; owns no model state.
@@ -89,11 +92,15 @@ class Scheduler:
 
         Give each its context before asking for the next: the next may begin with its tokens.
         """
-        while self.waiting:
-            sequence = self.waiting[0]
-            if not self._has_room(sequence, num_free_slots) or self._is_being_read(sequence):
+        place = 0
+        while place < min(len(self.waiting), MAX_LOOKED_AT):
+            sequence = self.waiting[place]
+            if not self._has_room(sequence, num_free_slots):
                 return
-            self.running.append(self.waiting.pop(0))
+            if self._is_being_read(sequence):
+                place += 1  # others need not wait with it
+                continue
+            self.running.append(self.waiting.pop(place))
             num_free_slots -= 1
             yield sequence
 
@@ -134,23 +141,27 @@ class Scheduler:
             self.running = [s for s in self.running if s.stop is None]
         return finished
 
-    def assign_rows(self, entries: Seq[ScheduledSequence]) -> None:
-        """Say how many pending tokens every running sequence feeds in this pass.
+    def assign_rows(self, scheduled: Seq[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Decide how many pending tokens every running sequence feeds in this pass.
 
         Args:
-            entries: of all running sequences, with proposals already within the budget.
+            scheduled: all running sequences, with proposals already within the budget.
+
+        Returns:
+            Those that have rows in the pass.
         """
         budget = self.config.max_step_rows
-        for entry in entries:
+        for entry in scheduled:
             if entry.decodes:
                 entry.num_chain = 1
                 budget -= entry.num_logit_rows
         if self.config.max_prefill_rows is not None:
             budget = min(budget, self.config.max_prefill_rows)
-        for entry in entries:
+        for entry in scheduled:
             if not entry.decodes:
                 entry.num_chain = max(0, min(entry.num_pending, self.config.prefill_chunk, budget))
                 budget -= entry.num_chain
+        return [entry for entry in scheduled if entry.num_chain]
 
 
 def rank(sequence: Sequence) -> tuple[int, int]:

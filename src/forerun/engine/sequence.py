@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forerun.drafters.base import DraftRequest
 from forerun.engine.results import (
@@ -15,7 +15,7 @@ from forerun.engine.results import (
 )
 from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_back
 from forerun.models.context import Context
-from forerun.models.tokenizers import Detokenizer
+from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.choice import TokenSource
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
@@ -174,7 +174,7 @@ class Sequence:
         self.num_shown, self.num_streamed = end, self.num_output
         return chunk
 
-    def completion(self) -> Completion:
+    def completion(self, tokenizer: Tokenizer) -> Completion:
         """The finished sample."""
         assert self.stop is not None
         assert self.finished_at_s is not None
@@ -186,21 +186,38 @@ class Sequence:
             finish_reason=self.stop.finish_reason,
             stop_reason=self.stop.stop_reason,
             sources=tuple(self.sources),
-            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            logprobs=self._readable_logprobs(tokenizer),
             acceptance=self.acceptance,
-            ttft_s=None if first_s is None else first_s - self.arrived_at_s,
-            prefill_s=None if first_s is None or joined_s is None else first_s - joined_s,
-            total_s=self.finished_at_s - self.arrived_at_s,
+            ttft_s=None if first_s is None else max(0.0, first_s - self.arrived_at_s),
+            prefill_s=None if first_s is None or joined_s is None else max(0.0, first_s - joined_s),
+            total_s=max(0.0, self.finished_at_s - self.arrived_at_s),
             num_cached_tokens=self.num_cached,
             num_preemptions=self.num_preemptions,
         )
 
+    def _readable_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...] | None:
+        """The log-probabilities with the texts of their tokens; None unless they were asked for."""
+        if self.params.logprobs is None:
+            return None
 
-def output_of(samples: list[Sequence]) -> RequestOutput:
+        def text_of(token: int) -> str:
+            return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+        return tuple(
+            replace(
+                entry,
+                token=text_of(entry.token_id),
+                top_tokens=tuple(text_of(token) for token, _ in entry.top),
+            )
+            for entry in self.logprobs
+        )
+
+
+def output_of(samples: list[Sequence], tokenizer: Tokenizer) -> RequestOutput:
     """A request whose samples have all ended."""
     first = samples[0]
     return RequestOutput(
         request_id=first.request_id,
         prompt_token_ids=tuple(first.ids[: first.num_prompt]),
-        completions=tuple(sample.completion() for sample in samples),
+        completions=tuple(sample.completion(tokenizer) for sample in samples),
     )

@@ -1,4 +1,4 @@
-"""One engine step: plan, draft, one target pass, verify, commit.
+"""One engine step: plans, proposals, one target pass, verdicts, commit, observers.
 
 A step is a function of (sequences, plans, noise); its clock readings only fill the trace.
 """
@@ -6,31 +6,48 @@ A step is a function of (sequences, plans, noise); its clock readings only fill 
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.control.base import Chain, Controller, Plan, RequestState, Tree
 from forerun.control.unasked import Unasked
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
+from forerun.engine.observing import ObservedStep, StepObserver
 from forerun.engine.scheduled import PLAIN, ScheduledSequence
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StepClock
-from forerun.engine.verification import token_logprobs, verify
+from forerun.engine.verification import verify
 from forerun.models.base import LanguageModel, RowBatch
 from forerun.models.context import pack
+from forerun.sampling.proposal import Verdict
 from forerun.theory.record import StepRecord
 
 __all__ = ["Stepper"]
 
+Verify = Callable[
+    [Seq[ScheduledSequence], Float[Tensor, "rows vocab"], Int64[Tensor, " rows"]], list[Verdict]
+]
+
 
 class Stepper:
-    """The parts a step is made of; state lives in the scheduler's sequences."""
+    """The parts a step is made of; the state lives in the scheduler's sequences.
+
+    Attributes:
+        verify: verifies all emitting sequences of a pass; experiments may replace it.
+        new_clock: makes the clock of a step from the target's device; likewise.
+        is_committing: tokens and KV are being changed; an exception then leaves them damaged.
+        cycle_id: number of steps taken.
+        num_drafted: draft nodes verified in all of them.
+        num_accepted: draft nodes accepted.
+        num_emitted: tokens emitted.
+    """
 
     def __init__(
         self,
@@ -40,72 +57,88 @@ class Stepper:
         controller: Controller,
         scheduler: Scheduler,
         config: EngineConfig,
+        observers: Seq[StepObserver] = (),
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.controller = controller
         self.scheduler = scheduler
+        self.observers = observers
         self.unasked = Unasked(config.max_step_rows)
         self.max_nodes = config.num_speculative_tokens
+        self.verify: Verify = verify
+        self.new_clock: Callable[[torch.device], StepClock] = StepClock
+        self.is_committing = False
         self.cycle_id = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.num_emitted = 0
 
-    def run(self) -> list[StepRecord]:
-        """Advance every running sequence once; returns one record per sequence that emitted."""
-        clock = StepClock(self.target.device)
-        entries = [schedule(sequence) for sequence in self.scheduler.running]
-        drafter = self.drafter
-        if drafter is not None and self.unasked.goes_on(self.scheduler.running):
-            drafter = None  # nor is the controller asked
-        if drafter is not None:
-            asked = [entry for entry in entries if entry.decodes and entry.sequence.may_draft]
-            if asked:
-                self._plan(asked, clock.started_s)
+    def run(self) -> None:
+        """Advance every running sequence once.
+
+        Raises:
+            NumericalError: some logits cannot be used; nothing was committed.
+        """
+        clock = self.new_clock(self.target.device)
+        scheduled = [ScheduledSequence.of(sequence) for sequence in self.scheduler.running]
+        self._decide_plans(scheduled, clock.started_s)
         clock.mark()
-        if drafter is not None:
-            drafter.propose([entry for entry in entries if entry.plan.num_speculative_tokens])
+        self._propose(scheduled)
         clock.mark()
-        self.scheduler.assign_rows(entries)
-        fed = [entry for entry in entries if entry.num_chain]
+        fed = self.scheduler.assign_rows(scheduled)
         emitting = [entry for entry in fed if entry.completes]
-        self._decide(fed, emitting, clock)
+        self._forward_and_verify(fed, emitting, clock)
+        self.is_committing = True
         for entry in fed:
-            if entry.completes:
-                apply_verdict(entry)
-            else:
-                entry.commit()
+            entry.commit()
+        self.is_committing = False
         if self.drafter is not None:
             self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
         records = self._records(emitting, fed, clock) if emitting else []
         if self.drafter is not None and self.unasked.tells:
             self.controller.observe(records)
-        self.cycle_id += 1
-        return records
+        self._count(emitting)
+        self._show(fed, emitting, records)
 
-    def _plan(self, entries: Seq[ScheduledSequence], now_s: float) -> None:
-        """Plans of sequences that decode; those still prefilling do not draft."""
-        states = [state_of(entry.sequence, now_s) for entry in entries]
+    def _decide_plans(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
+        """Plan for the sequences that may draft: the prompt is read and the drafter not paused."""
+        if self.drafter is None or self.unasked.goes_on(self.scheduler.running):
+            return
+        asked = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]
+        if not asked:
+            return
+        states = [state_of(entry.sequence, now_s) for entry in asked]
         plans = self.controller.decide(states, self.unasked.capacity)
         self.unasked.follow(self.scheduler.running, plans)
-        for entry, plan in zip(entries, plans, strict=True):
+        for entry, plan in zip(asked, plans, strict=True):
             entry.plan = bounded(plan, self.max_nodes, entry.sequence.max_new - 1)
 
+    def _propose(self, scheduled: Seq[ScheduledSequence]) -> None:
+        """Ask the drafter for the proposals that plans allow."""
+        drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
+        if self.drafter is not None and drafting:
+            self.drafter.propose(drafting)
+
     @torch.inference_mode()
-    def _decide(
+    def _forward_and_verify(
         self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
     ) -> None:
-        """One target pass, and the verdicts of those it yields tokens for."""
+        """Run the one target pass and verify the sequences that it yields tokens for."""
         clock.mark()
         batch = self._batch(fed)
-        logits = self.target.forward(batch).logits
+        output = self.target.forward(batch)
         clock.mark()
         tokens = batch.tokens
-        if len(logits) < len(tokens):  # else all rows are wanted, in order
+        if len(output.logits) < len(tokens):  # otherwise all rows are wanted, in order
             tokens = tokens.index_select(0, batch.logit_rows)
+        verdicts = self.verify(emitting, output.logits, tokens)
+        keeps_logits = any(observer.wants_logits for observer in self.observers)
         row = 0
-        for entry, verdict in zip(emitting, verify(emitting, logits, tokens), strict=True):
+        for entry, verdict in zip(emitting, verdicts, strict=True):
             entry.verdict = verdict
-            if entry.sequence.params.logprobs is not None:
-                entry.logits = logits[row : row + entry.num_logit_rows]
+            if keeps_logits or entry.sequence.params.logprobs is not None:
+                entry.logits = output.logits[row : row + entry.num_logit_rows]
             row += entry.num_logit_rows
 
     def _batch(self, fed: Seq[ScheduledSequence]) -> RowBatch:
@@ -154,16 +187,28 @@ class Stepper:
             if (verdict := entry.verdict) is not None
         ]
 
+    def _count(self, emitting: Seq[ScheduledSequence]) -> None:
+        """Add the step to the counts."""
+        self.cycle_id += 1
+        for entry in emitting:
+            assert entry.verdict is not None
+            self.num_drafted += entry.num_drafted
+            self.num_accepted += entry.verdict.num_accepted
+            self.num_emitted += entry.num_emitted
 
-def schedule(sequence: Sequence) -> ScheduledSequence:
-    """The entry of a sequence that has joined the batch."""
-    assert sequence.context is not None
-    num_committed = sequence.context.num_cached
-    return ScheduledSequence(
-        sequence=sequence,
-        num_committed=num_committed,
-        num_pending=len(sequence.ids) - num_committed,
-    )
+    def _show(
+        self,
+        fed: Seq[ScheduledSequence],
+        emitting: Seq[ScheduledSequence],
+        records: Seq[StepRecord],
+    ) -> None:
+        """Show the step to the observers, the first that was added first."""
+        if not self.observers:
+            return
+        prefilling = [entry for entry in fed if not entry.completes]
+        step = ObservedStep(records=records, emitting=emitting, prefilling=prefilling)
+        for observer in tuple(self.observers):
+            observer.observe(step)
 
 
 def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:
@@ -196,44 +241,23 @@ def state_of(sequence: Sequence, now_s: float) -> RequestState:
     )
 
 
-def tokens_of(entries: Seq[ScheduledSequence], device: torch.device) -> list[int] | Tensor:
+def tokens_of(fed: Seq[ScheduledSequence], device: torch.device) -> list[int] | Tensor:
     """Tokens of a pass: the draft nodes of every entry behind its pending tokens.
 
-    Nodes that are on a device are not waited for.
+    Nodes that are on a device are copied there without waiting for them.
     """
-    proposals = [entry.proposal for entry in entries]
+    proposals = [entry.proposal for entry in fed]
     if all(p is None or p.tokens.is_cpu for p in proposals):
         ids: list[int] = []
-        for entry, proposal in zip(entries, proposals, strict=True):
+        for entry, proposal in zip(fed, proposals, strict=True):
             ids += entry.pending()
             if proposal is not None:
                 ids += proposal.tokens.tolist()
         return ids
     pieces: list[Tensor] = []
-    for entry, proposal in zip(entries, proposals, strict=True):
+    for entry, proposal in zip(fed, proposals, strict=True):
         pending = torch.tensor(entry.pending(), dtype=torch.int64)
         pieces.append(pending.to(device, non_blocking=True))
         if proposal is not None:
             pieces.append(proposal.tokens.to(device))
     return torch.cat(pieces)
-
-
-def apply_verdict(entry: ScheduledSequence) -> None:
-    """Append the tokens of a verdict to the sequence and commit the accepted rows to the KV."""
-    sequence, verdict = entry.sequence, entry.verdict
-    assert verdict is not None
-    entry.num_emitted = sequence.append(verdict.tokens, verdict.sources)
-    if entry.logits is not None:
-        sequence.logprobs += token_logprobs(entry)
-    sequence.acceptance.add(entry.depth, verdict.num_accepted, num_drafted=entry.num_drafted)
-    if sequence.first_token_at_s is None or sequence.stop is not None:
-        now_s = time.monotonic()
-        if sequence.first_token_at_s is None:
-            sequence.first_token_at_s = now_s
-        if sequence.stop is not None:
-            sequence.finished_at_s = now_s
-    if sequence.stop is None:
-        entry.commit()
-    else:  # what was fed may yet serve other sequences
-        assert sequence.context is not None
-        sequence.context.commit(range(entry.num_chain))

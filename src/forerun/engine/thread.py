@@ -37,7 +37,7 @@ class EngineThread:
                 print(chunk.text, end="")
 
     Args:
-        engine: with nothing unfinished in it; its `on_record` is called on the owner's thread.
+        engine: with nothing unfinished in it; its observers are called on the owner's thread.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -37,14 +37,14 @@ class StepClock:
 
     def durations(self) -> tuple[float, float, float]:
         """Seconds of drafting, of the target pass, and of the rest of the step up to now."""
-        total_s = time.monotonic() - self.started_s
+        total_s = max(0.0, time.monotonic() - self.started_s)
         draft_s, verify_s = self._between(0), self._between(2)
         return draft_s, verify_s, max(0.0, total_s - draft_s - verify_s)
 
     def _between(self, first: int) -> float:
         start, end = self._marks[first : first + 2]
         if isinstance(start, float) and isinstance(end, float):
-            return end - start
+            return max(0.0, end - start)
         assert isinstance(start, torch.cuda.Event)
         assert isinstance(end, torch.cuda.Event)
         return float(start.elapsed_time(end)) / 1000

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.engine.results import TokenLogprobs
 from forerun.engine.scheduled import Rule, ScheduledSequence
 from forerun.errors import NumericalError
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
@@ -24,7 +23,6 @@ from forerun.sampling.choice import Choice, TokenSource
 from forerun.sampling.history import RowHistory
 from forerun.sampling.host import on_host
 from forerun.sampling.largest import largest
-from forerun.sampling.logprobs import raw_logprobs
 from forerun.sampling.noise import chain_keys
 from forerun.sampling.processors import failed_rows, pack_params, target_probs
 from forerun.sampling.proposal import Verdict
@@ -37,12 +35,12 @@ from forerun.sampling.walk import (
     walk,
 )
 
-__all__ = ["token_logprobs", "verify"]
+__all__ = ["verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
-    """Turns under one rule.
+class VerifyBatch:
+    """Scheduled sequences under one rule.
 
     Attributes:
         entries: whose rows.
@@ -81,7 +79,9 @@ def verify(
     for index, entry in enumerate(entries):
         by_rule.setdefault(entry.rule, []).append(index)
     if len(by_rule) == 1:
-        return verify_batch(entries[0].rule, Batch(entries=entries, logits=logits, tokens=tokens))
+        return verify_batch(
+            entries[0].rule, VerifyBatch(entries=entries, logits=logits, tokens=tokens)
+        )
     ends = list(accumulate(entry.num_logit_rows for entry in entries))
     verdicts: dict[int, Verdict] = {}
     for rule, indices in by_rule.items():
@@ -89,14 +89,14 @@ def verify(
             row for i in indices for row in range(ends[i] - entries[i].num_logit_rows, ends[i])
         ]
         rows = torch.tensor(wanted, device=logits.device)
-        batch = Batch(
+        batch = VerifyBatch(
             entries=[entries[i] for i in indices], logits=logits[rows], tokens=tokens[rows]
         )
         verdicts |= zip(indices, verify_batch(rule, batch), strict=True)
     return [verdicts[i] for i in range(len(entries))]
 
 
-def verify_batch(rule: Rule, batch: Batch) -> list[Verdict]:
+def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
     """Verdicts of entries under one rule."""
     if rule == "greedy":
         return verify_greedy(batch)
@@ -137,7 +137,7 @@ def verdict_of(
 # ------------------------------------------------------------------------------------------- walked
 
 
-def verify_greedy(batch: Batch) -> list[Verdict]:
+def verify_greedy(batch: VerifyBatch) -> list[Verdict]:
     """The walk of the raw argmax; what is accepted is certain, so it is also what is expected.
 
     A row whose largest logit is not finite has no law, as `target_probs` sees it.
@@ -153,7 +153,7 @@ def verify_greedy(batch: Batch) -> list[Verdict]:
     return verdicts
 
 
-def verify_walked(batch: Batch) -> list[Verdict]:
+def verify_walked(batch: VerifyBatch) -> list[Verdict]:
     """Draw at every row and follow the draft as far as it agrees.
 
     A row without a law counts only where the walk comes by: plain decoding would never have seen
@@ -178,7 +178,7 @@ def verify_walked(batch: Batch) -> list[Verdict]:
     return verdicts
 
 
-def match_probs(batch: Batch, probs: Tensor) -> Float[Tensor, " rows"]:
+def match_probs(batch: VerifyBatch, probs: Tensor) -> Float[Tensor, " rows"]:
     """Probability that the target agrees with the node of each row, its parent reached; else 0."""
     matches = []
     for entry, rows in batch.rows():
@@ -195,7 +195,7 @@ def match_probs(batch: Batch, probs: Tensor) -> Float[Tensor, " rows"]:
     return torch.cat(matches).nan_to_num(0.0)
 
 
-def probabilities(batch: Batch) -> Float[Tensor, "rows vocab"]:
+def probabilities(batch: VerifyBatch) -> Float[Tensor, "rows vocab"]:
     """Processed target probabilities of all rows."""
     entries = batch.entries
     rows = [index for index, entry in enumerate(entries) for _ in range(entry.num_logit_rows)]
@@ -204,14 +204,14 @@ def probabilities(batch: Batch) -> Float[Tensor, "rows vocab"]:
     if any(entry.sequence.history is not None for entry in entries):
         drafted: list[int] = batch.tokens.tolist()
         for entry, entry_rows in batch.rows():
-            histories += entry.row_histories(drafted[entry_rows][1:])
+            histories += entry.row_histories(drafted[entry_rows][1:], batch.logits.shape[-1])
     return target_probs(batch.logits, params, histories)
 
 
 # ------------------------------------------------------------------------------------------ sampled
 
 
-def verify_sampled(batch: Batch, rule: Rule) -> list[Verdict]:
+def verify_sampled(batch: VerifyBatch, rule: Rule) -> list[Verdict]:
     """Block or token-level verification of sampled chains."""
     assert rule in ("block", "token")
     found = verify_chain_batch(
@@ -238,23 +238,3 @@ def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
         draft_probs=None if proposal is None else proposal.draft_probs,
         keys=chain_keys(sequence.noise_key, len(sequence.ids), entry.num_drafted),
     )
-
-
-# ---------------------------------------------------------------------------------------- logprobs
-
-
-def token_logprobs(entry: ScheduledSequence) -> list[TokenLogprobs]:
-    """Raw log-probabilities of the emitted tokens of a entry that kept its logits."""
-    verdict, logits = entry.verdict, entry.logits
-    assert verdict is not None
-    assert logits is not None
-    rows = [0, *(node + 1 for node in verdict.path)][: entry.num_emitted]
-    tokens = torch.tensor(verdict.tokens[: entry.num_emitted], device=logits.device)
-    raw = raw_logprobs(logits[rows], tokens, entry.sequence.params.logprobs or 0)
-    tops = zip(raw.top_tokens.tolist(), raw.top_logprobs.tolist(), strict=True)
-    return [
-        TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
-        for token, logprob, (ids, values) in zip(
-            verdict.tokens, raw.token_logprobs.tolist(), tops, strict=False
-        )
-    ]

@@ -53,7 +53,7 @@ class Sink(Protocol):
 
 
 class TraceWriter:
-    """Takes records one by one; for example as `on_record` of an engine.
+    """Takes records one by one; for example those of an engine's steps.
 
     Nothing that happens to the file reaches the caller. Where a write fails, a warning says so
     once, what was written before stays, and further records are dropped: a full disk ends the

@@ -10,6 +10,7 @@ from forerun.control.base import Capacity, Plan, RequestState
 from forerun.drafters.base import Drafter, Pause
 from forerun.drafters.several import SeveralDrafters, named_by_method
 from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import StepRecord
@@ -60,7 +61,7 @@ def test_texts_are_those_of_plain_decoding_whoever_drafts(params):
     plain = tiny.engine_over(target).generate(list(tiny.PROMPTS), params)
     engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
     records: list[StepRecord] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     outputs = engine.generate(list(tiny.PROMPTS), params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     drafting = {r.method for r in records if r.num_drafted}
@@ -78,7 +79,7 @@ def test_a_pause_of_one_is_no_pause_of_all():
     drafters = {"suffix": Resting(), "draft_model": tiny.drafting(tiny.tabular(0, vocab_size=300))}
     engine = tiny.engine_over(target, SeveralDrafters(drafters), controller=Turns(tuple(drafters)))
     records: list[StepRecord] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     engine.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert sum(record.num_accepted for record in records) > 6
 

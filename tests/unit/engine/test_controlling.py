@@ -17,6 +17,7 @@ from forerun.control.goodput import GoodputController
 from forerun.control.safety import SafeController
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.controlling import default_controller
+from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
@@ -162,7 +163,7 @@ def test_a_draft_without_a_law_teaches_nothing_and_costs_no_token(target, measur
     params = replace(PARAMS, max_tokens=40)
     plain = tiny.engine_over(target).generate([[1, 2], [3, 4]], params)
     records = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     outputs = engine.generate([[1, 2], [3, 4]], params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert any(record.stop_reason == "invalid_probs" for record in records)

@@ -9,6 +9,7 @@ import torch
 from tests import tiny
 
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.errors import NumericalError
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
@@ -115,7 +116,7 @@ def test_a_draft_may_run_into_the_lawless_as_long_as_the_text_does_not(params):
     eager.log_probs[:] = eager.log_probs.log_softmax(-1)
     records: list[StepRecord] = []
     engine = tiny.engine_over(target, tiny.drafting(eager, 8))
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     found = engine.generate([[1], [2]], params)
     assert sum(record.num_drafted - record.num_accepted for record in records) > 4
     assert all(math.isfinite(record.expected_accepted) for record in records)

@@ -12,6 +12,7 @@ from tests import tiny
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.engine import step, timing
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
@@ -29,7 +30,7 @@ def drafted(target: TabularModel, **changes: int) -> Engine:
 
 def recorded(engine: Engine, params: SamplingParams = PARAMS) -> list[StepRecord]:
     records: list[StepRecord] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     for name, ids in PROMPTS.items():
         engine.add_request(ids, params, name)
     while engine.has_unfinished:
@@ -141,7 +142,7 @@ def test_prefill_rows_are_counted(target):
 def test_the_last_row_of_a_prompt_is_a_prefill_row(target):
     engine = drafted(target, prefill_chunk=2)
     records: list[StepRecord] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     engine.generate([[1, 2, 3, 4, 5]], PARAMS)
     # The third chunk is one row; only steps that emit leave a record.
     assert [(r.cycle_id, r.num_prefill_rows) for r in records[:2]] == [(2, 1), (3, 0)]
@@ -193,7 +194,7 @@ def test_a_failing_listener_costs_no_token(target):
     def refuse(record: StepRecord) -> None:
         raise OSError("disk full")
 
-    engine.on_record = refuse
+    engine.observers[:] = [EmittedRecords(refuse)]
     engine.add_request([1], PARAMS, "r")
     while engine.has_unfinished:
         with pytest.raises(OSError, match="disk full"):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
+from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
@@ -152,7 +153,7 @@ def test_the_rows_of_a_coupled_tree_are_not_taken_for_those_of_a_chain():
     for kind, of_kind in records.items():
         drafter = kind(lambda ids: target.log_probs[target.state_of(ids)])
         engine = tiny.engine_over(target, drafter, k=7)
-        engine.on_record = of_kind.append
+        engine.observers[:] = [EmittedRecords(of_kind.append)]
         found = engine.generate(PROMPTS, seeded())
         assert same(found, tiny.engine_over(target).generate(PROMPTS, seeded()))
     expected, coupled = (

@@ -12,6 +12,7 @@ from tests.tiny import cousin, drafting, engine_over, tabular
 from forerun.diagnose.evidence import Evidence
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine import step as engine_step
+from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.probe.evidence.config import EvidenceConfig
 from forerun.probe.evidence.own_draft import drafting_for_itself
@@ -209,12 +210,12 @@ def test_a_draft_without_a_law_is_found():
 def test_the_engine_is_left_as_it_was():
     engine = of(DraftModel)
     seen = []
-    engine.on_record = seen.append
-    drafter, told = engine.drafter.drafter, engine.on_record
+    engine.observers.append(EmittedRecords(seen.append))
+    drafter, observers = engine.drafter, [*engine.observers]
     num_free = engine.target.store.num_free
     probed(engine)
-    assert engine.drafter.drafter is drafter
-    assert engine.on_record is told
+    assert engine.drafter is drafter
+    assert engine.observers == observers
     assert seen, "whoever listened before still hears"
     assert engine.target.store.num_free == num_free
     assert not engine.has_unfinished

@@ -17,6 +17,7 @@ from forerun.align.evaluation.teacher_forced import acceptance_probabilities
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput
 from forerun.errors import InvalidRequest
 from forerun.models.base import LanguageModel
@@ -96,7 +97,7 @@ class Judge:
         """
         steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
         engine = alone(self.engine).with_draft(draft, self.num_speculative_tokens)
-        engine.on_record = lambda record: steps[record.request_id].append(record)
+        engine.observers[:] = [EmittedRecords(lambda r: steps[r.request_id].append(r))]
         chosen = evenly_spaced(len(self.prompts), max_prompts)
         prompts = [self.prompts[index].prompt_ids for index in chosen]
         outputs = engine.generate(prompts, [self._params_of(index) for index in chosen])
@@ -202,7 +203,7 @@ def judged_prompt(
 
 def draft_model_of(engine: Engine) -> LanguageModel | None:
     """The draft's own model; None where there is none beside the target."""
-    drafter = engine.drafter.drafter if engine.drafter is not None else None
+    drafter = engine.drafter if engine.drafter is not None else None
     if isinstance(drafter, DraftModel) and drafter.model.store is not engine.target.store:
         return drafter.model
     return None

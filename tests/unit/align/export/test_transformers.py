@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from forerun.align.distribution import DenseDistribution, acceptance_probability
 from forerun.align.export.write import describe_pair, export_draft
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.sampling.config import SamplingParams
 
 K, NUM_NEW = 4, 48
@@ -112,7 +113,7 @@ def test_our_engine_accepts_the_same_from_the_same_place(pair: Pair) -> None:
         pair.target, pair.draft, device="cpu", dtype="fp32", config=tiny.settings(K)
     )
     records: list[Any] = []
-    engine.on_record = records.append
+    engine.observers[:] = [EmittedRecords(records.append)]
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     (output,) = engine.generate([PROMPT], params)
     assert list(output.token_ids) == found

@@ -1,0 +1,70 @@
+"""What keeps the state of an engine whole: one thread at a time, no interrupt within a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from forerun.errors import EngineBusy
+
+__all__ = ["EngineGuard"]
+
+
+class EngineGuard:
+    """A context manager around every change of an engine's state; it may be nested.
+
+    It refuses a second thread and a forked process. An interrupt from the keyboard (SIGINT with
+    Python's own handler) is raised when the outermost block ends, so that a step is taken as a
+    whole; a second interrupt is raised at once, for a step that does not end.
+
+    Raises:
+        EngineBusy: another thread is inside, or this process was forked after the engine was made.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._depth = 0
+        self._defers = False
+        self._interrupted = False
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineBusy(
+                "the engine was made in another process, and its threads and device memory do not "
+                "survive a fork: load it in the process that uses it"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise EngineBusy(
+                "another thread is using the engine: call it from one thread, or put it into an "
+                "EngineThread, which takes requests from any"
+            )
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            self._defers = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if self._defers:
+                signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        interrupted = False
+        if self._depth == 0 and self._defers:
+            self._defers = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            interrupted, self._interrupted = self._interrupted, False
+        self._lock.release()
+        if interrupted:
+            raise KeyboardInterrupt from error
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first interrupt; raise the second."""
+        if self._interrupted:
+            signal.default_int_handler(number, frame)
+        self._interrupted = True

@@ -1,0 +1,68 @@
+"""What observers of an engine see of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from forerun.engine.scheduled import ScheduledSequence
+from forerun.theory.record import StepRecord
+
+__all__ = ["EmittedRecords", "ObservedStep", "StepObserver"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ObservedStep:
+    """One finished step: its tokens are committed, and observers must not change anything.
+
+    Attributes:
+        records: one per sequence that emitted tokens.
+        emitting: the same sequences in the same order, with their plans, proposals and verdicts;
+            with the logits of their rows where an observer wants them.
+        prefilling: the other sequences of the pass, which fed a part of their prompt.
+    """
+
+    records: Sequence[StepRecord]
+    emitting: Sequence[ScheduledSequence]
+    prefilling: Sequence[ScheduledSequence]
+
+
+@runtime_checkable
+class StepObserver(Protocol):
+    """Sees every step of an engine, on the thread that steps it; see `Engine.observers`.
+
+    An exception of an observer ends `Engine.step`; the tokens of the step are kept.
+    """
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits of every emitting row must be kept until the observer has seen them.
+
+        They take rows x vocabulary numbers of memory during the step.
+        """
+
+    def observe(self, step: ObservedStep) -> None:
+        """Receive a step after its tokens were committed."""
+
+
+class EmittedRecords:
+    """An observer that hands the records of every step to a function, one by one.
+
+    Example:
+        records: list[StepRecord] = []
+        engine.observers.append(EmittedRecords(records.append))
+
+    Args:
+        receive: called once per record.
+    """
+
+    wants_logits = False
+
+    def __init__(self, receive: Callable[[StepRecord], object]) -> None:
+        self.receive = receive
+
+    def observe(self, step: ObservedStep) -> None:
+        """Hand over the records."""
+        for record in step.records:
+            self.receive(record)
