@@ -23,9 +23,12 @@ from forerun.align.data.server_protocol import (
     response_of,
 )
 from forerun.align.progress import OnProgress
-from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.bounded_documents import parse_json
+from forerun.bounded_read import ReadLimits, collected
+from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.terminal_text import printable
 
 __all__ = ["ResponseServer", "ResponseServerConfig", "write_responses_from"]
 
@@ -38,6 +41,36 @@ REFUSED = (400, 422)
 BUSY = (408, 409, 425, 429)
 SEED_MASK = (1 << 31) - 1
 """Seeds every server takes."""
+
+
+MAX_BODY_BYTES = 1 << 26
+"""Of one answer, unpacked: 30,000 tokens with 20 log-probabilities each take half of it."""
+ENCODINGS = ("identity", "gzip", "deflate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An HTTP answer that was read whole.
+
+    Attributes:
+        status_code: of HTTP.
+        retry_after: header of that name; None without one.
+        content: the body, unpacked.
+    """
+
+    status_code: int
+    retry_after: str | None
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the status is 200 to 299."""
+        return 200 <= self.status_code < 300
+
+    @property
+    def start(self) -> str:
+        """The beginning of the body, safe for a terminal."""
+        return printable(self.content[:600].decode(errors="replace"), max_length=300)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +136,10 @@ class ResponseServer:
     def connect(cls, config: ResponseServerConfig, tokenizer: Tokenizer) -> ResponseServer:
         """A server by its address; nothing is sent yet."""
         key = os.environ.get(API_KEY)
+        authorization = {"Authorization": f"Bearer {key}"} if key else {}
         client = httpx.Client(
             timeout=config.timeout_s,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Accept-Encoding": "gzip"} | authorization,
             limits=httpx.Limits(max_connections=config.max_concurrent),
         )
         return cls(config=config, tokenizer=tokenizer, client=client)
@@ -128,13 +162,14 @@ class ResponseServer:
             try:
                 reply = self._post(body)
                 if reply.is_success:
-                    return response_of(
-                        parsed(reply), prompt.prompt_hash, index, params, self.tokenizer
-                    )
+                    found = parsed(reply)
+                    return response_of(found, prompt.prompt_hash, index, params, self.tokenizer)
                 problem = self._problem(reply, prompt)
                 wait_s = min(asked_wait_s(reply, wait_s), self.config.max_wait_s)
+            except UnreadableInput as error:  # it would be as large the next time
+                raise ServerUnavailable(printable(error)) from error
             except (httpx.TransportError, BrokenReply) as error:
-                problem = str(error) or type(error).__name__
+                problem = printable(error) or type(error).__name__
             if attempt + 1 < self.config.num_tries:
                 logger.info("%s: %s; again in %.0f s", self.config.endpoint, problem, wait_s)
                 if self.closing.wait(wait_s):
@@ -143,44 +178,63 @@ class ResponseServer:
             f"{self.config.endpoint} gave no response in {self.config.num_tries} tries: {problem}"
         )
 
-    def _post(self, body: dict[str, object]) -> httpx.Response:
-        """Send a request; without the wish for ids where the server does not know that."""
+    def _post(self, body: dict[str, object]) -> Reply:
+        """Send a request; without the flags that ask for ids if the server refuses them."""
         flags = ID_FLAGS if self.returns_ids else {}
-        reply = self.client.post(self.config.endpoint, json={**body, **flags})
+        reply = self._sent({**body, **flags})
         if reply.status_code in REFUSED and flags:
-            plain = self.client.post(self.config.endpoint, json=body)
+            plain = self._sent(body)
             self.returns_ids = not plain.is_success
             return plain
         return reply
 
-    def _problem(self, reply: httpx.Response, prompt: PromptRecord) -> str:
+    def _sent(self, body: dict[str, object]) -> Reply:
+        """The answer to a request, read within limits on bytes and seconds.
+
+        Raises:
+            UnreadableInput: it is over a limit, or compressed in a way that has no limit.
+        """
+        endpoint = self.config.endpoint
+        limits = ReadLimits(max_bytes=MAX_BODY_BYTES, max_seconds=self.config.timeout_s)
+        with self.client.stream("POST", endpoint, json=body) as reply:
+            encoding = reply.headers.get("content-encoding", "identity").strip().lower()
+            if encoding not in ENCODINGS:  # httpx unpacks others, and several at once, unlimited
+                raise UnreadableInput(f"{endpoint} sends a body of content encoding {encoding!r}")
+            content = collected(reply.iter_bytes(), endpoint, limits)
+            return Reply(
+                status_code=reply.status_code,
+                retry_after=reply.headers.get("retry-after"),
+                content=content,
+            )
+
+    def _problem(self, reply: Reply, prompt: PromptRecord) -> str:
         """What is wrong, where asking again may help.
 
         Raises:
             InvalidRequest: it will not.
         """
-        said = f"status {reply.status_code}: {reply.text:.300}"
-        if reply.is_server_error or reply.status_code in BUSY:
+        said = f"status {reply.status_code}: {reply.start}"
+        if reply.status_code >= 500 or reply.status_code in BUSY:
             return said
         raise InvalidRequest(f"{prompt.where}: {self.config.endpoint} refuses it with {said}")
 
 
-def parsed(reply: httpx.Response) -> Any:
+def parsed(reply: Reply) -> Any:
     """The JSON of an answer.
 
     Raises:
-        BrokenReply: it is none.
+        BrokenReply: it is not JSON, or nests too deeply.
     """
     try:
-        return reply.json()
-    except (ValueError, RecursionError) as error:
-        raise BrokenReply(f"no JSON: {reply.text:.200}") from error
+        return parse_json(reply.content, "the answer")
+    except UnreadableInput as error:
+        raise BrokenReply(f"{error}; it begins with {reply.start}") from error
 
 
-def asked_wait_s(reply: httpx.Response, otherwise: float) -> float:
+def asked_wait_s(reply: Reply, otherwise: float) -> float:
     """Seconds the server asks to wait, where it does so as a number."""
     try:
-        asked_s = float(reply.headers.get("retry-after", otherwise))
+        asked_s = float(otherwise if reply.retry_after is None else reply.retry_after)
     except ValueError:  # a date
         return otherwise
     return asked_s if asked_s >= 0.0 else otherwise

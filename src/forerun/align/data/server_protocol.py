@@ -8,6 +8,7 @@ tokens are named by text that several tokens may share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from forerun.align.data.sample import TopLogprobs
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.terminal_text import printable
 
 __all__ = ["ID_FLAGS", "BrokenReply", "check_params", "request_body", "response_of"]
 
@@ -37,6 +39,8 @@ EXTENSIONS = (
     "allowed_token_ids",
 )
 """Sent where they are not at their defaults: beyond the first two not every server knows them."""
+MAX_TOKEN_CHARACTERS = 1024
+"""Of one token, generously: the longest in use are runs of some hundred spaces."""
 DEFAULTS = SamplingParams()
 
 
@@ -111,16 +115,18 @@ def response_of(
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise BrokenReply(f"no response in {reply!r:.200}") from error
     if not isinstance(text, str) or finish_reason not in FINISH_REASONS:
-        raise BrokenReply(f"a response of {text!r:.60} that ended by {finish_reason!r}")
+        raise BrokenReply(f"a response of {text!r:.60} that ended by {finish_reason!r:.60}")
     places = places_of(choice.get("logprobs"))
     known_ids = ids_of(choice, places)
+    check_lengths(text, known_ids, params)
+    check_ids(known_ids, places, tokenizer)
     if known_ids is None:
         known_ids = encoded(text, choice, params, tokenizer)
         places = None
     elif not spells(known_ids, text, tokenizer):
         raise InvalidRequest(
             f"the server's tokens {known_ids[:8]} are not this tokenizer's way to write "
-            f"{text[:40]!r}: it serves a model with another tokenizer"
+            f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
         )
     return Response(
         prompt_hash=prompt_hash,
@@ -129,6 +135,39 @@ def response_of(
         finish_reason=finish_reason,
         top_logprobs=None if places is None else tops_of(places, len(known_ids)),
     )
+
+
+def check_lengths(text: str, ids: Sequence[int] | None, params: SamplingParams) -> None:
+    """Refuse a response that is longer than any of so many tokens can be.
+
+    Raises:
+        BrokenReply: it is; a tokenizer would take very long to read it.
+    """
+    most = params.max_tokens or 0
+    if len(text) > MAX_TOKEN_CHARACTERS * (most + 1) or (
+        ids is not None and len(ids) > 2 * most + 16
+    ):
+        raise BrokenReply(
+            f"a response of {len(text)} characters and {'unknown' if ids is None else len(ids)} "
+            f"tokens, where {most} tokens were asked for"
+        )
+
+
+def check_ids(
+    ids: Sequence[int] | None, places: Sequence[Place] | None, tokenizer: Tokenizer
+) -> None:
+    """Refuse ids that the tokenizer does not have.
+
+    Raises:
+        InvalidRequest: there is one.
+    """
+    named = [token for _, top in places or () for token, _ in top]
+    for token in (*(ids or ()), *named):
+        if token not in tokenizer.vocabulary:
+            raise InvalidRequest(
+                f"the server names the token {printable(token, max_length=40)}, which is not in "
+                "the target's vocabulary: it serves a model with another tokenizer"
+            )
 
 
 Place = tuple[int, tuple[tuple[int, float], ...]]
@@ -148,13 +187,16 @@ def places_of(logprobs: Any) -> list[Place] | None:
             (named_id(token), ranked((named_id(t), value) for t, value in top.items()))
             for token, top in zip(logprobs["tokens"], tops, strict=True)
         ]
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
 
 
 def ranked(pairs: Any) -> tuple[tuple[int, float], ...]:
     """Ids with log-probabilities, each id once, best first."""
-    return tuple(sorted(dict(pairs).items(), key=lambda pair: -float(pair[1])))
+    found = {token: float(value) for token, value in pairs}
+    if any(math.isnan(value) for value in found.values()):
+        raise ValueError("a log-probability is not a number")
+    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
 def id_of(entry: Mapping[str, Any]) -> int:

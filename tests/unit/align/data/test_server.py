@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 
 import httpx
 import pytest
@@ -352,3 +354,93 @@ def test_the_key_of_the_environment_is_sent(plain, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     with ResponseServer.connect(config, plain).client as client:
         assert "authorization" not in client.headers
+
+
+# --------------------------------------------------------------------------- servers that do harm
+
+
+class Body(httpx.SyncByteStream):
+    """A body that is made as it is read."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self.chunks = chunks
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.chunks
+
+
+def streamed(chunks: Iterable[bytes], **headers: str) -> Server:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Server(lambda body: httpx.Response(200, stream=Body(chunks), headers=named))
+
+
+def bomb() -> Iterator[bytes]:
+    """Zeros, compressed: a thousandth of what they unpack to."""
+    packer = zlib.compressobj(wbits=31)
+    for _ in range(1 << 12):
+        yield packer.compress(bytes(1 << 20))
+
+
+def dripping() -> Iterator[bytes]:
+    while True:
+        yield b" "
+
+
+@pytest.mark.parametrize(
+    ("chunks", "headers", "message"),
+    [
+        (bomb, {"content_encoding": "gzip"}, "sends more than 67108864 bytes"),
+        (lambda: itertools.repeat(bytes(1 << 20)), {}, "sends more than 67108864 bytes"),
+        (dripping, {}, r"takes more than 0\.2 s to read"),
+        (dripping, {"content_encoding": "gzip, gzip"}, "content encoding 'gzip, gzip'"),
+        (dripping, {"content_encoding": "br"}, "content encoding 'br'"),
+    ],
+)
+def test_a_body_without_end_is_cut_off_at_once(plain, chunks, headers, message):
+    timeout_s = 0.2 if "0" in message and "takes" in message else 600.0
+    server = streamed(chunks(), **headers)
+    with pytest.raises(ServerUnavailable, match=message):
+        respond(server, plain, timeout_s=timeout_s)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("ids", [[10**30], [-1], [2**31], [2**64 - 1], [299, 300]])
+def test_ids_outside_the_vocabulary_are_refused(plain, ids):
+    with pytest.raises(InvalidRequest, match="not in the target's vocabulary"):
+        respond(Server(told(token_ids=ids)), plain)
+    content = [{"id": ids[-1], "logprob": -0.5, "top_logprobs": [{"id": ids[-1], "logprob": -1}]}]
+    with pytest.raises(InvalidRequest, match="not in the target's vocabulary"):
+        respond(Server(told(logprobs={"content": content})), plain)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"x"', "1e999"])
+def test_log_probabilities_that_are_no_numbers_are_not_taken(plain, value):
+    ids = plain.encode(TEXT)
+    tops = ", ".join(f'{{"id": {token}, "logprob": {value}}}' for token in ids)
+    reply = (
+        f'{{"choices": [{{"text": "import os\\n", "finish_reason": "length", "logprobs": '
+        f'{{"content": [{{"id": {value}, "logprob": 0, "top_logprobs": [{tops}]}}]}}}}]}}'
+    )
+    server = Server(httpx.Response(200, text=reply), httpx.Response(200, text=reply), told())
+    found = respond(server, plain)
+    assert found.top_logprobs is None and found.token_ids == tuple(ids)
+
+
+@pytest.mark.parametrize("changes", [{"text": "a" * 8000}, {"token_ids": [3] * 40}])
+def test_a_response_longer_than_asked_for_is_asked_for_again(plain, changes):
+    server = Server(told(**changes), told())
+    assert respond(server, plain).token_ids == tuple(plain.encode(TEXT))
+    assert len(server.asked) == 2
+
+
+def test_depth_is_limited(plain):
+    deep = httpx.Response(200, content=b"[" * 100_000)
+    assert respond(Server(deep, told()), plain).token_ids == tuple(plain.encode(TEXT))
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_escape_sequences_do_not_reach_the_terminal(plain, status):
+    server = Server(httpx.Response(status, text="\x1b[2Jgone\u202e"))
+    with pytest.raises((InvalidRequest, ServerUnavailable), match="gone") as caught:
+        respond(server, plain, num_tries=1)
+    assert "\x1b" not in str(caught.value) and "\u202e" not in str(caught.value)
