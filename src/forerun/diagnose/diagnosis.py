@@ -125,8 +125,12 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
         add_predictions(evidence, attribution, outlook)
     scored = score_causes(evidence, CAUSES.values())
     supported = [item for item in scored if item.is_supported]
-    verdict = verdict_of(supported)
-    named = [i for i in scored if i.reaches(MIN_ALSO)] if verdict == "problem" else supported
+    verdict = verdict_of(supported, evidence)
+    named = {
+        "problem": [item for item in scored if item.reaches(MIN_ALSO)],
+        "healthy": supported,
+        "insufficient evidence": [],
+    }[verdict]
     suspects = tuple(
         Suspect(
             scored=item,
@@ -153,11 +157,29 @@ def add_shares(evidence: Evidence, found: Attribution) -> None:
         )
 
 
-def verdict_of(supported: Sequence[Scored]) -> Verdict:
-    """By the likeliest cause that has support."""
+NO_HARM = (0.97, 1.05)
+"""Speedups that are no complaint by themselves and no gain either."""
+MIN_SCORE_WITHOUT_HARM = 0.35
+MIN_DRAFTS = 30
+MIN_SCORE_OF_FEW = 0.5
+"""Score of the likeliest cause below which few drafts, or a run as fast as plain, prove nothing."""
+
+
+def verdict_of(supported: Sequence[Scored], evidence: Evidence) -> Verdict:
+    """The verdict by the likeliest cause that has support."""
     if not supported:
         return "insufficient evidence"
-    return "healthy" if supported[0].cause.label == "healthy" else "problem"
+    likeliest = supported[0]
+    if likeliest.cause.label == "healthy":
+        return "healthy"
+    speedup, drafts = evidence.number("speedup"), evidence.number("num_drafts")
+    if speedup is not None and NO_HARM[0] <= speedup <= NO_HARM[1]:
+        least = MIN_SCORE_WITHOUT_HARM
+    elif drafts is not None and 0 < drafts < MIN_DRAFTS:
+        least = MIN_SCORE_OF_FEW
+    else:
+        return "problem"
+    return "problem" if likeliest.score >= least else "insufficient evidence"
 
 
 def changes_of(

@@ -11,11 +11,20 @@ from forerun.diagnose.evidence import Evidence, Fact
 from forerun.diagnose.facts.catalogue import FACTS
 from forerun.terminal_text import printable
 
-__all__ = ["Section", "change_line", "figure_words", "headline", "sections"]
+__all__ = ["WATERFALL", "Section", "change_line", "figure_words", "headline", "sections"]
 
 MAX_EVIDENCE = 5
 MAX_CHANGES = 4
 MAX_NOTES = 8
+CLOSE = 0.5
+"""Causes with more of the likeliest one's score than this are not told apart by it."""
+OF_FAMILY = {
+    "cost": "A step with drafts costs too much. Which part of it does, the evidence does not show.",
+    "alignment": "Too few draft tokens are accepted. Why is open: several causes fit alike.",
+}
+"""The verdict where several causes of one family fit alike."""
+WATERFALL = "Time per token, in plain steps"
+"""Heading of the section that a page shows as a chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +38,26 @@ class Section:
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict in one sentence."""
     if diagnosis.verdict == "insufficient evidence":
-        return "Insufficient evidence: what is known fits no cause better than another."
-    cause = diagnosis.suspects[0].scored.cause
+        speedup = diagnosis.evidence.number("speedup")
+        known = "" if speedup is None else f"Decoding runs at {speedup:.2f}x the plain rate. "
+        return f"Insufficient evidence. {known}What is known supports no cause clearly."
+    likeliest = diagnosis.suspects[0].scored
+    cause = likeliest.cause
     if diagnosis.verdict == "healthy" and "speedup" not in diagnosis.evidence:
         return "Healthy as far as is known. Whether it pays takes the rate without speculation."
     if diagnosis.verdict == "healthy":
         return f"Healthy. {cause.what}"
-    return f"Problem: {cause.label}. {cause.what}"
+    speedup = diagnosis.evidence.number("speedup")
+    rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
+    family = cause.family
+    alike = [s for s in diagnosis.suspects if s.scored.score > CLOSE * likeliest.score]
+    if (
+        len(alike) > 2
+        and family in OF_FAMILY
+        and all(s.scored.cause.family == family for s in alike)
+    ):
+        return f"Problem: {OF_FAMILY[family]}{rate}"
+    return f"Problem: {cause.what}{rate}"
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
@@ -48,20 +70,6 @@ def sections(diagnosis: Diagnosis) -> Iterator[Section]:
 
 def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """The sections as they are composed."""
-    found = diagnosis.attribution
-    if found is not None:
-        yield Section(heading="What happens in a step", lines=tuple(step_words(found)))
-        yield Section(heading="Why", lines=tuple(interplay(found, diagnosis.evidence)))
-        yield Section(heading="Time per token, in plain steps", lines=tuple(waterfall(found)))
-        if found.counterfactuals:
-            yield Section(heading="If one thing were ideal", lines=tuple(what_if(found)))
-    elif diagnosis.evidence.facts:
-        yield Section(
-            heading="What happens in a step",
-            lines=("tau or K is not known, so the time per token cannot be split.",),
-        )
-    for number, suspect in enumerate(diagnosis.suspects, start=1):
-        yield Section(heading=suspect_heading(number, suspect), lines=tuple(suspect_words(suspect)))
     if changes := changes_of(diagnosis):
         lines = tuple(change_line(change) for change in changes)
         yield Section(heading="What to change", lines=lines)
@@ -69,6 +77,20 @@ def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         test = diagnosis.next_test
         line = f"{test.how} (about {test.minutes:g} min)"
         yield Section(heading=f"Next test: {test.name}", lines=(line,))
+    for number, suspect in enumerate(diagnosis.suspects, start=1):
+        yield Section(heading=suspect_heading(number, suspect), lines=tuple(suspect_words(suspect)))
+    found = diagnosis.attribution
+    if found is not None:
+        yield Section(heading="What happens in a step", lines=tuple(step_words(found)))
+        yield Section(heading="Why", lines=tuple(interplay(found, diagnosis.evidence)))
+        yield Section(heading=WATERFALL, lines=tuple(waterfall(found)))
+        if found.counterfactuals:
+            yield Section(heading="If one thing were ideal", lines=tuple(what_if(found)))
+    elif diagnosis.evidence.facts:
+        yield Section(
+            heading="What happens in a step",
+            lines=("tau or K is not known, so the time per token cannot be split.",),
+        )
     yield Section(heading="Evidence", lines=tuple(evidence_words(diagnosis.evidence)))
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.evidence import Evidence
+from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.report.page import page_of
 from forerun.diagnose.words import headline, sections
 from forerun.theory.cost import CostTable
@@ -142,3 +142,69 @@ def test_an_expensive_pass_is_the_batchs_or_the_kernels(facts: dict[str, object]
     known = {"k": 4, "batch": 8, "acceptance_length": 2.6, "cycle_cost": 3.4}
     found = found_from(**known, draft_cost=0.08, verify_cost=2.7, **facts)
     assert found.suspects[0].scored.cause.label == label
+
+
+def test_what_was_measured_outweighs_what_was_claimed():
+    """The waterfall puts the loss on the cost of a step: a changed target does not explain it."""
+    facts = {"k": 4, "acceptance_rate_per_position": [0.8, 0.68, 0.57, 0.43]}
+    slow = {"tokens_per_s": 61, "tokens_per_s_plain": 70}
+    found = found_from(**facts, **slow, changed=["target"])
+    share = found.evidence.number("gap_share_rejection")
+    assert share is not None and share < 0.1
+    labels = [suspect.scored.cause.label for suspect in found.suspects]
+    assert "stale_draft" not in labels
+    assert found.suspects[0].scored.cause.family == "cost"
+    assert headline(found).startswith("Problem: A step with drafts costs too much.")
+    low = {**facts, "acceptance_rate_per_position": [0.3, 0.1, 0.03, 0.01]}
+    assert found_from(**low, **slow, changed=["target"]).suspects[0].scored.cause.label == (
+        "stale_draft"
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict"),
+    [
+        ({"speedup": 1.0, "draft_share_high": True}, "insufficient evidence"),
+        ({"speedup": 0.9, "draft_share_high": True}, "problem"),
+        ({"speedup": 1.0, "tools_disagree": True, "client_counts_chunks": True}, "problem"),
+        ({"num_drafts": 29, "acceptance_low": True}, "insufficient evidence"),
+        ({"num_drafts": 30, "acceptance_low": True}, "problem"),
+        ({"num_drafts": 29, "weights_incomplete": True, "acceptance_zero": True}, "problem"),
+    ],
+)
+def test_a_weak_cause_of_little_harm_is_insufficient_evidence(facts, verdict):
+    found = found_from(**facts)
+    assert found.verdict == verdict
+    assert bool(found.suspects) == (verdict == "problem")
+
+
+def test_what_to_change_follows_the_verdict_in_words():
+    found = found_from(**SLOW)
+    assert headline(found) == (
+        "Problem: The target changed and the draft did not. Decoding runs at 0.80x the plain rate."
+    )
+    assert next(iter(sections(found))).heading == "What to change"
+    page = page_of(found)
+    order = ("What to change", "Next test", "Time per token", "1. stale_draft", "Why", "Facts")
+    places = [page.index(text) for text in order]
+    assert places == sorted(places)
+    assert page.count("rejected at position 1<") == 1
+    for kind in ("ideal", "rejection", "unsplit", "total"):
+        assert f'<i class="{kind}"></i>' in page
+
+
+def test_names_cannot_control_the_terminal():
+    found = found_from(**SLOW, target_name="\x1b[31mred\r")
+    found.evidence.readings += [Reading(source="\x1b]0;title\x07", notes=["\x9b1m"])]
+    text = "".join(line for section in sections(found) for line in section.lines)
+    assert "\\x1b]0;title" in text and not any(c < " " or c == "\x9b" for c in text)
+
+
+def test_a_page_of_deep_drafts_stays_short():
+    evidence = Evidence()
+    for name, value in {"k": 300, "acceptance_length": 5.0, "cycle_cost": 3.0}.items():
+        evidence.add(name, value, "test")
+    evidence.series["K"] = tuple((float(k), 1.0 + k, 1.0 + k) for k in range(300))
+    page = page_of(diagnose(evidence))
+    assert "rejected at positions 9 to 300" in page and page.count('class="bar"') < 50
+    assert "K = 299" in page and "K = 1<" not in page

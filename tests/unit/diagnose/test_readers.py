@@ -8,6 +8,7 @@ import json
 import pytest
 
 from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import text
 from forerun.diagnose.readers.sglang_log import num_draft_tokens_of
@@ -387,3 +388,34 @@ def test_a_setting_of_recurrent_layers_is_no_recurrent_target(line: str, recurre
         io.BytesIO((line + "\nno CUDA graphs: cuda graph disabled\n").encode()), "log"
     )
     assert found.flag("target_recurrent") is recurrent and found.flag("graphs_off") is True
+
+
+def metrics_line(process: int, accepted: int, drafted: int) -> str:
+    """A line of one process at K = 4."""
+    length = 1.0 + 4.0 * accepted / drafted
+    rates = ", ".join([f"{accepted / drafted:.3f}"] * 4)
+    return (
+        f"(EngineCore pid={process}) INFO SpecDecoding metrics: Mean acceptance length: "
+        f"{length:.2f}, Accepted: {accepted} tokens, Drafted: {drafted} tokens, Per-position "
+        f"acceptance rate: {rates}, Avg Draft acceptance rate: 1.0%\n"
+    )
+
+
+def test_unrelated_processes_are_taken_apart():
+    text = metrics_line(1, 990, 1000) + metrics_line(2, 0, 4000) + metrics_line(3, 5, 8)
+    evidence = read_text(io.BytesIO(text.encode()), "log")
+    assert evidence.number("num_drafted") == 4000 and evidence.number("num_accepted") == 0
+    (note,) = evidence.readings[0].notes
+    assert "process 2, which accepts 0%" in note and "process 1 99%" in note
+    diagnosis = diagnose(evidence)
+    assert diagnosis.evidence.flag("acceptance_zero")
+    assert diagnosis.suspects[0].scored.cause.label == "draft_weights_misloaded"
+
+
+@pytest.mark.parametrize(
+    ("others", "num_drafted"), [((650, 1000), 2000), ((660, 1000), 1000), ((0, 99), 1099)]
+)
+def test_processes_that_accept_alike_are_averaged(others, num_drafted):
+    text = metrics_line(1, 510, 1000) + metrics_line(2, *others)
+    evidence = read_text(io.BytesIO(text.encode()), "log")
+    assert evidence.number("num_drafted") == num_drafted

@@ -38,12 +38,26 @@ METHODS = {
 }
 
 
+PROCESS = re.compile(r"\bpid[=: ] ?(\d{1,10})\b")
+MAX_PROCESSES = 256
+MAX_SHOWN = 6
+MIN_DRAFTED = 100
+"""Draft tokens of a process, for its acceptance to be compared with that of others."""
+SAME_RUN = 0.15
+"""Acceptance of processes that serve one draft differs by less; they are averaged."""
+
+
 class SpecDecodingLog:
-    """vLLM, or LMDeploy, which orders the same fields differently."""
+    """vLLM, or LMDeploy, which orders the same fields differently.
+
+    Lines name the process that wrote them. Processes whose acceptance differs are separate runs:
+    they are not averaged, and the figures are those of the run that accepts least.
+    """
 
     def __init__(self) -> None:
         self.tally = Tally()
         self.kind = "vLLM log"
+        self._runs: dict[str, Tally] = {}
         self._old: tuple[float, float, float, float] | None = None
 
     def read(self, line: str) -> bool:
@@ -53,11 +67,12 @@ class SpecDecodingLog:
         if rate := THROUGHPUT.search(line):
             running = matched_number(RUNNING, line)
             # An interval in which nothing ran at its end was not busy all along.
+            run = self._run(line)
             if running:
-                self.tally.mean("tokens_per_s", float(rate.group(1)))
-                self.tally.mean("batch", max(1.0, running))
+                run.mean("tokens_per_s", float(rate.group(1)))
+                run.mean("batch", max(1.0, running))
             if (hits := matched_number(HITS, line)) is not None:
-                self.tally.facts["prefix_hit_rate"] = hits / 100.0
+                run.facts["prefix_hit_rate"] = hits / 100.0
             return True
         if found := OLD.search(line):
             self._old = tuple(map(float, found.groups()))  # type: ignore[assignment]
@@ -69,7 +84,8 @@ class SpecDecodingLog:
         return False
 
     def close(self) -> None:
-        """Cumulative counters count once, by their last line."""
+        """Choose or join runs; cumulative counters count once, by their last line."""
+        self._close_runs()
         if self._old is None:
             return
         k, accepted, drafted, _ = self._old
@@ -79,23 +95,53 @@ class SpecDecodingLog:
         if k:
             self.tally.count("num_drafts", drafted / k)
 
+    def _run(self, line: str) -> Tally:
+        """The tally of the process that wrote a line."""
+        found = PROCESS.search(line)
+        name = found.group(1) if found else ""
+        if name not in self._runs and len(self._runs) >= MAX_PROCESSES:
+            name = next(iter(self._runs))
+        return self._runs.setdefault(name, Tally())
+
+    def _close_runs(self) -> None:
+        rates = {
+            name: run.counts["num_accepted"] / run.counts["num_drafted"]
+            for name, run in self._runs.items()
+            if run.counts.get("num_drafted", 0.0) >= MIN_DRAFTED
+        }
+        if len(rates) < 2 or max(rates.values()) - min(rates.values()) < SAME_RUN:
+            for run in self._runs.values():
+                self.tally.include(run)
+            return
+        least = min(rates, key=lambda name: rates[name])
+        self.tally.include(self._runs[least])
+        others = sorted((rate, name) for name, rate in rates.items() if name != least)
+        shown = ", ".join(f"process {name} {rate:.0%}" for rate, name in others[:MAX_SHOWN])
+        self.tally.notes.append(
+            f"{len(rates)} separate runs, which are not averaged: the figures are those of process "
+            f"{least}, which accepts {rates[least]:.0%} of its draft tokens; {shown}"
+            f"{' and others' if len(others) > MAX_SHOWN else ''}. Give the lines of one process to "
+            "diagnose another run"
+        )
+
     def _read_metrics(self, line: str) -> bool:
         accepted, drafted = matched_number(ACCEPTED, line), matched_number(DRAFTED, line)
         found = POSITIONS.search(line)
         rates = numbers_in(found.group(1)) if found else []
         if accepted is None or drafted is None:
             return False
+        run = self._run(line)
         if "metrics: Draft acceptance rate" in line:
             self.kind = "LMDeploy log"
             if rate := LMDEPLOY_RATE.search(line):
-                self.tally.mean("tokens_per_s", float(rate.group(2)))
+                run.mean("tokens_per_s", float(rate.group(2)))
         length = matched_number(LENGTH, line)
         drafts = drafts_of(accepted, drafted, length, len(rates))
-        self.tally.count("num_accepted", accepted)
-        self.tally.count("num_drafted", drafted)
+        run.count("num_accepted", accepted)
+        run.count("num_drafted", drafted)
         if drafts:
-            self.tally.count("num_drafts", drafts)
-            self.tally.positions([rate * drafts for rate in rates])
+            run.count("num_drafts", drafts)
+            run.positions([rate * drafts for rate in rates])
         return True
 
 

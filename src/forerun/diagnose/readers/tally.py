@@ -39,12 +39,14 @@ class Tally:
         per_position: accepted per position, added up.
         means: gauges by fact name, averaged.
         facts: whatever else was said; the first value stays.
+        notes: how lines were used, for the report.
     """
 
     counts: dict[str, float] = field(default_factory=dict)
     per_position: list[float] = field(default_factory=list)
     means: dict[str, Mean] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
         """Add to a counter."""
@@ -65,6 +67,18 @@ class Tally:
                 self.per_position.append(0.0)
             self.per_position[index] += value
 
+    def include(self, other: Tally) -> None:
+        """Add the counts, means and facts of another tally."""
+        for name, value in other.counts.items():
+            self.count(name, value)
+        for name, mean in other.means.items():
+            own = self.means.setdefault(name, Mean())
+            own.total += mean.total
+            own.weight += mean.weight
+        for name, fact in other.facts.items():
+            self.say(name, fact)
+        self.positions(other.per_position)
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing was found."""
@@ -72,6 +86,7 @@ class Tally:
 
     def add_to(self, evidence: Evidence, source: str) -> None:
         """As facts. What makes no sense is noted with the source, not believed."""
+        evidence.readings[-1].notes += self.notes
         named: Mapping[str, object] = {
             **{name: round(value, 3) for name, value in self.counts.items()},
             **{name: mean.value for name, mean in self.means.items()},

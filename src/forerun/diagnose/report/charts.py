@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.diagnose.attribution import Attribution, survival_of
+from forerun.diagnose.attribution import Attribution, Part, survival_of
 from forerun.diagnose.diagnosis import Diagnosis
 from forerun.diagnose.evidence import Evidence
 from forerun.theory.speedup import constant_survival
@@ -80,7 +80,7 @@ def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...
 def waterfall(found: Attribution) -> Bars:
     """From the ideal to what is paid."""
     places, at = [], 0.0
-    for part in found.parts:
+    for part in parts_shown(found):
         places.append((part, min(at, at + part.cost), abs(part.cost)))
         at += part.cost
     width = max(start + length for _, start, length in places) or 1.0
@@ -100,6 +100,24 @@ def waterfall(found: Attribution) -> Bars:
         caption="plain decode steps per emitted token, from the ideal to what is paid",
         bars=tuple(bars),
     )
+
+
+MAX_POSITIONS = 8
+"""Positions of the waterfall with a bar of their own."""
+MAX_BARS = 24
+
+
+def parts_shown(found: Attribution) -> list[Part]:
+    """The parts of the waterfall, rejections at late positions together."""
+    rejections = [part for part in found.parts if part.kind == "rejection"]
+    late = rejections[MAX_POSITIONS:]
+    if not late:
+        return list(found.parts)
+    name = f"rejected at positions {MAX_POSITIONS + 1} to {len(rejections)}"
+    together = Part(name=name, kind="rejection", cost=sum(part.cost for part in late))
+    shown = [part for part in found.parts if part not in late]
+    shown.insert(1 + MAX_POSITIONS, together)
+    return shown
 
 
 def survival(found: Attribution, evidence: Evidence) -> Curves:
@@ -151,7 +169,8 @@ def by_tag(evidence: Evidence) -> Bars:
 
 def k_histogram(evidence: Evidence) -> Bars:
     """Steps by K."""
-    counts = [(k, n) for k, n, _ in evidence.series["K"]]
+    common = sorted(evidence.series["K"], key=lambda point: -point[1])[:MAX_BARS]
+    counts = sorted((float(k), n) for k, n, _ in common)
     most = max(n for _, n in counts) or 1.0
     return Bars(
         title="K",
