@@ -59,7 +59,9 @@ def read_text(file: Readable, name: str) -> Evidence:
     Raises:
         InvalidRequest: it is binary, or a facts file that is malformed.
     """
-    head = file.read(MAX_DOCUMENT + 1)
+    head = b""
+    while len(head) <= MAX_DOCUMENT and (chunk := file.read(MAX_DOCUMENT + 1 - len(head))):
+        head += chunk
     if b"\x00" in head[:4096]:
         raise InvalidRequest(
             f"{name} is binary; give a log, metrics, JSON, facts file, or a trace of forerun"
