@@ -59,10 +59,18 @@ class SeveralDrafters:
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Report every step to every drafter; a proposal only to the one that made it."""
         makers = [self._proposed.pop(outcome.request_id, None) for outcome in outcomes]
+        layers = self.required_features
         for method, drafter in self.drafters.items():
+            columns = [layers.index(layer) for layer in drafter.required_features]
             drafter.observe(
                 [
-                    outcome if maker == method else replace(outcome, proposal=None)
+                    replace(
+                        outcome,
+                        proposal=outcome.proposal if maker == method else None,
+                        features=outcome.features[:, columns]
+                        if columns and outcome.features is not None
+                        else None,
+                    )
                     for outcome, maker in zip(outcomes, makers, strict=True)
                 ]
             )

@@ -62,7 +62,7 @@ class GuardedDrafter:
     def _propose(self, entries: Seq[ScheduledSequence]) -> None:
         unseen = [entry for entry in entries if entry.sequence.draft.num_observed == 0]
         if unseen:
-            self.drafter.observe([outcome_of(entry, entry.num_committed) for entry in unseen])
+            self.drafter.observe([self._outcome(entry, entry.num_committed) for entry in unseen])
         requests = [request_of(entry.sequence) for entry in entries]
         answers = self.drafter.propose(requests, [entry.plan for entry in entries])
         if len(answers) != len(entries):
@@ -100,7 +100,9 @@ class GuardedDrafter:
 
     def _observe(self, entries: Seq[ScheduledSequence]) -> None:
         try:
-            self.drafter.observe([outcome_of(entry, entry.context.num_cached) for entry in entries])
+            self.drafter.observe(
+                [self._outcome(entry, entry.context.num_cached) for entry in entries]
+            )
         except FAILURES as error:
             logger.info("drafter failed to observe a batch of %d: %s", len(entries), error)
             for entry in entries:
@@ -110,6 +112,22 @@ class GuardedDrafter:
                     entry.sequence.draft.observe_failed = True
                     self.forget(entry.sequence)
 
+    def _outcome(self, entry: ScheduledSequence, num_cached: int) -> StepOutcome:
+        """The rows up to `num_cached` that were not reported before, with the step's verdict."""
+        draft, context = entry.sequence.draft, entry.context
+        start, draft.num_observed = draft.num_observed, num_cached
+        features = None
+        if self.drafter.required_features:
+            features = context.store.features(context.slot, start, num_cached)
+        return StepOutcome(
+            request=request_of(entry.sequence),
+            num_committed=start,
+            num_rows=num_cached - start,
+            verdict=entry.verdict,
+            proposal=entry.proposal if entry.verdict is not None else None,
+            features=features,
+        )
+
     def forget(self, sequence: Sequence) -> None:
         """Drop the drafter's state of a sequence that is finished, aborted or given up."""
         sequence.draft.request = None
@@ -118,19 +136,6 @@ class GuardedDrafter:
             self.drafter.forget(sequence.key)
         except FAILURES as error:
             logger.warning("drafter failed to forget request %s: %s", sequence.key, error)
-
-
-def outcome_of(entry: ScheduledSequence, num_cached: int) -> StepOutcome:
-    """The rows up to `num_cached` that were not reported before, with the verdict of the step."""
-    draft = entry.sequence.draft
-    start, draft.num_observed = draft.num_observed, num_cached
-    return StepOutcome(
-        request=request_of(entry.sequence),
-        num_committed=start,
-        num_rows=num_cached - start,
-        verdict=entry.verdict,
-        proposal=entry.proposal if entry.verdict is not None else None,
-    )
 
 
 def request_of(sequence: Sequence) -> DraftRequest:

@@ -20,7 +20,14 @@ from forerun.engine.controlling import default_controller
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.guarding import EngineGuard
 from forerun.engine.intake import Intake, Prompt, as_prompts, params_for
-from forerun.engine.loading import Source, as_sources, load_drafters, load_target, warn_if_stale
+from forerun.engine.loading import (
+    Source,
+    as_sources,
+    check_features,
+    load_drafters,
+    load_target,
+    warn_if_stale,
+)
 from forerun.engine.observing import StepObserver
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler
@@ -95,6 +102,7 @@ class Engine:
         self._num_sequences = 0
         self._next_deadline_s = math.inf
         self._damage: BaseException | None = None
+        check_features(self.stepper.feature_layers, target)
 
     @classmethod
     def load(  # noqa: PLR0913 (keyword-only parts, each replaceable)
@@ -130,6 +138,7 @@ class Engine:
         Raises:
             InvalidModel: the folder is missing, damaged or of an unsupported kind.
             IncompatibleDraft: the tokenizers differ.
+            UnsupportedFeatures: the drafter reads layers that the target does not have.
             InvalidRequest: a setting is unknown or cannot work.
             NotEnoughMemory: weights and KV do not fit; nothing has been allocated yet.
         """
@@ -315,9 +324,10 @@ class Engine:
         """
         params = params or SamplingParams()
         ids = self.intake.check(prompt, params, mask)
+        terms = self.intake.check_terms(terms)
         request_id = request_id or self._unused_id()
         self.intake.check_open(params.n, self.scheduler.num_unfinished)
-        self.enlist(self.intake.sequences(request_id, ids, params, terms or RequestTerms(), mask))
+        self.enlist(self.intake.sequences(request_id, ids, params, terms, mask))
         return request_id
 
     def enlist(self, samples: list[Sequence]) -> None:
@@ -414,6 +424,8 @@ class Engine:
     def _arrange(self) -> None:
         """Who has to go, goes; who has room, joins, beginning with what the KV holds already."""
         store = self.target.store
+        if not self.scheduler.running and store.feature_layers != self.stepper.feature_layers:
+            self._keep_features()
         for sequence in self.scheduler.preempt(store.num_free):
             self._release(sequence)
         for sequence in self.scheduler.admit(store.num_free):
@@ -421,6 +433,16 @@ class Engine:
             if sequence.joined_at_s is None:
                 sequence.joined_at_s = time.monotonic()
                 sequence.num_cached = sequence.context.num_cached
+
+    def _keep_features(self) -> None:
+        """Have the store keep what this engine's drafter reads; others may have used it before."""
+        try:
+            self.target.store.keep_features(self.stepper.feature_layers)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the target's store cannot keep the features this engine needs ({error}): finish "
+                "or abort the requests of other engines over the same target first"
+            ) from error
 
     def _end_late_ones(self) -> bool:
         """End the sequences that are past their deadline; returns whether there were any."""

@@ -132,6 +132,20 @@ class Intake:
                 "ask for fewer samples, or raise max_waiting"
             )
 
+    def check_terms(self, terms: RequestTerms | None) -> RequestTerms:
+        """The terms of a request, the usual ones where there are none.
+
+        Raises:
+            InvalidRequest: they are something else than RequestTerms.
+        """
+        if terms is None:
+            return RequestTerms()
+        if not isinstance(terms, RequestTerms):
+            raise InvalidRequest(
+                f"the terms are {terms!r}; give RequestTerms, as in RequestTerms(priority=1)"
+            )
+        return terms
+
     def check_open(self, n: int, num_unfinished: int) -> None:
         """Refuse `n` sequences where too many run and wait.
 

@@ -14,7 +14,12 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.registry import build_drafter, find_checkpoint
 from forerun.drafters.several import SeveralDrafters, named_by_method
 from forerun.engine.config import EngineConfig
-from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest
+from forerun.errors import (
+    IncompatibleDraft,
+    InvalidModel,
+    InvalidRequest,
+    UnsupportedFeatures,
+)
 from forerun.models.architecture import read_architecture
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Source",
     "as_sources",
+    "check_features",
     "check_pair",
     "check_vocabularies",
     "eos_token_ids",
@@ -269,6 +275,21 @@ def warn_if_stale(draft: Source, target: Source) -> None:
         changed = f"the draft's card is of no use: {error}"
     if changed is not None:
         logger.warning("%s", changed)
+
+
+def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:
+    """Refuse a drafter that reads layers which the target does not have.
+
+    Raises:
+        UnsupportedFeatures: naming the first such layer.
+    """
+    for layer in layers:
+        if not 0 <= layer <= target.num_layers:
+            raise UnsupportedFeatures(
+                f"the drafter reads the input of layer {layer}; the target has layers 0 to "
+                f"{target.num_layers}, the last of which stands for what leaves it: use a draft "
+                "that was trained for this target"
+            )
 
 
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:

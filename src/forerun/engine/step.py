@@ -41,6 +41,7 @@ class Stepper:
 
     Attributes:
         verify: verifies all emitting sequences of a pass; experiments may replace it.
+        feature_layers: layers of the target that the drafter reads.
         new_clock: makes the clock of a step from the target's device; likewise.
         is_committing: tokens and KV are being changed; an exception then leaves them damaged.
         cycle_id: number of steps taken.
@@ -66,6 +67,7 @@ class Stepper:
         self.observers = observers
         self.unasked = Unasked(config.max_step_rows)
         self.max_nodes = config.num_speculative_tokens
+        self.feature_layers = () if drafter is None else drafter.drafter.required_features
         self.verify: Verify = verify
         self.new_clock: Callable[[torch.device], StepClock] = StepClock
         self.is_committing = False
@@ -129,6 +131,8 @@ class Stepper:
         batch = self._batch(fed)
         output = self.target.forward(batch)
         clock.mark()
+        if output.features is not None:
+            self._stage_features(fed, output.features)
         tokens = batch.tokens
         if len(output.logits) < len(tokens):  # otherwise all rows are wanted, in order
             tokens = tokens.index_select(0, batch.logit_rows)
@@ -151,7 +155,19 @@ class Stepper:
             if entry.completes:
                 wanted += range(row - 1, row + entry.num_drafted)
                 row += entry.num_drafted
-        return pack([entry.span() for entry in fed], tokens_of(fed, device), wanted, device)
+        batch = pack([entry.span() for entry in fed], tokens_of(fed, device), wanted, device)
+        return replace(batch, feature_layers=self.feature_layers) if self.feature_layers else batch
+
+    def _stage_features(
+        self, fed: Seq[ScheduledSequence], features: Float[Tensor, "rows layers width"]
+    ) -> None:
+        """Keep the features of all rows beside their KV, where the commit finds them."""
+        row = 0
+        for entry in fed:
+            end = row + entry.num_chain + entry.num_drafted
+            context = entry.context
+            context.store.stage_features(context.slot, entry.num_committed, features[row:end])
+            row = end
 
     def _records(
         self, emitting: Seq[ScheduledSequence], fed: Seq[ScheduledSequence], clock: StepClock

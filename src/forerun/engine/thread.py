@@ -7,6 +7,7 @@ a lock. What a step yields goes into the queue of its request.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,9 @@ class EngineThread:
         self._num_submitted = 0
         self._num_unfinished = 0
         self._is_open = False
+        self._was_started = False
+        self._is_closed = False
+        self._process = os.getpid()
         self._cause: BaseException | None = None
 
     def __enter__(self) -> EngineThread:
@@ -61,16 +65,30 @@ class EngineThread:
         self.close()
 
     def start(self) -> None:
-        """Begin to step; once."""
-        self._is_open = True
+        """Begin to step.
+
+        Raises:
+            EngineStopped: it was started or closed before; make a new EngineThread.
+        """
+        with self._lock:
+            if self._was_started or self._is_closed:
+                raise EngineStopped("an EngineThread runs once: make another one for the engine")
+            self._was_started = self._is_open = True
         self._owner.start()
 
     def close(self) -> None:
-        """Abort what goes on and wait for the thread to end; tickets raise EngineStopped."""
+        """Abort what goes on and wait for the thread to end; tickets raise EngineStopped.
+
+        To close it before it was started, or more than once, does nothing further. In a forked
+        process there is no thread to wait for.
+        """
         with self._lock:
-            self._is_open = False
+            self._is_open, self._is_closed = False, True
+        if not self._was_started or os.getpid() != self._process:
+            return
         self._inbox.put(None)
-        self._owner.join()
+        if threading.current_thread() is not self._owner:
+            self._owner.join()
 
     def submit(
         self,
@@ -87,9 +105,11 @@ class EngineThread:
             QueueFull: as many sequences wait as may.
             EngineStopped: the engine was closed, or an error ended it.
         """
+        self._check_process()
         params = params or SamplingParams()
         intake = self.engine.intake
         ids = intake.check(prompt, params, mask)
+        terms = intake.check_terms(terms)
         with self._lock:
             self._check_running()
             intake.check_open(params.n, self._num_unfinished)
@@ -99,9 +119,21 @@ class EngineThread:
             abort = partial(self._inbox.put, partial(self._abort, request_id))
             ticket = self._tickets[request_id] = Ticket(request_id, params.n, abort)
             self._num_unfinished += params.n
-        samples = intake.sequences(request_id, ids, params, terms or RequestTerms(), mask)
+        try:
+            samples = intake.sequences(request_id, ids, params, terms, mask)
+        except BaseException as error:  # a mask that cannot be forked, for example
+            self._end(ticket, EngineStopped(f"the request could not be queued: {error!r}"))
+            raise
         self._inbox.put(partial(self._enlist, ticket, samples))
         return ticket
+
+    def _check_process(self) -> None:
+        # Before any lock: one that was held during the fork is never released here.
+        if os.getpid() != self._process:
+            raise EngineStopped(
+                "this process was forked from the one whose thread runs the engine: load an engine "
+                "in this process, or fork before the engine is loaded"
+            )
 
     def _check_running(self) -> None:
         if not self._is_open:
@@ -178,7 +210,14 @@ class EngineThread:
             tickets = list(self._tickets.values())
         for ticket in tickets:
             if self._cause is None:
-                self.engine.abort(ticket.request_id)
+                self._abort_quietly(ticket.request_id)
             stopped = EngineStopped(self._why_stopped())
             stopped.__cause__ = self._cause
             self._end(ticket, stopped)
+
+    def _abort_quietly(self, request_id: str) -> None:
+        """Abort a request; an error must not keep the tickets of others waiting."""
+        try:
+            self.engine.abort(request_id)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the engine
+            self._cause = error

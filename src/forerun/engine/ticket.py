@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from queue import SimpleQueue
 
 from forerun.engine.results import RequestOutput, StreamChunk
@@ -15,7 +16,8 @@ __all__ = ["Ticket"]
 class Ticket:
     """What a caller holds of a request; every method may be called from any thread.
 
-    Iterate for the chunks as they are decided (once); `result` waits for the end.
+    Iterate for the chunks as they are decided, also with `async for`; `result` waits for the end.
+    A chunk is given once: a second iteration begins where the first one stopped.
 
     Args:
         request_id: of the request.
@@ -37,8 +39,15 @@ class Ticket:
         """Chunks until the request ends; raises what `result` would raise."""
         while (chunk := self._chunks.get()) is not None:
             yield chunk
+        self._chunks.put(None)  # for whoever iterates again
         if self._error is not None:
             raise self._error
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        """Chunks until the request ends; the event loop is not blocked meanwhile."""
+        chunks = iter(self)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
 
     def result(self, timeout_s: float | None = None) -> RequestOutput:
         """The finished request; of an aborted one what there was.

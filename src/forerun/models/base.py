@@ -155,6 +155,10 @@ class KVStore(Protocol):
     def free(self, slot: int) -> None:
         """Give `slot` back; its contents are gone."""
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose features are kept; see `keep_features`."""
+
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Keep features of these layers beside the KV from now on; () stops keeping them.
 

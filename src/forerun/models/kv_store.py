@@ -176,6 +176,11 @@ class ContiguousKVStore:
         """Give `slot` back; its contents are gone."""
         self._slots.free(slot)
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose features are kept."""
+        return () if self._features is None else self._features.layers
+
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Keep features of these layers beside the KV from now on; see `KVStore`.
 
