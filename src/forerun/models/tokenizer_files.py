@@ -94,6 +94,12 @@ def by_transformers(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        if (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists():
+            raise InvalidModel(
+                f"{folder} has its tokenizer as tokenizer.model alone; to convert it, run "
+                "`pip install sentencepiece protobuf` and then transformers' "
+                f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) ({error})"
+            ) from error
         raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 

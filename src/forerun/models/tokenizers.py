@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,7 @@ from functools import cached_property
 from tokenizers import Tokenizer as Backend
 
 from forerun.errors import InvalidRequest
-from forerun.models.token_bytes import piece_decoder
+from forerun.models.token_text import TextStream, token_decoder
 
 __all__ = [
     "Detokenizer",
@@ -69,7 +68,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = definition.splits_special_tokens
-        self._to_bytes = piece_decoder(definition.content)
+        self._decoder = token_decoder(definition.content)
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -118,25 +117,32 @@ class Tokenizer:
         tokens = self._backend.get_added_tokens_decoder()
         return {token: (added.content, added.special) for token, added in tokens.items()}
 
-    def token_bytes(self, token: int) -> bytes:
-        """What a token contributes to the text; nothing for special tokens and padding ids."""
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._work_out_bytes(token)
-        return known
+    def open_stream(self) -> TextStream:
+        """A stream that turns written forms of tokens into text."""
+        return self._decoder.open_stream()
 
-    def _work_out_bytes(self, token: int) -> bytes:
+    def piece(self, token: int) -> str | None:
+        """The written form of a token; None for special tokens and padding ids."""
         if token in self.added:
             content, is_special = self.added[token]
-            return b"" if is_special else self._to_bytes(content)
-        piece = self.vocabulary.get(token)
-        return b"" if piece is None else self._to_bytes(piece)
+            return None if is_special else content
+        return self.vocabulary.get(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text that has begun; nothing for special tokens and padding."""
+        known = self._bytes.get(token)
+        if known is None:
+            piece = self.piece(token)
+            known = b"" if piece is None else self._decoder.to_bytes(piece)
+            self._bytes[token] = known
+        return known
 
 
 class Detokenizer:
     """Ids to text, one at a time; bytes of an unfinished character are held back.
 
-    The text equals decoding all ids at once, at the cost of a table look-up per token.
+    The text equals `Tokenizer.decode` of all ids, at the cost of a table look-up per token. A
+    space that the tokenizer's decoder removes from the beginning of a text is removed here too.
 
     Args:
         tokenizer: whose ids.
@@ -144,16 +150,17 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stream = tokenizer.open_stream()
         self.text = ""
 
     def append(self, token: int) -> str:
         """Take one id; returns the text it completed, which may be empty."""
-        return self._extend(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        piece = self._tokenizer.piece(token)
+        return "" if piece is None else self._extend(self._stream.append(piece))
 
     def finish(self) -> str:
-        """No more ids: what was held back becomes U+FFFD. Returns the text added."""
-        return self._extend(self._decoder.decode(b"", final=True))
+        """No more ids come; an unfinished character becomes U+FFFD. Returns the text added."""
+        return self._extend(self._stream.finish())
 
     def _extend(self, text: str) -> str:
         self.text += text

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import TokenizersBackend
 
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.token_bytes import from_byte_level, from_sentencepiece
+from forerun.models.token_text import PieceRules, from_byte_level
 from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Detokenizer, Tokenizer, compare_vocabularies
 
@@ -85,7 +85,7 @@ def test_sentencepiece_pieces():
 
 @pytest.mark.parametrize("piece", ["<0xZZ>", "<0x0A", "a<0x0A>"])
 def test_only_whole_byte_pieces_are_bytes(piece):
-    assert from_sentencepiece(piece) == piece.encode()
+    assert PieceRules(has_bytes=True).to_bytes(piece) == piece.encode()
 
 
 def test_byte_level_alphabet_covers_every_byte():
@@ -99,9 +99,53 @@ def test_other_decoders_are_refused():
         adopt(backend_of(["a"], decoders.WordPiece()))
 
 
-def test_tokenizer_without_a_decoder_is_refused():
-    with pytest.raises(InvalidModel, match="decodes by nothing"):
-        adopt(backend_of(["a"], None))
+def test_tokens_without_a_decoder_are_words_joined_by_spaces():
+    tokenizer = adopt(backend_of(["a", "bc", "d"], None))
+    assert detokenized(tokenizer, [1, 9, 0, 2]) == ("bc a d", "bc a d")
+    assert tokenizer.decode([1, 9, 0, 2]) == "bc a d"
+    assert tokenizer.token_bytes(1) == b" bc"
+
+
+MARK = "\u2581"
+FALLBACK = [decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+SENTENCEPIECE: dict[str, object] = {
+    "plain": decoders.Sequence(FALLBACK),
+    "strip": decoders.Sequence([*FALLBACK, decoders.Strip(" ", 1, 0)]),
+    "strip two": decoders.Sequence([*FALLBACK, decoders.Strip(" ", 2, 0)]),
+    "metaspace": decoders.Metaspace(),
+    "metaspace first": decoders.Metaspace(prepend_scheme="first"),
+    "metaspace never": decoders.Metaspace(prepend_scheme="never"),
+    "metaspace and bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+}
+
+
+@pytest.mark.parametrize("kind", SENTENCEPIECE)
+def test_sentencepiece_text_is_that_of_decoding_all_ids_at_once(kind):
+    """Random ids among byte tokens and spaces: mostly broken UTF-8, often leading spaces."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(0x20, 0x100, 3)]
+    pieces += ["<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
+    pieces += [MARK, MARK * 2, MARK + "a", "b", f"c{MARK}", "\u00e9", "<0x0", " "] * 8
+    unique = [*dict.fromkeys(pieces)]
+    backend = backend_of(unique, SENTENCEPIECE[kind])
+    backend.add_tokens(["<tool" + MARK + ">"])
+    backend.add_special_tokens({"eos_token": "</s>"})
+    tokenizer = adopt(backend)
+    generator = torch.Generator().manual_seed(0)
+    choice = torch.tensor(
+        [unique.index(piece) for piece in pieces] + [len(unique) + i for i in (0, 1, 5)] * 6
+    )
+    for length in (1, 2, 3, 5, 8, 40) * 25:
+        ids = choice[torch.randint(len(choice), (length,), generator=generator)].tolist()
+        expected = tokenizer.decode(ids)
+        assert detokenized(tokenizer, ids) == (expected, expected), ids
+
+
+@pytest.mark.parametrize(
+    "step", [decoders.Strip(" ", 0, 1), decoders.CTC(), decoders.WordPiece()], ids=str
+)
+def test_sentencepiece_steps_that_cannot_be_streamed_are_refused(step):
+    with pytest.raises(InvalidModel, match="cannot be streamed"):
+        adopt(backend_of(["a"], decoders.Sequence([*FALLBACK, step])))
 
 
 def test_same_tokenizer_is_identical(byte_level):
