@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.errors import InvalidModel
 
-__all__ = ["ROPE_TYPES", "SUPPORTED", "Architecture", "read_architecture"]
+__all__ = ["ROPE_TYPES", "SUPPORTED", "Architecture", "check_layer_count", "read_architecture"]
 
 SUPPORTED = (
     "GPT2LMHeadModel",
@@ -26,12 +26,21 @@ SUPPORTED = (
     "Qwen3MoeForCausalLM",
 )
 
+# Every query head has keys and values of its own, whatever their configuration says of key/value
+# heads: transformers ignores it.
+MULTI_HEAD = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM")
+
 # Their positions are rows of a table: there is nothing to look up past its end.
 LEARNED_POSITIONS = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 # Rotations that depend on the position alone. Others rescale with the longest position of the call,
 # which differs between a pass of many rows and the same rows one by one.
 ROPE_TYPES = ("default", "linear", "llama3")
+
+LAYER_COUNTS = ("num_hidden_layers", "n_layer")
+MAX_LAYERS = 4096
+"""Far more than any model has; transformers makes an object per layer before weights are read."""
+MAX_SIZE = 1 << 31
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -93,14 +102,21 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     refuse_rope(name, settings)
     num_heads = size(settings, "num_attention_heads", "n_head")
     hidden_size = size(settings, "hidden_size", "n_embd")
+    given = {} if name in MULTI_HEAD else settings
+    num_kv_heads = optional_size(given, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise InvalidModel(
+            f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads "
+            "(num_attention_heads, num_key_value_heads)"
+        )
     return Architecture(
         name=name,
         num_layers=size(settings, "num_hidden_layers", "n_layer"),
         num_heads=num_heads,
-        num_kv_heads=settings.get("num_key_value_heads") or num_heads,
-        head_dim=settings.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=optional_size(given, "head_dim", max(1, hidden_size // num_heads)),
         hidden_size=hidden_size,
-        vocab_size=settings["vocab_size"],
+        vocab_size=size(settings, "vocab_size", "vocab_size"),
         max_positions=size(settings, "max_position_embeddings", "n_positions"),
         learned_positions=name in LEARNED_POSITIONS,
         windows=windows_of(name, settings),
@@ -108,8 +124,46 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
 
 
 def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:
-    """A size under its usual name, or under the one GPT-2 has for it."""
-    return int(settings[name] if name in settings else settings[gpt2_name])
+    """A size under its usual name, or under the one GPT-2 has for it.
+
+    Raises:
+        InvalidModel: it is missing, or no integer from 1 to its limit.
+    """
+    key = name if name in settings else gpt2_name
+    return checked_size(settings.get(key), key)
+
+
+def optional_size(settings: Mapping[str, Any], name: str, default: int) -> int:
+    """A size that may be left out.
+
+    Raises:
+        InvalidModel: it is no integer from 1 to its limit.
+    """
+    value = settings.get(name)
+    return default if value is None else checked_size(value, name)
+
+
+def checked_size(value: Any, name: str) -> int:
+    """A size of a configuration.
+
+    Raises:
+        InvalidModel: it is no integer from 1 to its limit.
+    """
+    most = MAX_LAYERS if name in LAYER_COUNTS else MAX_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise InvalidModel(f"config.json has {name}={value!r:.60}; it must be from 1 to {most}")
+    return value
+
+
+def check_layer_count(settings: Mapping[str, Any]) -> None:
+    """Refuse a configuration whose number of layers transformers could not handle.
+
+    Raises:
+        InvalidModel: it is no integer from 1 to MAX_LAYERS.
+    """
+    for name in LAYER_COUNTS:
+        if name in settings:
+            checked_size(settings[name], name)
 
 
 def windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -131,7 +185,8 @@ def refuse_quantised(settings: Mapping[str, Any]) -> None:
     """Quantised weights need kernels of their own."""
     quantisation = settings.get("quantization_config")
     if quantisation:
-        method = quantisation.get("quant_method", "unnamed")
+        known = isinstance(quantisation, Mapping)
+        method = quantisation.get("quant_method", "unnamed") if known else repr(quantisation)[:60]
         raise InvalidModel(
             f"quantised checkpoints ({method}) are not supported; use the bf16 or fp32 weights"
         )

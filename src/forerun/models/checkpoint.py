@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import InvalidModel
@@ -16,7 +18,15 @@ __all__ = ["Checkpoint", "read_checkpoint", "read_header", "read_object"]
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
+"""Element types that are supported, in safetensors' spelling."""
+FLOATS = frozenset(ITEM_BYTES)
+MAX_HEADER_BYTES = 32 << 20
+"""Of a safetensors file; the largest published models have headers of a few MB."""
+MAX_JSON_BYTES = 32 << 20
+"""Of config.json and of the index of the weights."""
+MAX_DIMENSIONS = 8
+PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +61,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
     settings = read_object(folder / "config.json")
     architectures = settings.get("architectures")
-    if not architectures:
+    if not isinstance(architectures, list) or not architectures:
         raise InvalidModel(f"{folder / 'config.json'} names no architecture (architectures)")
     refuse_own_code(folder, settings, str(architectures[0]))
     files = weight_files(folder)
@@ -93,10 +103,14 @@ def read_object(path: Path) -> dict[str, Any]:
         InvalidModel: the file is missing or holds something else.
     """
     try:
+        if path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
+            raise InvalidModel(
+                f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read"
+            )
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidModel(f"{path} is missing; is {path.parent} a model folder?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidModel(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise InvalidModel(f"{path} holds no JSON object")
@@ -109,14 +123,11 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises:
         InvalidModel: there are none, or the index names one that is missing.
     """
-    if (folder / INDEX).exists():
-        names = sorted(set(read_object(folder / INDEX).get("weight_map", {}).values()))
-    else:
-        names = [WEIGHTS]
+    names = indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:
         return tuple(folder / name for name in names)
-    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickled:
         raise InvalidModel(
             f"{folder} has only pickled weights ({', '.join(pickled)}), which can run code when "
@@ -125,23 +136,46 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
 
 
+def indexed_files(index: Path) -> list[str]:
+    """The weight files an index names, all of them in its own folder.
+
+    Raises:
+        InvalidModel: its weight_map is no object of file names.
+    """
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InvalidModel(f"{index} has no weight_map from tensors to files")
+    names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
+    outside = sorted(name for name in names if name != Path(name).name or name in ("", ".", ".."))
+    if outside or not all(isinstance(name, str) for name in weight_map.values()):
+        raise InvalidModel(
+            f"{index} names {outside[0] if outside else min(names)!r:.100} as a weight file; only "
+            "files of the same folder are read"
+        )
+    return sorted(names)
+
+
 def count_elements(path: Path) -> Counter[str]:
     """Elements per type in a safetensors file, read from its header.
 
     Raises:
-        InvalidModel: the header cannot be read, or the file's size is not what it declares.
+        InvalidModel: the header cannot be read or contradicts itself, or the file's size is not
+            what it declares.
     """
     size_bytes = path.stat().st_size
     header, header_bytes = read_header(path, size_bytes)
     header.pop("__metadata__", None)
-    try:
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-        elements: Counter[str] = Counter()
-        for entry in header.values():
-            elements[entry["dtype"]] += math.prod(entry["shape"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise InvalidModel(f"{path} has a malformed safetensors header: {error}") from error
-    declared_bytes = header_bytes + max(ends, default=0)
+    elements: Counter[str] = Counter()
+    ranges = []
+    for name, entry in header.items():
+        start, end, num_elements = tensor_range(path, name, entry)
+        elements[entry["dtype"]] += num_elements
+        ranges.append((start, end, name))
+    declared_bytes = header_bytes
+    for start, end, name in sorted(ranges):
+        if header_bytes + start != declared_bytes:
+            raise malformed(path, f"tensor {name!r} overlaps another or leaves a gap before it")
+        declared_bytes = header_bytes + end
     if size_bytes != declared_bytes:
         raise InvalidModel(
             f"{path} has {size_bytes} bytes, its header declares {declared_bytes}: "
@@ -150,8 +184,45 @@ def count_elements(path: Path) -> Counter[str]:
     return elements
 
 
+def tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
+    """First byte, byte after the last and number of elements of a tensor in a header.
+
+    Raises:
+        InvalidModel: the entry is malformed, or its size is not that of its shape.
+    """
+    if not isinstance(entry, dict):
+        raise malformed(path, f"tensor {name!r} is described by {entry!r:.60}")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(is_size(number) for number in numbers):
+            raise malformed(path, f"tensor {name!r} has shape {shape!r:.60}, bytes {offsets!r:.60}")
+    if not isinstance(dtype, str) or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
+        raise malformed(path, f"tensor {name!r} has dtype {dtype!r:.20}, bytes {offsets!r:.60}")
+    num_elements, num_bytes = math.prod(shape), offsets[1] - offsets[0]
+    expected = num_elements * ITEM_BYTES.get(dtype, 0)
+    if num_bytes < 0 or (dtype in ITEM_BYTES and num_bytes != expected):
+        raise malformed(path, f"tensor {name!r} has {num_bytes} bytes for {num_elements} {dtype}")
+    return offsets[0], offsets[1], num_elements
+
+
+def is_size(number: Any) -> bool:
+    """Whether a value from JSON is a size: an integer from 0 to 2**63 - 1."""
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63
+
+
+def malformed(path: Path, reason: str) -> InvalidModel:
+    """The error for a safetensors header that contradicts itself."""
+    return InvalidModel(f"{path} has a malformed safetensors header: {reason}")
+
+
 def read_header(path: Path, size_bytes: int) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON."""
+    """Header of a safetensors file and where its data begin: 8 bytes of length, then JSON.
+
+    Raises:
+        InvalidModel: it cannot be read, is longer than `MAX_HEADER_BYTES`, or is no JSON object.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -160,9 +231,11 @@ def read_header(path: Path, size_bytes: int) -> tuple[dict[str, Any], int]:
                     f"{path} has {size_bytes} bytes, its header alone declares {8 + length}: "
                     "the file is truncated or no safetensors file; fetch it again"
                 )
+            if length > MAX_HEADER_BYTES:
+                raise malformed(path, f"it has {length} bytes; at most {MAX_HEADER_BYTES} are read")
             header = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidModel(f"{path} cannot be read: {error}") from error
     if not isinstance(header, dict):
-        raise InvalidModel(f"{path} has a malformed safetensors header")
+        raise malformed(path, "it is no JSON object")
     return header, 8 + length

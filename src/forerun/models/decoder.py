@@ -117,18 +117,23 @@ class EndWeights:
     head: Float[Tensor, "vocab hidden"]
 
 
-def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str | None:
+def unsupported(
+    architecture: Architecture, settings: Mapping[str, Any], num_positions: int | None = None
+) -> str | None:
     """What of a supported architecture this form has no place for; None when it has all.
 
     Args:
         architecture: its sizes.
         settings: configuration as transformers normalises it (`config.to_dict()`).
+        num_positions: positions the KV store has room for; a sliding window of as many hides
+            nothing. None: any number.
     """
     rope = settings.get("rope_parameters") or {}
+    window = settings.get("sliding_window")
     objections = {
         architecture.name: architecture.name not in FORMS,
         f"sliding-window attention (sliding_window={settings.get('sliding_window')})": (
-            settings.get("sliding_window") is not None
+            window is not None and (num_positions is None or window < num_positions)
         ),
         f"hidden_act {settings.get('hidden_act')!r}": settings.get("hidden_act") not in SILU,
         "biases in the feed-forward (mlp_bias)": settings.get("mlp_bias"),

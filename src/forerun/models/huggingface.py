@@ -25,7 +25,7 @@ from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.stored import StoredModel
 
-__all__ = ["HuggingFaceModel", "adapt", "quiet_transformers", "read_weights"]
+__all__ = ["HuggingFaceModel", "adapt", "quiet_transformers", "read_weights", "sharing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,12 @@ def without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.M
 
 
 def adapt(
-    model: PreTrainedModel, *, num_slots: int, max_context: int, max_staged_rows: int = 64
+    model: PreTrainedModel,
+    *,
+    num_slots: int,
+    max_context: int,
+    max_staged_rows: int = 64,
+    freeze: bool = True,
 ) -> HuggingFaceModel:
     """Take over a transformers model: its attention is replaced, in place.
 
@@ -237,6 +242,7 @@ def adapt(
         num_slots: sequences at once.
         max_context: tokens a sequence may have.
         max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
+        freeze: whether its parameters stop requiring gradients.
 
     Raises:
         InvalidModel: the model is not supported.
@@ -258,12 +264,23 @@ def adapt(
     register()
     model.set_attn_implementation(ATTENTION_NAME)
     untyped: Any = model  # the methods below carry no annotations
-    untyped.eval().requires_grad_(False)
+    untyped.eval()
+    if freeze:
+        untyped.requires_grad_(False)
     return HuggingFaceModel(
         network=model,
         store=ContiguousKVStore(geometry, model.device),
         architecture=architecture,
     )
+
+
+def sharing(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules and the configuration of a model over its own parameters.
+
+    What is done to the attention and to the mode of the copy leaves the model as it is.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def read_weights(

@@ -8,25 +8,29 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import Checkpoint, read_checkpoint
 from forerun.models.memory import check_fits, estimate, geometry_of
-from forerun.models.runner.choose import ModelFiles, run_by
+from forerun.models.runner.choose import ModelFiles, run_by, try_out
 from forerun.models.runner.config import Runner
 from forerun.models.settings import read_settings
-from forerun.models.tokenizer_files import read_tokenizer
+from forerun.models.tokenizer_files import adopt, read_tokenizer
 from forerun.models.tokenizers import Tokenizer
 from forerun.models.zoo.catalog import PREFIX, zoo_path
 
 __all__ = [
     "choose_device",
     "choose_dtype",
+    "load_from_transformers",
     "load_model",
     "load_tokenizer",
     "model_folder",
@@ -58,6 +62,18 @@ LARGE_BYTES = 1 << 28
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+# Second copies of the weights, and subfolders with formats of other systems.
+IGNORED_HUB_FILES = (
+    "consolidated*",
+    "*/*.safetensors",
+    "*/*.json",
+    "*/*.model",
+    "*/*.txt",
+)
+LOOKUP_NAMES = frozenset(
+    {"ngram", "[ngram]", "n-gram", "lookup", "prompt-lookup", "prompt_lookup", "pld"}
+)
+"""What other systems call drafting from the text itself."""
 
 
 def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
@@ -76,6 +92,12 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     Args:
         source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:code-11m".
         dtype: "bfloat16", "float16", "float32", or "auto" for the one the weights are stored in.
+            In float32 greedy and coupled text with a draft equals plain text. In bfloat16 and
+            float16 this holds for the native runner, whose logits do not depend on how many rows
+            share a pass. The eager and the graphs runner use matrix products whose rounding does:
+            where the two largest logits of a token differ by no more than that rounding (a few
+            units in the last place), plain and speculative text may choose differently, and the
+            texts then go on differently. Each is a correct greedy text of the model as rounded.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the fastest there is.
         max_batch: sequences at once.
         max_context: tokens a sequence may have, cut to what the model was made for (None: all).
@@ -118,6 +140,59 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     return model
 
 
+def load_from_transformers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_batch: int = 8,
+    max_context: int | None = None,
+    max_staged_rows: int = 64,
+) -> tuple[LanguageModel, Tokenizer]:
+    """A model and a tokenizer that transformers has loaded, ready for an engine.
+
+    The model runs through transformers' own modules, on its device and in its dtype. Its weights
+    are shared, not copied; the model itself stays as it is and can still be used. A folder given to
+    `load_model` runs faster, since its weights can be packed for the native runner.
+
+    Args:
+        model: of a supported architecture.
+        tokenizer: of the model; a fast one.
+        max_batch: sequences at once.
+        max_context: tokens a sequence may have, cut to what the model was made for (None: all).
+        max_staged_rows: rows that may be staged past the context (nodes of the largest tree).
+
+    Raises:
+        InvalidModel: model or tokenizer are not supported.
+        InvalidRequest: an argument cannot be honoured.
+        NotEnoughMemory: KV and logits do not fit; nothing has been allocated yet.
+    """
+    from transformers import PreTrainedModel
+
+    from forerun.models.huggingface import adapt, sharing
+
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidModel(f"{type(model).__name__} is no transformers model")
+    name = type(model).__name__
+    architecture = checked_architecture(name, model.config.to_dict(), f"the loaded {name}")
+    geometry = geometry_of(
+        architecture,
+        num_slots=max_batch,
+        capacity=choose_context(max_context, architecture),
+        max_staged_rows=max_staged_rows,
+        dtype=model.dtype,
+    )
+    check_fits(name, estimate(0, architecture, geometry), geometry, model.device)
+    adapted = adapt(
+        sharing(model),
+        num_slots=max_batch,
+        max_context=geometry.capacity,
+        max_staged_rows=max_staged_rows,
+        freeze=False,
+    )
+    try_out(adapted, f"the loaded {name}")
+    return adapted, adopt(tokenizer)
+
+
 def load_tokenizer(source: str | Path) -> Tokenizer:
     """Load the tokenizer of a model; `source` as for `load_model`.
 
@@ -139,17 +214,44 @@ def model_folder(source: str | Path) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        gguf = "; GGUF files are not supported" if folder.suffix == ".gguf" else ""
+        raise InvalidModel(
+            f"{folder} is a file, not a model folder{gguf}; give the folder with config.json and "
+            "*.safetensors"
+        )
+    if name.lower() in LOOKUP_NAMES:
+        raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
     if not HUB_NAME.fullmatch(name):
         raise InvalidModel(f"there is no model folder {folder}")
+    return fetched(name)
+
+
+def fetched(name: str) -> Path:
+    """The local copy of a model of the Hugging Face hub, fetched if it is not there yet.
+
+    Raises:
+        InvalidModel: it cannot be fetched, or has no weights that are supported.
+    """
     # Imported when needed: it costs a third of a second of every start.
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        folder = Path(
+            snapshot_download(
+                name, allow_patterns=list(HUB_FILES), ignore_patterns=list(IGNORED_HUB_FILES)
+            )
+        )
     except Exception as error:
         raise InvalidModel(
             f"{name!r} is neither a folder nor a model that can be fetched: {error}"
         ) from error
+    if not any(folder.glob("*.safetensors")):
+        raise InvalidModel(
+            f"{name!r} has no safetensors weights in its main folder; pickled weights (*.bin) and "
+            "GGUF files are not fetched: use a revision or a copy converted to safetensors"
+        )
+    return folder
 
 
 def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
@@ -159,7 +261,25 @@ def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
         InvalidModel: transformers refuses it, or the model is not supported.
     """
     settings = read_settings(checkpoint)
-    return settings, read_architecture(checkpoint.architecture, settings)
+    where = f"config.json in {checkpoint.folder}"
+    return settings, checked_architecture(checkpoint.architecture, settings, where)
+
+
+def checked_architecture(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
+    """The sizes of a configuration, whatever its values are.
+
+    Args:
+        name: class of the model in transformers.
+        settings: its configuration.
+        where: it stands, for the message.
+
+    Raises:
+        InvalidModel: the model is not supported, or a value is of a wrong kind.
+    """
+    try:
+        return read_architecture(name, settings)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
 
 
 def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:

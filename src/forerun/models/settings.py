@@ -14,7 +14,8 @@ from typing import Any
 
 from forerun.cache import cache_folder, hash_of, worked_out_once
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.architecture import check_layer_count
+from forerun.models.checkpoint import Checkpoint, read_object
 
 __all__ = ["read_settings"]
 
@@ -29,6 +30,7 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
     Raises:
         InvalidModel: transformers refuses it.
     """
+    check_layer_count(read_object(checkpoint.folder / "config.json"))
     content = (checkpoint.folder / "config.json").read_bytes()
     key = hash_of(content + b"\0" + version("transformers").encode())
     return worked_out_once(

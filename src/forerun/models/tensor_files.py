@@ -21,6 +21,7 @@ __all__ = ["check_parameters", "has_own_head", "tensor_reader", "writing_tensors
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 HEAD = "lm_head.weight"
+PREFIX = "model."
 
 
 @contextmanager
@@ -41,11 +42,19 @@ def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
     The file is mapped only while it is read from, so what has been read does not stay in memory.
     """
-    files = {name: path for path in checkpoint.weight_files for name in shapes_in(path)}
+    files = {
+        full_name(name): (path, name)
+        for path in checkpoint.weight_files
+        for name in shapes_in(path)
+    }
 
     def read(name: str) -> Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        path, stored_name = files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(stored_name)
+        except SafetensorError as error:
+            raise InvalidModel(f"{path} cannot be read: {error}") from error
         return tensor.to(device=device, dtype=dtype)
 
     return read
@@ -62,7 +71,7 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
         InvalidModel: parameters are missing, unknown or have the wrong shape.
     """
     found = {
-        name: shape
+        full_name(name): shape
         for path in checkpoint.weight_files
         for name, shape in shapes_in(path).items()
         if not name.endswith(IGNORED_SUFFIXES)
@@ -95,6 +104,17 @@ def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a file, from its header."""
-    with safe_open(path, framework="pt") as file:
-        names = file.keys()  # the file itself cannot be iterated over
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()  # the file itself cannot be iterated over
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        raise InvalidModel(f"{path} cannot be read: {error}") from error
+
+
+def full_name(name: str) -> str:
+    """The name of a parameter in the whole model.
+
+    A checkpoint of the decoder alone, without its head, leaves the prefix "model." out.
+    """
+    return name if name.startswith((PREFIX, HEAD)) else PREFIX + name

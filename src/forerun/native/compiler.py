@@ -12,11 +12,12 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,8 @@ SOURCES = Path(__file__).parent / "kernels"
 MAIN = "kernels.cpp"
 SUFFIX = ".so"
 COMPILERS = ("c++", "g++", "clang++")
+PRIVATE = 0o700
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
 
 
@@ -64,8 +67,20 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
 @cache
 def _load(folder: Path, compiler: str) -> ctypes.CDLL:
     stem = f"kernels-{fingerprint(compiler)}"
-    if kept := find_kept(folder, stem, SUFFIX):
+    with suppress(OSError):  # reported where the library is to be kept
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    danger = unsafe_folder(folder)
+    if danger:
+        logger.warning(
+            "compiled kernels are neither loaded from %s nor kept there: %s; they are compiled at "
+            "every start until that is changed or FORERUN_CACHE names another folder",
+            folder,
+            danger,
+        )
+    elif kept := find_kept(folder, stem, SUFFIX):
         try:
+            if danger := unsafe(kept):
+                raise OSError(danger)
             return ctypes.CDLL(str(kept))
         except OSError as error:
             logger.warning("the kernels in %s cannot be loaded (%s); compiling again", kept, error)
@@ -73,6 +88,8 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
         built = scratch / f"kernels{SUFFIX}"
         compile_to(built, compiler)
         library = opened(built, compiler)
+        if danger:
+            return library
         try:
             keep(folder, stem, SUFFIX, built.read_bytes())
         except OSError as error:
@@ -83,6 +100,34 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
                 error,
             )
     return library
+
+
+def unsafe_folder(folder: Path) -> str | None:
+    """Why another user could put a library of theirs into a folder; None if none but root could.
+
+    A folder that does not exist is safe: only its own user could create it here.
+    """
+    if not folder.exists():
+        return None
+    folder = folder.resolve()
+    if reason := unsafe(folder):
+        return reason
+    return next(filter(None, (unsafe(above, is_above=True) for above in folder.parents)), None)
+
+
+def unsafe(path: Path, *, is_above: bool = False) -> str | None:
+    """Why another user could replace a file or the content of a folder; None if none could.
+
+    Args:
+        path: exists.
+        is_above: it is a folder above: one with the sticky bit may be written by all, as /tmp is.
+    """
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to another user (uid {found.st_uid})"
+    if found.st_mode & WRITABLE_BY_OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
+        return f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
 
 
 @contextmanager

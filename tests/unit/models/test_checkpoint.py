@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 import torch
@@ -140,4 +141,90 @@ def test_nameless_architecture(folder, configure):
 def test_adapter(folder):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(InvalidModel, match=r"adapter \(LoRA\); merge it"):
+        read_checkpoint(folder)
+
+
+def write_header(path, header: object, num_data_bytes: int = 0) -> None:
+    content = json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(num_data_bytes))
+
+
+def test_a_huge_header_is_not_read(folder):
+    path = folder / WEIGHTS
+    with path.open("wb") as file:
+        file.write((10 * 10**9).to_bytes(8, "little"))
+        file.truncate(11 * 10**9)  # sparse: takes no room on the disk
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidModel, match="it has 10000000000 bytes; at most"):
+        read_checkpoint(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (GOOD | {"data_offsets": [8, 32]}, "leaves a gap"),
+        (GOOD | {"data_offsets": [24, 0]}, "-24 bytes for 6"),
+        (GOOD | {"data_offsets": [-8, 16]}, "has shape"),
+        (GOOD | {"data_offsets": [0]}, "bytes \\[0\\]"),
+        (GOOD | {"data_offsets": "ab"}, "has shape"),
+        (GOOD | {"data_offsets": None}, "has shape"),
+        (GOOD | {"data_offsets": [0, 2**70]}, "has shape"),
+        (GOOD | {"shape": [2, 4]}, "24 bytes for 8 F32"),
+        (GOOD | {"shape": [-2, -3]}, "has shape"),
+        (GOOD | {"shape": [1.5, 4]}, "has shape"),
+        (GOOD | {"shape": [1] * 9}, "has dtype"),
+        (GOOD | {"shape": {"a": 1}}, "has shape"),
+        (GOOD | {"dtype": ["F32"]}, "has dtype"),
+        ([1, 2], "is described by"),
+        (None, "is described by"),
+    ],
+)
+def test_tensors_that_contradict_themselves(folder, entry, message):
+    write_header(folder / WEIGHTS, {"x": entry}, 24)
+    with pytest.raises(InvalidModel, match=message):
+        read_checkpoint(folder)
+    write_header(folder / WEIGHTS, {"x": GOOD}, 24)
+    read_checkpoint(folder)
+
+
+def test_tensors_that_overlap(folder):
+    write_header(folder / WEIGHTS, {"x": GOOD, "y": GOOD}, 24)
+    with pytest.raises(InvalidModel, match="overlaps another"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "a", 3, {"x": None}, {"x": ["a"]}, {"x": {}}])
+def test_an_index_of_a_wrong_type(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InvalidModel, match=r"weight_map|as a weight file"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", "..", ""])
+def test_an_index_names_files_of_its_folder_only(folder, name):
+    (folder.parent / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes())
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(InvalidModel, match="only files of the same folder are read"):
+        read_checkpoint(folder)
+
+
+def test_deeply_nested_and_huge_configurations(folder):
+    path = folder / "config.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(InvalidModel, match="cannot be read"):
+        read_checkpoint(folder)
+    with path.open("wb") as file:
+        file.truncate(10**10)
+    with pytest.raises(InvalidModel, match="10000000000 bytes; at most"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", 3, {"a": 1}])
+def test_architectures_of_a_wrong_type(folder, configure, architectures):
+    configure(architectures=architectures)
+    with pytest.raises(InvalidModel, match="names no architecture"):
         read_checkpoint(folder)

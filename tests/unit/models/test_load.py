@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from tests import tiny
 from transformers import AutoModelForCausalLM
 
-from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory, RunnerUnavailable
-from forerun.models import load, memory
+from forerun.errors import (
+    ForerunError,
+    InvalidModel,
+    InvalidRequest,
+    NotEnoughMemory,
+    RunnerUnavailable,
+)
+from forerun.models import load, memory, settings
 from forerun.models.checkpoint import WEIGHTS
 from forerun.models.context import Context, pack
 from forerun.models.huggingface import HuggingFaceModel
-from forerun.models.load import load_model, load_tokenizer, model_folder
+from forerun.models.load import (
+    load_from_transformers,
+    load_model,
+    load_tokenizer,
+    model_folder,
+)
 
 
 def logits_of(model, ids):
@@ -151,14 +166,132 @@ def test_unknown_name():
 def test_name_is_fetched_without_pickles(tmp_path, monkeypatch):
     asked = {}
 
-    def fetch(name, *, allow_patterns):
-        asked.update(name=name, patterns=allow_patterns)
+    def fetch(name, *, allow_patterns, ignore_patterns):
+        asked.update(name=name, patterns=allow_patterns, ignored=ignore_patterns)
         return str(tmp_path)
+
+    (tmp_path / "model.safetensors").touch()
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert model_folder("owner/model-1.5") == tmp_path
     assert asked["name"] == "owner/model-1.5"
     assert not {"*.bin", "*.pt", "*.py"} & set(asked["patterns"])
+    names = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "merges.txt"]
+    names += ["additional_chat_templates/tool.jinja"]
+    copies = ["consolidated.safetensors", "consolidated.00.safetensors", "fp16/model.safetensors"]
+    copies += ["onnx/config.json", "original/tokenizer.model", "original/params.json"]
+    kept = filter_repo_objects(
+        [*names, *copies], allow_patterns=asked["patterns"], ignore_patterns=asked["ignored"]
+    )
+    assert [*kept] == names
+
+
+def test_repository_of_pickles_is_refused_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(InvalidModel, match=r"no safetensors weights .* pickled weights"):
+        model_folder("owner/pickles")
+
+
+@pytest.mark.parametrize("name", ["ngram", "prompt-lookup", "[ngram]"])
+def test_names_of_other_systems_for_suffix_drafting(name):
+    with pytest.raises(InvalidModel, match='did you mean the drafter "suffix"'):
+        model_folder(name)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "config.json"])
+def test_files_are_no_model_folders(name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(InvalidModel, match="is a file, not a model folder"):
+        model_folder(tmp_path / name)
+
+
+VALUES = (None, -1, 0, 3, 10**9, 30_000_000, 2**63, 1e400, float("nan"), "x", [], {}, [None], True)
+
+
+def test_mutated_configurations_end_in_errors_of_ours(folder):
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    num_refused = 0
+    for key in [*content, "layer_types", "sliding_window", "rope_scaling", "quantization_config"]:
+        for value in VALUES:
+            path.write_text(json.dumps(content | {key: value}))
+            try:
+                load_model(folder, device="cpu", max_context=64, max_batch=1)
+            except ForerunError:
+                num_refused += 1
+    assert num_refused > 60
+
+
+def test_too_many_layers_are_refused_before_transformers_is_asked(folder, configure, monkeypatch):
+    configure(num_hidden_layers=30_000_000)
+    monkeypatch.setattr(settings, "understood", lambda _: pytest.fail("transformers was asked"))
+    with pytest.raises(InvalidModel, match="num_hidden_layers=30000000; it must be from 1 to 4096"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("runner", ["native", "eager"])
+def test_nan_weights_are_refused(folder, runner):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidModel, match="logits of the first token are NaN"):
+        load_model(folder, device="cpu", runner=runner)
+
+
+@pytest.mark.parametrize("runner", ["native", "eager"])
+def test_weights_of_the_decoder_alone_are_taken(folder, configure, runner):
+    """Saved without the head, whose names then lack "model."; the head is the embedding."""
+    configure(tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = logits_of(load_model(folder, device="cpu", runner=runner), [1, 2, 3])
+    short = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    save_file(short, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(folder, device="cpu", runner=runner)
+    assert torch.equal(logits_of(model, [1, 2, 3]), expected)
+
+
+def test_unused_key_value_heads_are_ignored(tmp_path):
+    network = tiny.network("gpt-neox")
+    network.config.num_key_value_heads = 1
+    network.save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cpu", max_batch=1)
+    expected = network(torch.tensor([[1, 2, 3]])).logits[0]
+    torch.testing.assert_close(logits_of(model, [1, 2, 3]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_longer_than_the_context_hides_nothing(tmp_path):
+    network = tiny.network("mistral-sliding")
+    network.config.sliding_window = 90
+    network.save_pretrained(tmp_path)
+    long = load_model(tmp_path, device="cpu", max_batch=1)
+    short = load_model(tmp_path, device="cpu", max_batch=1, max_context=80, max_staged_rows=10)
+    assert (type(long).__name__, type(short).__name__) == ("HuggingFaceModel", "NativeModel")
+    ids = list(range(1, 80))
+    torch.testing.assert_close(logits_of(short, ids), logits_of(long, ids), atol=1e-3, rtol=1e-3)
+
+
+def test_a_model_transformers_has_loaded(byte_level):
+    network = tiny.network("qwen2").train().requires_grad_(True)
+    ids = torch.tensor([[1, 2, 3]])
+    expected = network(ids).logits[0]
+    model, tokenizer = load_from_transformers(network, tiny.backend(), max_batch=2)
+    torch.testing.assert_close(logits_of(model, [1, 2, 3]), expected, atol=1e-4, rtol=1e-4)
+    assert tokenizer.decode(tokenizer.encode("def add")) == "def add"
+    assert model.store.num_free == 1
+    # The model itself is as it was.
+    assert network.training and all(p.requires_grad for p in network.parameters())
+    assert torch.equal(network(ids).logits[0], expected)
+    network.eval()
+    tokens = network.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert tokens.shape[1] > 3
+
+
+def test_what_is_no_transformers_model_is_refused():
+    with pytest.raises(InvalidModel, match="Linear is no transformers model"):
+        load_from_transformers(torch.nn.Linear(2, 2), tiny.backend())
 
 
 def test_tokenizer(folder):

@@ -6,6 +6,7 @@ and copied by the script that is to succeed.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.cache import cache_folder, find_kept
+from forerun.cache import cache_folder, find_kept, hash_of
 from forerun.errors import RunnerUnavailable
 from forerun.native import compiler
 from forerun.native.compiler import compile_to, compiled_kernels, find_compiler, fingerprint
@@ -134,7 +135,7 @@ def test_compiled_once_for_all_processes(write_compiler, tmp_path, library, capl
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             forget()
-            assert compiled_kernels(tmp_path / "cache").forerun_interface() > 0
+            assert compiled_kernels(tmp_path / "cache").forerun_interface() != 0
     assert num_compilations(path) == 1
     first, second = caplog.messages
     assert first.startswith(f"compiling the CPU kernels with {path}")
@@ -150,7 +151,7 @@ def test_a_truncated_library_is_not_loaded(write_compiler, tmp_path, library, nu
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_bytes(kept.read_bytes()[:num_bytes])
     forget()
-    assert compiled_kernels(tmp_path / "cache").forerun_interface() > 0
+    assert compiled_kernels(tmp_path / "cache").forerun_interface() != 0
     assert num_compilations(path) == 2
     assert kept.read_bytes() == library.read_bytes()
 
@@ -176,7 +177,7 @@ def test_a_whole_file_that_no_longer_opens_is_compiled_again(
     path = write_compiler(copying(library))
     stem = f"kernels-{fingerprint(str(path))}"
     compiler.keep(tmp_path / "cache", stem, ".so", b"no library")
-    assert compiled_kernels(tmp_path / "cache").forerun_interface() > 0
+    assert compiled_kernels(tmp_path / "cache").forerun_interface() != 0
     assert "cannot be loaded" in caplog.messages[0]
     assert num_compilations(path) == 1
 
@@ -226,7 +227,7 @@ def test_a_cache_that_cannot_be_written_works_with_one_warning(
     folder = tmp_path / "file" / "cache"
     folder.parent.write_text("")
     for _ in range(3):
-        assert compiled_kernels(folder).forerun_interface() > 0
+        assert compiled_kernels(folder).forerun_interface() != 0
     (message,) = (r.message for r in caplog.records if r.levelno >= logging.WARNING)
     assert f"cannot be kept in {folder}" in message
     assert "set FORERUN_CACHE" in message
@@ -238,7 +239,7 @@ def test_a_read_only_cache_works_with_one_warning(write_compiler, tmp_path, libr
     write_compiler(copying(library))
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o500)
-    assert compiled_kernels(folder).forerun_interface() > 0
+    assert compiled_kernels(folder).forerun_interface() != 0
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
@@ -270,7 +271,7 @@ LOADS = """
 import sys
 from pathlib import Path
 from forerun.native.compiler import compiled_kernels
-assert compiled_kernels(Path(sys.argv[1])).forerun_interface() > 0
+assert compiled_kernels(Path(sys.argv[1])).forerun_interface() != 0
 """
 
 
@@ -318,7 +319,7 @@ def test_a_run_killed_while_compiling_leaves_nothing_under_the_name(
     process.communicate()
     assert not list(folder.glob("*")) if folder.exists() else True
     path.write_text(f"#!/bin/sh\n{VERSION}{copying(library)}\n")
-    assert compiled_kernels(folder).forerun_interface() > 0
+    assert compiled_kernels(folder).forerun_interface() != 0
     assert len(list(folder.iterdir())) == 1
 
 
@@ -329,7 +330,7 @@ def test_a_compiler_killed_on_its_own_is_an_error_once(write_compiler, tmp_path,
     with pytest.raises(RunnerUnavailable, match="exit code -9"):
         compiled_kernels(folder)
     path.write_text(f"#!/bin/sh\n{VERSION}{copying(library)}\n")
-    assert compiled_kernels(folder).forerun_interface() > 0
+    assert compiled_kernels(folder).forerun_interface() != 0
 
 
 def test_real_sources_and_a_mistake_in_them(tmp_path, monkeypatch):
@@ -342,3 +343,78 @@ def test_real_sources_and_a_mistake_in_them(tmp_path, monkeypatch):
         pytest.skip("no C++ compiler here")
     with pytest.raises(RunnerUnavailable, match=r"cannot compile the CPU kernels: .+"):
         compile_to(tmp_path / "out.so", real)
+
+
+@pytest.fixture
+def planted(tmp_path, library, write_compiler) -> Path:
+    """A library of the right name and hash in a private cache folder."""
+    write_compiler(copying(library))
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    content = library.read_bytes()
+    stem = f"kernels-{fingerprint(find_compiler())}"
+    path = folder / f"{stem}-{hash_of(content)}.so"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_private_cache_is_used(planted, monkeypatch):
+    monkeypatch.setattr(compiler, "scratch_folder", lambda: pytest.fail("compiled again"))
+    assert compiled_kernels(planted.parent).forerun_interface
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_a_cache_that_others_may_write_is_neither_read_nor_written(planted, mode, caplog):
+    planted.parent.chmod(mode)
+    before = [path.stat().st_mtime_ns for path in planted.parent.iterdir()]
+    assert compiled_kernels(planted.parent).forerun_interface
+    assert [path.stat().st_mtime_ns for path in planted.parent.iterdir()] == before
+    assert "can be written by other users" in caplog.text
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_library_of_another_user_is_not_loaded(planted, is_folder, caplog, monkeypatch):
+    if os.getuid() != 0:
+        pytest.skip("only root may give files away")
+    monkeypatch.setattr(ctypes, "CDLL", refusing(planted.parent))
+    os.chown(planted.parent if is_folder else planted, 12345, -1)
+    assert compiled_kernels(planted.parent).forerun_interface
+    assert "belongs to another user (uid 12345)" in caplog.text
+
+
+def test_a_library_that_others_may_write_is_not_loaded(planted, caplog, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", refusing(planted.parent))
+    planted.chmod(0o666)
+    assert compiled_kernels(planted.parent).forerun_interface
+    assert "can be written by other users" in caplog.text
+
+
+def test_a_cache_below_a_folder_of_others_is_not_used(planted, caplog):
+    below = planted.parent / "a" / "cache"
+    below.mkdir(parents=True, mode=0o700)
+    planted.parent.chmod(0o777)
+    compiled_kernels(below)
+    assert not [*below.iterdir()]
+    assert "can be written by other users" in caplog.text
+
+
+def test_a_new_cache_is_private(tmp_path, library, write_compiler):
+    write_compiler(copying(library))
+    previous = os.umask(0)
+    try:
+        compiled_kernels(tmp_path / "new")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def refusing(folder: Path) -> Callable[[str], ctypes.CDLL]:
+    """CDLL that loads from anywhere but `folder`."""
+    load = ctypes.CDLL
+
+    def checked(name: str) -> ctypes.CDLL:
+        assert not Path(name).is_relative_to(folder), "loaded a library that is not trusted"
+        return load(name)
+
+    return checked

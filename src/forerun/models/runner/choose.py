@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from forerun.errors import RunnerUnavailable
+from forerun.errors import InvalidModel, RunnerUnavailable
 from forerun.models.architecture import Architecture
-from forerun.models.base import LanguageModel
+from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import Decoder, parameter_shapes, read_decoder, unsupported
 from forerun.models.memory import KVGeometry
 from forerun.models.runner.config import Runner
 from forerun.models.tensor_files import check_parameters, has_own_head, tensor_reader
 
-__all__ = ["ModelFiles", "run_by"]
+__all__ = ["ModelFiles", "run_by", "try_out"]
 
 logger = logging.getLogger("forerun.runner")
 
@@ -48,6 +48,42 @@ class ModelFiles:
 
 def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
     """Read the weights into the runner asked for; "auto" takes the first that can be had.
+
+    Raises:
+        RunnerUnavailable: a runner was named that cannot run this model here.
+        InvalidModel: the weights do not fit the configuration, or a first pass fails.
+    """
+    model = loaded_by(runner, files)
+    if files.device.type == "cpu":  # elsewhere a first pass may take seconds to prepare
+        try_out(model, f"the weights in {files.checkpoint.folder}")
+    return model
+
+
+def try_out(model: LanguageModel, name: str) -> None:
+    """Refuse a model whose first token already fails: a configuration that misdescribes it, or NaN.
+
+    Raises:
+        InvalidModel: the pass over one token fails, or its logits are NaN or infinite.
+    """
+    slot = model.store.reserve()
+    tokens = torch.zeros(1, dtype=torch.int64, device=model.device)
+    span = Span(slot=slot, start=0, num_chain=1)
+    batch = RowBatch(tokens=tokens, positions=tokens, spans=(span,), logit_rows=tokens)
+    try:
+        logits = model.forward(batch).logits
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidModel(f"{name} cannot be run with its configuration: {error}") from error
+    finally:
+        model.store.free(slot)
+    if not logits.isfinite().all():
+        raise InvalidModel(
+            f"{name}: the logits of the first token are NaN or infinite; the weights are damaged, "
+            "or too large for this dtype (try float32)"
+        )
+
+
+def loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
+    """The model in the runner named; for "auto" in the first that can be had.
 
     Raises:
         RunnerUnavailable: a runner was named that cannot run this model here.
@@ -120,9 +156,16 @@ def decoder_of(files: ModelFiles) -> Decoder:
         RunnerUnavailable: the model has something that form has no place for.
         InvalidModel: the weights do not fit the configuration.
     """
-    if objection := unsupported(files.architecture, files.settings):
+    num_positions = files.geometry.capacity + files.geometry.max_staged_rows
+    if objection := unsupported(files.architecture, files.settings, num_positions):
         raise RunnerUnavailable(f"only the eager runner supports {objection}")
-    decoder = read_decoder(files.architecture, files.settings)
+    try:
+        decoder = read_decoder(files.architecture, files.settings)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidModel(
+            f"config.json in {files.checkpoint.folder} cannot be used: "
+            f"{type(error).__name__} {error}"
+        ) from error
     if decoder.tied and has_own_head(files.checkpoint, files.geometry.dtype):
         decoder = replace(decoder, tied=False)
     check_parameters(files.checkpoint, parameter_shapes(decoder))
