@@ -121,8 +121,8 @@ class Engine:
         """Load a target, and a draft if one is given, from a local folder, the hub or the zoo.
 
         Args:
-            target: folder, hub name, "zoo:target", or a model that transformers has loaded; its
-                attention is then replaced in place.
+            target: folder, hub name, "zoo:target", or a model that transformers has loaded, whose
+                weights are then shared.
             draft: the same for a draft model, "suffix" or "self:N" (see `DRAFTERS`), or several of
                 them for the controller to choose from; None decodes plainly.
             tokenizer: of a target that is already loaded: a transformers tokenizer, or a folder or

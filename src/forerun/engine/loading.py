@@ -20,11 +20,10 @@ from forerun.errors import (
     InvalidRequest,
     UnsupportedFeatures,
 )
-from forerun.models.architecture import read_architecture
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import staleness
-from forerun.models.load import load_model, load_tokenizer, model_folder
+from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
 from forerun.models.tokenizers import Tokenizer, compare_vocabularies
 
 if TYPE_CHECKING:
@@ -106,14 +105,10 @@ def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageMode
     Raises:
         InvalidModel: its architecture is not supported.
     """
-    # Imported when needed: it costs seconds, and the native runner does without transformers.
-    from forerun.models.huggingface import adapt
-
-    architecture = read_architecture(type(network).__name__, network.config.to_dict())
-    model = adapt(
+    model = share_loaded(
         network,
-        num_slots=config.num_slots,
-        max_context=min(config.max_context, architecture.max_positions),
+        max_batch=config.num_slots,
+        max_context=config.max_context,
         max_staged_rows=config.num_speculative_tokens + 1,
     )
     check_room(type(network).__name__, model, config)

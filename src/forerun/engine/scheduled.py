@@ -146,7 +146,7 @@ class ScheduledSequence:
         except Exception as error:  # a mask is the caller's own code
             raise self._mask_error(f"raised {error!r}") from error
         for row in rows:
-            if row.allowed is not None:
+            if row.mask is not None:
                 self._check_allowed(row.allowed, vocab_size)
         return list(rows)
 

@@ -35,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "model_folder",
     "read_config",
+    "share_loaded",
 ]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -166,6 +167,20 @@ def load_from_transformers(
         InvalidRequest: an argument cannot be honoured.
         NotEnoughMemory: KV and logits do not fit; nothing has been allocated yet.
     """
+    adapted = share_loaded(
+        model, max_batch=max_batch, max_context=max_context, max_staged_rows=max_staged_rows
+    )
+    return adapted, adopt(tokenizer)
+
+
+def share_loaded(
+    model: PreTrainedModel,
+    *,
+    max_batch: int = 8,
+    max_context: int | None = None,
+    max_staged_rows: int = 64,
+) -> LanguageModel:
+    """A model that transformers has loaded; see `load_from_transformers`."""
     from transformers import PreTrainedModel
 
     from forerun.models.huggingface import adapt, sharing
@@ -190,7 +205,7 @@ def load_from_transformers(
         freeze=False,
     )
     try_out(adapted, f"the loaded {name}")
-    return adapted, adopt(tokenizer)
+    return adapted
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
