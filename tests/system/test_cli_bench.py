@@ -23,8 +23,8 @@ def bench(tiny_pair, tmp_path):
     ]
     prompts.write_text("\n".join(map(json.dumps, records)))
 
-    def run(*arguments, ks="1,3"):
-        pair = ("--target", str(tiny_pair.target), "--arms", f"d={tiny_pair.draft}@{ks}")
+    def run(*arguments, ks="1,3", draft=tiny_pair.draft):
+        pair = ("--target", str(tiny_pair.target), "--arms", f"d={draft}@{ks}")
         return main(["bench", *pair, "--prompts", str(prompts), *SMALL, *arguments])
 
     return run
@@ -32,7 +32,7 @@ def bench(tiny_pair, tmp_path):
 
 def test_tables_files_and_predictions(bench, tmp_path, capsys):
     out, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
-    files = ("--json", str(out), "--plot", str(picture))
+    files = ("--out", str(out), "--plot", str(picture))
     assert bench("--temperatures", "0", "1", "--batch", "1", "2", *files, ks="2") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "greedy (T=0), batch 1, 2 blocks" in text
@@ -60,7 +60,7 @@ def test_completions_too_short_to_measure_are_named(bench, capsys):
 
 
 def test_json_on_standard_output_is_nothing_but_json(bench, capsys):
-    assert bench("--temperatures", "0", "--no-prediction", "--json", "-") == 0
+    assert bench("--temperatures", "0", "--no-prediction", "--json") == 0
     content = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in content["cells"][0]["rows"]] == ["plain", "d K=1", "d K=3"]
 
@@ -72,10 +72,10 @@ def test_a_profile_predicts_only_for_its_own_pair(bench, tiny_pair, tmp_path, ca
     assert main(["profile", *pair, *quick, "--threads", "1", "--out", str(profile)]) == 0
     chosen = ("--temperatures", "0", "--profile", str(profile))
     capsys.readouterr()
-    assert bench(*chosen, "--json", "-", ks="3") == 0
+    assert bench(*chosen, "--json", ks="3") == 0
     row = json.loads(capsys.readouterr().out)["cells"][0]["rows"][1]
     assert "predicted" in row  # null where costs this small are too rough to predict from
-    assert bench(*chosen, "--arms", f"other={tiny_pair.small}@2") == 2
+    assert bench(*chosen, ks="2", draft=tiny_pair.small) == 2
     assert "which no arm uses" in " ".join(capsys.readouterr().err.split())
 
 
@@ -89,7 +89,7 @@ def test_ctrl_c_shows_and_writes_what_was_measured(bench, tmp_path, capsys, monk
 
     monkeypatch.setattr(BenchComparison, "progress", property(interrupted))
     out = tmp_path / "bench.json"
-    assert bench("--no-prediction", "--json", str(out)) == 130
+    assert bench("--no-prediction", "--out", str(out)) == 130
     captured = capsys.readouterr()
     assert "d K=3" in captured.out
     assert "too few blocks for a table" in captured.out

@@ -94,7 +94,7 @@ def test_bench_has_an_arm_per_draft_and_controller(tiny_pair, tmp_path, capsys):
     pair = ["--target", str(tiny_pair.target), "--arms", f"d={tiny_pair.draft}@1,3"]
     small = ["--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
     chosen = ["--controller", "auto", "heuristic", "--temperatures", "1"]
-    assert main(["bench", *pair, "--prompts", str(prompts), *small, *chosen, "--json", "-"]) == 0
+    assert main(["bench", *pair, "--prompts", str(prompts), *small, *chosen, "--json"]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
     rows = {row["name"]: row for row in cell["rows"]}
     assert list(rows) == ["plain", "d K=1", "d K=3", "d auto", "d heuristic"]

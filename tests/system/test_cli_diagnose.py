@@ -77,7 +77,7 @@ def test_json_is_one_object(diagnose, log):
     code, captured = diagnose(log(BAD), "--json", "--observed", "output_differs")
     document = json.loads(captured.out)
     assert code == 3 and document["causes"][0]["remedies"]
-    assert document["evidence"]["output_differs"]["source"] == "said on the command line"
+    assert document["evidence"]["output_differs"]["source"] == "given on the command line"
 
 
 def test_a_run_before_a_change_is_what_today_is_compared_with(diagnose, tmp_path):
@@ -119,7 +119,7 @@ def test_a_trace_may_come_through_standard_input(diagnose, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing to go by"),
+        ((), "no evidence"),
         (("no/such/file.log",), "cannot be read"),
         (("--k", "-3"), "k is -3.0"),
         (("--fact", "acceptance_length=0.5"), "must be a number from 1"),

@@ -1,4 +1,4 @@
-"""`forerun exact` on few laws."""
+"""`forerun exact` on few distributions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierRes
 
 
 def test_json_reports_every_verifier_and_planted_bug(capsys):
-    assert main(["exact", "--laws", "4", "--json"]) == 0
+    assert main(["exact", "--distributions", "4", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["ok"] is True
     assert all(row["worst_tv"] <= content["tolerance"] for row in content["verifiers"])
@@ -34,7 +34,7 @@ def test_a_biased_verifier_or_a_missed_bug_fails(worst_tv, planted_tv, word, mon
     assert word in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("laws", ["0", "-3"])
-def test_too_few_laws_is_a_usage_error(laws, capsys):
-    assert main(["exact", "--laws", laws]) == 2
-    assert f"--laws is {laws}" in capsys.readouterr().err
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_too_few_distributions_are_a_usage_error(number, capsys):
+    assert main(["exact", "--distributions", number]) == 2
+    assert f"--distributions is {number}" in capsys.readouterr().err

@@ -177,14 +177,14 @@ def test_a_misspelt_option_names_the_nearest(capsys):
     assert "--temperature" in capsys.readouterr().err
 
 
-def test_a_missing_model_is_exit_1(capsys):
-    assert main(["generate", "x", "--target", "/nonexistent/model"]) == 1
+def test_a_missing_model_is_exit_2(capsys):
+    assert main(["generate", "x", "--target", "/nonexistent/model"]) == 2
     assert "/nonexistent/model" in capsys.readouterr().err
 
 
 def test_a_draft_of_another_vocabulary_is_refused(run, tiny_pair):
     code, _, err = run("x", draft=str(tiny_pair.stranger))
-    assert code == 1
+    assert code == 2
     assert "tokenizer" in err
 
 
@@ -245,9 +245,7 @@ def test_repeatable_options():
 
 
 def parse(*arguments):
-    from forerun.cli.main import parse
-
-    return parse(generate.COMMAND, "generate", arguments)
+    return generate.COMMAND.parse("generate", arguments)
 
 
 @pytest.mark.parametrize("prompt", ["caf\udce9", "-"])

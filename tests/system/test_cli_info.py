@@ -102,7 +102,7 @@ def test_an_aligned_draft_tells_its_story_and_whether_its_target_has_changed(
 
 def test_a_folder_without_a_model_is_an_error(info, tmp_path):
     code, captured = info(tmp_path)
-    assert code == 1
+    assert code == 2
     assert "config.json is missing" in captured.err
 
 

@@ -10,8 +10,15 @@ import sys
 import pytest
 
 import forerun
+from forerun.cli.command import Exit
 from forerun.cli.main import COMMANDS, guarded, main
-from forerun.errors import InvalidModel, InvalidRequest
+from forerun.errors import (
+    InvalidModel,
+    InvalidRequest,
+    InvalidTrace,
+    MaskError,
+    NotEnoughMemory,
+)
 
 
 def raising(error):
@@ -80,13 +87,13 @@ def test_unknown_option_is_a_usage_error(name, capsys):
     assert "--json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_loads_neither_torch_nor_transformers(arguments):
+def test_help_loads_neither_torch_nor_transformers():
     code = (
-        "import sys\nfrom forerun.cli.main import main\n"
-        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
-        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+        "import sys\nfrom forerun.cli.main import COMMANDS, main\n"
+        "for arguments in [['--help'], *([name, '--help'] for name in COMMANDS)]:\n"
+        "    try:\n        main(arguments)\n    except SystemExit:\n        pass\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "    if heavy:\n        sys.exit(f'{arguments} loaded {heavy}')"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
@@ -94,7 +101,13 @@ def test_help_loads_neither_torch_nor_transformers(arguments):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(InvalidModel("no config.json in 'x'"), 1), (InvalidRequest("top_p is 2; use (0, 1]"), 2)],
+    [
+        (InvalidModel("no config.json in 'x'"), 2),
+        (InvalidRequest("top_p is 2; use (0, 1]"), 2),
+        (InvalidTrace("x.jsonl cannot be read"), 2),
+        (NotEnoughMemory("8 GiB are needed"), 1),
+        (MaskError("the mask raised"), 1),
+    ],
 )
 def test_an_error_is_one_line_and_no_traceback(error, code, capsys):
     assert guarded(raising(error)) == code
@@ -102,7 +115,7 @@ def test_an_error_is_one_line_and_no_traceback(error, code, capsys):
 
 
 def test_brackets_in_a_message_are_not_markup(capsys):
-    assert guarded(raising(InvalidModel("[bold]x[/bold] [1, 2]"))) == 1
+    assert guarded(raising(InvalidModel("[bold]x[/bold] [1, 2]"))) == 2
     assert capsys.readouterr().err == "forerun: [bold]x[/bold] [1, 2]\n"
 
 
@@ -119,14 +132,39 @@ def test_a_full_disk_is_one_line_that_names_the_file(capsys):
     )
 
 
-def test_other_errors_of_the_system_are_defects():
-    with pytest.raises(FileNotFoundError):
-        guarded(raising(FileNotFoundError(errno.ENOENT, "No such file", "gone")))
+def test_a_missing_file_is_bad_input(capsys):
+    assert guarded(raising(FileNotFoundError(errno.ENOENT, "No such file", "gone"))) == 2
+    assert capsys.readouterr().err == "forerun: gone: No such file\n"
 
 
-def test_a_defect_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        guarded(raising(ZeroDivisionError()))
+def test_an_unforeseen_error_is_one_line_and_its_traceback_on_request(monkeypatch, capsys):
+    monkeypatch.delenv("FORERUN_TRACEBACK", raising=False)
+    assert guarded(raising(ZeroDivisionError("division by zero"))) == 70
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError: division by zero" in error and "Traceback" not in error
+    monkeypatch.setenv("FORERUN_TRACEBACK", "1")
+    assert guarded(raising(ZeroDivisionError("division by zero"))) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_escape_sequences_of_a_name_do_not_reach_the_terminal(capsys):
+    assert guarded(raising(InvalidModel("no model \x1b]0;title\x07 here"))) == 2
+    assert "\\x1b]0;title\\x07" in capsys.readouterr().err
+
+
+def test_exit_codes_are_documented(capsys):
+    main(["--help"])
+    table = capsys.readouterr().out.split("exit codes:")[1]
+    assert [int(line.split()[0]) for line in table.strip().splitlines()] == sorted(Exit)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_no_traceback(closed, tmp_path):
+    script = f"{sys.executable} -m forerun plan --machine l4 --acceptance 0.8 {closed}"
+    run = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_that_goes_away_is_no_error():

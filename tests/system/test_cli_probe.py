@@ -62,7 +62,7 @@ def test_a_pair_of_two_tokenizers_is_a_finding(tiny_pair, prompts, tmp_path, cap
     [
         (["--draft", "none"], "--draft"),
         (["--target", "some/model", "--draft", "other/model"], "--prompts"),
-        (["--k", "0"], "--k is 0"),
+        (["--k", "0"], "--num-speculative-tokens is 0"),
         (["--num-tokens", "1"], "num_tokens is 1"),
         (["--temperature", "-1"], "temperature"),
         (["--out", "missing/folder/facts.json"], "--out"),

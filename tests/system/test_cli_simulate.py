@@ -129,7 +129,6 @@ def test_coarse(files, capsys):
         (("--controllers", "best"), "controller 'best' is unknown; use plain, fixed:K, auto"),
         (("--controllers", "fixed:5"), "only fixed takes a K, from 0 to max_k, which is 4"),
         (("--controllers", "goodput:3"), "only fixed takes a K"),
-        (("--controllers",), "name the --controllers"),
         (("--coarse", "--controllers", "auto"), "no steps that auto could learn from"),
         (("--plot", "p.txt"), "must end in"),
     ],

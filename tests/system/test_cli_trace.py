@@ -154,19 +154,20 @@ def test_damage_is_shown_beside_what_is_whole(tmp_path, capsys):
     assert "cut off in the middle" in text
 
 
-def test_empty_traces_are_no_error(path, capsys):
+def test_an_empty_trace_is_refused(path, capsys):
     write(path, [])
-    assert main(["trace", "summarize", str(path)]) == 0
-    assert capsys.readouterr().out == "no steps\n"
+    assert main(["trace", "summarize", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert "holds no records" in captured.err and not captured.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("nowhere.jsonl",), 1, "No such file"),
+        (("nowhere.jsonl",), 2, "No such file"),
         (("good.jsonl", "--plot", "p.gif"), 2, "must end in .pdf, .png, .svg"),
         (("good.jsonl", "--plot", "nowhere/p.png"), 2, "--plot nowhere/p.png cannot be written"),
-        (("bad.jsonl",), 1, "bad.jsonl holds no record of a trace"),
+        (("bad.jsonl",), 2, "bad.jsonl holds no record of a trace"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(tmp_path, monkeypatch, capsys, arguments, code, message):

@@ -23,8 +23,7 @@ from forerun.align.config import (
 )
 from forerun.align.settings import read_settings
 from forerun.cli.command import Command
-from forerun.cli.flags import SamplingFlags
-from forerun.cli.threads import use_threads
+from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -39,7 +38,7 @@ NO_PROMPTS = Path()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFlags(DataConfig):
-    """Texts to learn from and to judge on."""
+    """Texts for training and for evaluation."""
 
     # Help comes from DataConfig; the prompts may come from an earlier run.
     prompts: Annotated[Path, arg(help_behavior_hint="(required without --refresh)")] = NO_PROMPTS
@@ -49,18 +48,18 @@ class DataFlags(DataConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationFlags(EvaluationConfig):
-    """How drafts are judged, by the engine's own verifier."""
+    """How drafts are evaluated, by the engine's own verifier."""
 
-    num_speculative_tokens: Annotated[int, arg(name="k")] = 5
-    """Tokens drafted per step while judging; shorter drafts are predicted from it."""
+    num_speculative_tokens: LookAhead = 5
+    """K: tokens drafted per step during evaluation; smaller K are predicted from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignOptions:
     """Options of `forerun align`."""
 
-    target: str = "zoo:code-11m"
-    """Folder, hub name or zoo: name of the target."""
+    target: Model = "zoo:code-11m"
+    """Target: folder, hub name or zoo: name."""
     draft: str | None = None
     """The draft to start from; or give --init."""
     init: Path | None = None
@@ -84,9 +83,9 @@ class AlignOptions:
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     threads: int | None = None
-    """Threads; by default as many as torch takes."""
+    """Threads. Default: as many as torch takes."""
     profile: Path | None = None
-    """Costs to predict speedups from, by `forerun profile`; by default they are measured."""
+    """Costs from `forerun profile` to predict speedups with. Default: they are measured."""
     no_prediction: bool = False
     """Measure no costs: keep the draft of the highest tau, not of the best predicted speedup."""
     json: bool = False
@@ -111,7 +110,7 @@ class AlignOptions:
 
     @property
     def config(self) -> AlignConfig:
-        """The alignment these options ask for.
+        """The alignment that these options describe.
 
         Raises:
             InvalidRequest: nothing to start from, or no prompts.
@@ -163,8 +162,8 @@ def aligned(options: AlignOptions) -> int:
     use_threads(options.threads)
 
     from forerun.align.run import align
-    from forerun.cli.align_costs import PairCosts
-    from forerun.cli.align_report import print_report
+    from forerun.cli.align_tables import print_report
+    from forerun.cli.pair_costs import PairCosts
     from forerun.probe.profile_file import load_profile
 
     profile = None if options.profile is None else load_profile(options.profile)
@@ -172,7 +171,7 @@ def aligned(options: AlignOptions) -> int:
     try:
         report = align(config, costs=costs)
     except (KeyboardInterrupt, OSError):
-        logger.warning("what is done is kept in %s: the same command goes on", config.out)
+        logger.warning("the finished work is kept in %s: the same command continues", config.out)
         raise
     if report is None:  # another process of the same run reports
         return 0
@@ -202,16 +201,18 @@ def defaults(arguments: Sequence[str]) -> AlignOptions | None:
 COMMAND = Command(
     options=AlignOptions,
     run=run,
+    lists={"--replay": ",", "--export": ","},
     defaults=defaults,
     description="Distil a draft to its target on your prompts: the target answers them, the draft\n"
-    "learns the target's laws, the engine's own verifier judges it on held-out prompts, and the\n"
-    "draft of the best predicted speedup is kept. Interrupted, the same command goes on.",
+    "learns the target's distributions, the engine's own verifier evaluates it on held-out\n"
+    "prompts, and the draft of the best predicted speedup is kept. After an interruption the\n"
+    "same command continues.",
     examples=(
-        "forerun align --target DIR --draft DIR --prompts prompts.jsonl --out aligned",
-        "forerun align --target DIR --init config.json --prompts chats.parquet --temperature 0.7",
-        "forerun align --target DIR --draft DIR --prompts p.jsonl --temperature 0 "
+        "forerun align --model DIR --draft DIR --prompts prompts.jsonl --out aligned",
+        "forerun align --model DIR --init config.json --prompts chats.parquet --temperature 0.7",
+        "forerun align --model DIR --draft DIR --prompts p.jsonl --temperature 0 "
         "--response-temperature 1",
         "forerun align --refresh aligned --out aligned-2    # after the target was updated",
-        "accelerate launch -m forerun align --target DIR --draft DIR --prompts prompts.jsonl",
+        "accelerate launch -m forerun align --model DIR --draft DIR --prompts prompts.jsonl",
     ),
 )

@@ -1,20 +1,19 @@
-"""What an alignment found, for people: drafts side by side, what changed, the ledger."""
+"""The result of forerun align as text: drafts side by side, what changed, the ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
 
 from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures, FigureChange
 from forerun.align.evaluation.ledger import Ledger
-from forerun.cli.figures import rates
-from forerun.cli.tables import table_of, with_ends
+from forerun.align.report import AlignReport
+from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.theory.intervals import Interval
 
-__all__ = ["print_changes", "print_drafts", "print_ledger"]
+__all__ = ["print_changes", "print_drafts", "print_ledger", "print_report"]
 
 HEADINGS = (
     "tau\n(95%)",
@@ -43,7 +42,7 @@ def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
     Args:
         drafts: by the name they are shown with.
     """
-    console = Console(highlight=False)
+    console = SafeConsole()
     settings = {(d.temperature, d.num_speculative_tokens): None for d in drafts.values()}
     for temperature, k in settings:
         chosen = {
@@ -55,7 +54,7 @@ def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
     console.print(f"[dim]{LEGEND}[/]")
 
 
-def print_setting(console: Console, title: str, drafts: Mapping[str, DraftFigures]) -> None:
+def print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]) -> None:
     """Drafts that were judged alike."""
     table = table_of(Column("draft", overflow="fold"), *HEADINGS, title=title)
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
@@ -91,7 +90,7 @@ def ends(interval: Interval | None) -> str:
 
 def print_changes(changes: Sequence[FigureChange]) -> None:
     """One sentence per figure; a difference is one that the intervals show."""
-    console = Console(highlight=False)
+    console = SafeConsole()
     for change in changes:
         over = "" if change.tag is None else f", {change.tag or 'no tag'}"
         console.print(
@@ -107,7 +106,7 @@ def in_line(interval: Interval) -> str:
 
 def print_ledger(ledger: Ledger) -> None:
     """From the measured length to K + 1, one supposition per line."""
-    console = Console(highlight=False)
+    console = SafeConsole()
     title = f"Where the tokens of a step go: {escape(ledger.draft)}"
     table = table_of(Column("supposing", no_wrap=True), "tokens per step", "gain", title=title)
     table.add_row("as deployed", in_line(ledger.measured), "")
@@ -116,3 +115,24 @@ def print_ledger(ledger: Ledger) -> None:
         table.add_row(item.name, in_line(item.length), gain)
     table.add_row("a perfect draft (capacity)", f"{ledger.limit:.2f}", in_line(ledger.capacity))
     console.print(table)
+
+
+def print_report(report: AlignReport) -> None:
+    """What changed, where the rest is, where the draft is."""
+    console = SafeConsole()
+    for pair in report.judged:
+        print_drafts({"before": pair.before, "after": pair.after})
+        print_changes(pair.changes)
+        console.print()
+    print_ledger(report.ledger)
+    step, num_steps = report.best_step, report.judgements[-1].step
+    if step == 0:
+        console.print(
+            "[yellow]No training step is predicted to be faster than the draft before.[/]"
+        )
+    console.print(
+        f"kept step {step} of {num_steps}: {report.data.num_learned_tokens:,} tokens of "
+        f"{report.data.num_samples:,} texts, objective {report.objective}"
+    )
+    console.print(f"draft: {escape(str(report.draft))}")
+    console.print(f"[dim]{escape(report.provenance.line)}[/]")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import UseAppendAction, arg
 
 from forerun.atomic_write import atomic_write
 from forerun.bench.config import BenchConfig, parse_arms
-from forerun.cli.command import Command
-from forerun.cli.flags import TraceFlags
-from forerun.cli.paths import check_picture, check_writable
+from forerun.cli.command import Command, is_flag
+from forerun.cli.flags import Model, TraceFlags, check_picture, check_threads, check_writable
+from forerun.cli.tables import SafeConsole, status_text
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
@@ -36,21 +38,23 @@ SHIPPED_ARMS = (PREFIX + "code-2m@1,2,3,4",)
 class BenchOptions:
     """Options of `forerun bench`."""
 
-    target: str = DEFAULTS.target
-    """Folder, hub name or zoo: name of the model whose text is wanted."""
-    arms: tuple[str, ...] = ()
-    """What is compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K.
+    target: Model = DEFAULTS.target
+    """Target: folder, hub name or zoo: name of the model whose text is wanted."""
+    arms: UseAppendAction[tuple[str, ...]] = ()
+    """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K.
     Plain decoding is always the first arm.
     Default for a shipped target: its domain draft at K=1 to 4."""
     prompts: Path | None = None
-    """Texts to continue: .jsonl with "prompt" and perhaps "tag", else one a line or between "---".
-    Default: the shipped prompts, kept out of the shipped pair's training."""
+    """Texts to continue: .jsonl with "prompt" and optionally "tag", else one per line or between
+    "---". Default: the shipped prompts, on which no shipped model was trained."""
     tag: str | None = None
     """Only prompts with this tag."""
-    temperatures: tuple[float, ...] = DEFAULTS.temperatures
-    """One table each; greedy completions (0) are cut where they begin to loop."""
-    batch: tuple[int, ...] = DEFAULTS.batches
-    """Prompts continued together; one table each."""
+    temperatures: Annotated[
+        UseAppendAction[tuple[float, ...]], arg(name="temperature", aliases=("--temperatures",))
+    ] = ()
+    """One table each; greedy completions (0) are cut where they begin to loop. Default: 0 1."""
+    batch: Annotated[UseAppendAction[tuple[int, ...]], arg(aliases=("--batches",))] = ()
+    """Prompts continued together; one table each. Default: 1."""
     blocks: int = DEFAULTS.num_blocks
     """Most blocks per table: a block is one batch of prompts continued by every arm."""
     max_tokens: int = DEFAULTS.max_tokens
@@ -62,26 +66,30 @@ class BenchOptions:
     device: str = DEFAULTS.device
     """auto, cpu, cuda or mps."""
     runner: Runner = DEFAULTS.runner
-    """What carries the passes; see `forerun generate --help`."""
+    """Runs the passes; see `forerun generate --help`."""
     threads: int | None = None
-    """Threads that carry the passes; by default whichever number plain decoding is fastest with."""
-    controller: tuple[ControllerName, ...] = ()
+    """Threads of the passes. Default: the number with which plain decoding is fastest."""
+    controller: Annotated[
+        UseAppendAction[tuple[ControllerName, ...]], arg(aliases=("--controllers",))
+    ] = ()
     """One more arm per draft and controller, which chooses K up to the draft's largest.
-    See `forerun generate --help` for what each of them does."""
-    profile: tuple[Path, ...] = ()
+    `forerun generate --help` describes them."""
+    profile: UseAppendAction[tuple[Path, ...]] = ()
     """Predict from these profiles of `forerun profile` instead of measuring costs first."""
     no_prediction: bool = False
     """Neither measure costs nor predict."""
-    json: Path | None = None
-    """Write everything, all measurements included, to this file; "-" prints it without tables."""
+    json: bool = False
+    """Print one JSON object, all measurements included, instead of tables."""
+    out: Path | None = None
+    """Write the same JSON object to this file."""
     plot: Path | None = None
     """Draw the tables into this .png, .svg or .pdf file."""
     tracing: TraceFlags = field(default_factory=TraceFlags)
-    """Written between the measurements, so that it changes none."""
+    """Written between the measurements, so that no measurement pays for it."""
 
     @property
     def config(self) -> BenchConfig:
-        """What is to be compared.
+        """What is compared.
 
         Raises:
             InvalidRequest: a value cannot work.
@@ -94,8 +102,8 @@ class BenchOptions:
             target=self.target,
             arms=parse_arms(arms),
             controllers=self.controller,
-            temperatures=self.temperatures,
-            batches=self.batch,
+            temperatures=self.temperatures or DEFAULTS.temperatures,
+            batches=self.batch or DEFAULTS.batches,
             num_blocks=self.blocks,
             max_tokens=self.max_tokens,
             max_context=self.max_context,
@@ -106,13 +114,14 @@ class BenchOptions:
         )
 
     def check(self) -> None:
-        """Refuse what would fail after the measuring.
+        """Refuse what would fail after the measurements.
 
         Raises:
-            InvalidRequest: a file cannot be written, is no picture, or options exclude each other.
+            InvalidRequest: a file cannot be written, or options exclude each other.
         """
-        if self.json is not None and self.json != Path("-"):
-            check_writable("--json", self.json)
+        check_threads(self.threads)
+        if self.out is not None:
+            check_writable("--out", self.out)
         if self.plot is not None:
             check_picture("--plot", self.plot)
         if self.no_prediction and self.profile:
@@ -121,25 +130,25 @@ class BenchOptions:
 
 
 def run(options: BenchOptions) -> int:
-    """Compare; what was measured before an interruption or a failure is shown too."""
+    """Compare; results before an interruption or a failure are shown too."""
     config = options.config
     options.check()
     prompts = texts_of(options)
 
-    from rich.console import Console
-
     from forerun.bench.comparison import BenchComparison
     from forerun.bench.scout import MIN_TOKENS
 
-    with Console(stderr=True).status("starting") as status, ExitStack() as opened:
-        comparison = BenchComparison(config, prompts, clock=time.perf_counter, tell=status.update)
+    with SafeConsole(stderr=True).status("starting") as status, ExitStack() as opened:
+        comparison = BenchComparison(
+            config, prompts, clock=time.perf_counter, tell=status_text(status)
+        )
         try:
             comparison.load()
-            # Only now: a trace that is there is replaced.
+            # An existing trace is replaced only now, after the models were loaded.
             trace = opened.enter_context(options.tracing.opened())
             if trace is not None:
                 comparison.trace = begin_trace(trace, options, comparison)
-            comparison.run(costs_of(options, comparison, status.update))
+            comparison.run(costs_of(options, comparison, status_text(status)))
         finally:
             status.stop()
             if any(comparison.blocks.values()):
@@ -148,7 +157,7 @@ def run(options: BenchOptions) -> int:
         raise InvalidRequest(
             "nothing was measured: of every prompt the greedy completion ends or begins to loop "
             f"within {MIN_TOKENS} tokens; raise --max-tokens (it is {options.max_tokens}), give "
-            "other --prompts, or --temperatures 1"
+            "other --prompts, or --temperature 1"
         )
     return 0
 
@@ -169,10 +178,10 @@ def texts_of(options: BenchOptions) -> list[str]:
 def costs_of(
     options: BenchOptions, comparison: BenchComparison, tell: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
-    """Cost tables per draft: given, measured now, or none."""
+    """Cost tables per draft: from profiles, measured now, or none."""
     if options.no_prediction:
         return {}
-    from forerun.cli.bench_costs import measured_costs, read_costs
+    from forerun.cli.pair_costs import measured_costs, read_costs
 
     if options.profile:
         return read_costs(options.profile, comparison)
@@ -195,18 +204,18 @@ def begin_trace(
 
 
 def show(comparison: BenchComparison, options: BenchOptions) -> None:
-    """Print, write and draw what has been measured."""
+    """Print, write and draw the results so far."""
     from forerun.cli.bench_tables import print_comparison
 
     report = comparison.report()
     content = json.dumps(report.to_dict())
-    if options.json == Path("-"):
+    if options.json:
         print(content)
     else:
         print_comparison(report)
-        if options.json is not None:
-            with atomic_write(options.json) as scratch:
-                scratch.write_text(content + "\n", encoding="utf-8")
+    if options.out is not None:
+        with atomic_write(options.out) as scratch:
+            scratch.write_text(content + "\n", encoding="utf-8")
     if options.plot is not None and report.has_results:
         from forerun.bench.plot import plot
 
@@ -214,19 +223,48 @@ def show(comparison: BenchComparison, options: BenchOptions) -> None:
         plot(panels, report.config.target, [options.plot])
 
 
+LISTS = {
+    "--arms": "",
+    "--temperature": ",",
+    "--temperatures": ",",
+    "--batch": ",",
+    "--batches": ",",
+    "--controller": ",",
+    "--controllers": ",",
+    "--profile": ",",
+}
+
+
+def rewritten(arguments: Sequence[str]) -> list[str]:
+    """Arguments with `--json PATH` of earlier releases as `--out PATH`, `--json -` as `--json`."""
+    found: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag == "--json" and (equals or (rest and (rest[0] == "-" or not is_flag(rest[0])))):
+            path = value if equals else rest.pop(0)
+            found += ["--json"] if path == "-" else ["--out", path]
+        else:
+            found.append(word)
+    return found
+
+
 COMMAND = Command(
     options=BenchOptions,
     run=run,
+    lists=LISTS,
+    rewrite=rewritten,
     description="Compare drafts and K with plain decoding of the same target: every arm continues\n"
     "a batch of prompts before the next comes, and intervals are of the paired ratio. The best\n"
-    "of several arms is chosen on one half of the blocks and scored on the other.",
+    "of several arms is chosen on one half of the blocks and scored on the other half.",
     examples=(
         "forerun bench",
         "forerun bench --arms zoo:code-2m@2,4 other=zoo:books-1m@2 --batch 1 8",
         "forerun bench --arms zoo:code-2m@3 suffix@8 self:2@3",
-        "forerun bench --target DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
+        "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
         "forerun bench --arms zoo:code-2m@2,4,8 --controller auto",
-        "forerun bench --temperatures 0 --blocks 30 --json bench.json --plot bench.svg",
+        "forerun bench --temperature 0 --blocks 30 --out bench.json --plot bench.svg",
         "forerun bench --trace bench.parquet && forerun trace summarize bench.parquet",
     ),
 )

@@ -1,18 +1,42 @@
-"""What a subcommand consists of."""
+"""A subcommand: its options, its help, its exit codes, and lists given in any of three ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
-__all__ = ["Command"]
+__all__ = ["Command", "Exit", "is_flag"]
 
 OptionsT = TypeVar("OptionsT")
 
 
+class Exit(IntEnum):
+    """Exit codes of every command; the table is part of `forerun --help`."""
+
+    GOOD = 0
+    """The work is done; of `diagnose`: healthy."""
+    FAILED = 1
+    """A check did not pass, or the work could not be finished: memory, disk, a broken model."""
+    BAD_INPUT = 2
+    """A flag, a value, a file or a model cannot be used."""
+    PROBLEM = 3
+    """`diagnose` found a problem."""
+    INSUFFICIENT = 4
+    """`diagnose` needs more evidence."""
+    DEFECT = 70
+    """An error that forerun did not foresee."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+    BROKEN_PIPE = 141
+    """The reader of the output ended early."""
+
+
 def no_defaults(arguments: Sequence[str]) -> None:
-    """Nothing but what the class of the options says."""
+    """The defaults are those of the options' class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +44,87 @@ class Command(Generic[OptionsT]):
     """One subcommand; its flags are the fields of its options.
 
     Attributes:
-        options: frozen dataclass the flags are generated from.
+        options: frozen dataclass that the flags are generated from.
         run: does the work and returns the exit code; heavy imports belong inside.
         description: what the command does, shown by `--help`.
         examples: command lines shown below the description.
-        defaults: options to start from, given the arguments; None for those of the class. For a
-            command that goes on from what an earlier one left.
+        lists: flags that take several values, each with the separator that is allowed within one
+            word ("" for none). `--rows 1,2`, `--rows 1 2` and `--rows 1 --rows 2` are the same.
+        has_positional: whether words without a flag have a meaning of their own; a list then takes
+            one word after each flag.
+        defaults: options to start from, given the arguments; None for those of the class.
+        rewrite: translates arguments of earlier releases that an alias cannot.
     """
 
     options: type[OptionsT]
     run: Callable[[OptionsT], int]
     description: str
     examples: tuple[str, ...]
-    defaults: Callable[[Sequence[str]], OptionsT | None] = no_defaults
+    lists: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    has_positional: bool = False
+    defaults: Callable[[Sequence[str]], Any] = no_defaults
+    rewrite: Callable[[Sequence[str]], Sequence[str]] = list
 
     @property
     def help(self) -> str:
         """Description and examples as `--help` shows them."""
         lines = [f"  {line}" for line in self.examples]
         return "\n".join([self.description, "", "examples:", *lines])
+
+    def parse(self, name: str, arguments: Sequence[str]) -> OptionsT:
+        """Options of a subcommand.
+
+        Raises:
+            SystemExit: with 0 after printing help, with 2 after printing what is wrong.
+        """
+        import tyro
+
+        given = list(self.one_value_each(self.rewrite(arguments)))
+        parsed: OptionsT = tyro.cli(
+            self.options,
+            prog=f"forerun {name}",
+            description=self.help,
+            args=given,
+            default=self.defaults(given),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        )
+        return parsed
+
+    def one_value_each(self, arguments: Sequence[str]) -> Iterator[str]:
+        """The arguments with every list as repeated flags of one value."""
+        rest = list(arguments)
+        while rest:
+            word = rest.pop(0)
+            if word == "--":
+                yield from (word, *rest)
+                return
+            flag, equals, value = word.partition("=")
+            separator = self.lists.get(flag)
+            if separator is None:
+                yield word
+                continue
+            values = [value] if equals else taken(rest, 1 if self.has_positional else len(rest))
+            if not values:
+                yield flag  # the parser says that a value is missing
+            for found in values:
+                yield from (f"{flag}={part}" for part in parts(found, separator))
+
+
+def taken(rest: list[str], most: int) -> list[str]:
+    """Removes the values at the head of `rest` and returns them: all words before the next flag."""
+    values: list[str] = []
+    while rest and len(values) < most and not is_flag(rest[0]):
+        values.append(rest.pop(0))
+    return values
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word is a flag; a negative number is none."""
+    return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
+
+
+def parts(value: str, separator: str) -> list[str]:
+    """The values of one word; a file whose name holds the separator stays whole."""
+    if not separator or separator not in value or Path(value).exists():
+        return [value]
+    return value.split(separator)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from forerun.atomic_write import atomic_write
 from forerun.bench.config import DemoConfig
 from forerun.cli.command import Command
+from forerun.cli.flags import check_threads, shortened
+from forerun.cli.tables import SafeConsole, status_text
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
 
@@ -25,11 +27,11 @@ class DemoOptions:
     """Options of `forerun demo`."""
 
     seconds: float = DemoConfig().seconds
-    """Time budget, loading included; a slow machine may need a little more."""
+    """Time budget, loading included; a slow machine needs a little more."""
     runner: Runner = DemoConfig().runner
-    """What carries the passes; see `forerun generate --help`."""
+    """Runs the passes; see `forerun generate --help`."""
     threads: int | None = None
-    """Threads that carry the passes; by default whichever number plain decoding is fastest with."""
+    """Threads of the passes. Default: the number with which plain decoding is fastest."""
     out: Path | None = None
     """Write demo.json, demo.png and demo.svg into this folder."""
     json: bool = False
@@ -37,24 +39,23 @@ class DemoOptions:
 
 
 def run(options: DemoOptions) -> int:
-    """Run the demonstration; returns 1 where speculative text differs from plain text."""
+    """Run the demonstration; returns 1 if speculative text differs from plain text."""
     started_s = time.perf_counter()
+    check_threads(options.threads)
     config = DemoConfig(seconds=options.seconds, runner=options.runner, num_threads=options.threads)
     if options.out is not None:
         make_folder(options.out)
 
-    from rich.console import Console
-
     from forerun.bench.demo import Demo
     from forerun.models.zoo.catalog import held_out_prompts
 
-    with Console(stderr=True).status("starting") as status:
+    with SafeConsole(stderr=True).status("starting") as status:
         demo = Demo(
             config,
             [prompt.text for prompt in held_out_prompts()],
             clock=time.perf_counter,
             started_s=started_s,
-            tell=status.update,
+            tell=status_text(status),
         )
         try:
             demo.run()
@@ -68,9 +69,9 @@ def run(options: DemoOptions) -> int:
 
 
 def show(demo: Demo, options: DemoOptions) -> None:
-    """Print and write what has been measured."""
+    """Print and write the results so far."""
     from forerun.bench.plot import plot
-    from forerun.cli.demo_tables import print_report
+    from forerun.cli.bench_tables import print_report
 
     report = demo.report()
     content = json.dumps(report.to_dict(), indent=None if options.json else 1)
@@ -94,7 +95,9 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequest(f"--out {folder} cannot be created: {error.strerror}") from error
+        raise InvalidRequest(
+            f"--out {shortened(folder)} cannot be created: {error.strerror}"
+        ) from error
 
 
 COMMAND = Command(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from forerun.atomic_write import atomic_write
-from forerun.cli.command import Command
-from forerun.cli.paths import check_writable
+from forerun.cli.command import Command, Exit
+from forerun.cli.flags import check_writable
+from forerun.cli.tables import SafeConsole
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND", "DiagnoseOptions"]
 
-EXIT_CODES = {"healthy": 0, "problem": 3, "insufficient evidence": 4}
+EXIT_CODES = {
+    "healthy": Exit.GOOD,
+    "problem": Exit.PROBLEM,
+    "insufficient evidence": Exit.INSUFFICIENT,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +37,9 @@ class DiagnoseOptions:
     """Traces, logs, metrics, stats or facts files of any engine.
     "-" is stdin; a /metrics URL is read twice."""
     before: UseAppendAction[tuple[str, ...]] = ()
-    """The same of a time or set-up when all was well, to compare with."""
-    k: float | None = None
-    """Most tokens drafted per step."""
+    """The same from before the problem began, to compare with."""
+    k: Annotated[float | None, arg(name="num-speculative-tokens", aliases=("--k",))] = None
+    """K: most tokens drafted per step."""
     tokens_per_s: float | None = None
     """Decode rate with speculation."""
     tokens_per_s_plain: float | None = None
@@ -52,12 +57,12 @@ class DiagnoseOptions:
     method: str | None = None
     """How drafts are made: draft_model, eagle, mtp, ngram, block or other."""
     changed: UseAppendAction[tuple[str, ...]] = ()
-    """What was changed when it began.
+    """What was changed when the problem began.
     target, adapter, draft, engine, driver, hardware, traffic, template, precision or config."""
     observed: UseAppendAction[tuple[str, ...]] = ()
-    """A yes: the name of any observation on docs/diagnose.md, for example output_differs."""
+    """An observation that holds; docs/diagnose.md lists the names, for example output_differs."""
     not_observed: UseAppendAction[tuple[str, ...]] = ()
-    """A no."""
+    """An observation that does not hold."""
     fact: UseAppendAction[tuple[str, ...]] = ()
     """Any other fact as NAME=VALUE."""
     profile: Path | None = None
@@ -70,20 +75,20 @@ class DiagnoseOptions:
     """Write a self-contained page."""
 
     def check(self) -> None:
-        """Refuse what cannot come to anything, before anything slow happens.
+        """Refuse unusable options before anything slow happens.
 
         Raises:
-            InvalidRequest: nothing was given, or the page cannot be written.
+            InvalidRequest: no evidence was given, or the page cannot be written.
         """
-        if not self.sources and not self.said():
+        if not self.sources and not self.given():
             raise InvalidRequest(
-                "nothing to go by: name a trace, log, metrics or facts file, or give a fact, for "
+                "no evidence: name a trace, log, metrics or facts file, or give a fact, for "
                 "example --tokens-per-s 80 --tokens-per-s-plain 90"
             )
         if self.html is not None:
             check_writable("--html", self.html)
 
-    def said(self) -> dict[str, object]:
+    def given(self) -> dict[str, object]:
         """Facts given by flags, by name."""
         named = {
             name: getattr(self, name)
@@ -124,15 +129,15 @@ def run(options: DiagnoseOptions) -> int:
 
 
 def gathered(options: DiagnoseOptions) -> Evidence:
-    """What a person says first, then what sources say, then what was before."""
+    """Evidence from the flags, then from the sources, then from before the problem."""
     from forerun.diagnose.derive.changes import add_changes
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source
 
     evidence = Evidence()
-    for name, value in options.said().items():
+    for name, value in options.given().items():
         try:
-            evidence.add(name, value, "said on the command line")
+            evidence.add(name, value, "given on the command line")
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
     for source in options.sources:
@@ -145,7 +150,7 @@ def gathered(options: DiagnoseOptions) -> Evidence:
 
 
 def costs_of(options: DiagnoseOptions) -> CostTable | None:
-    """The table for the temperature in question."""
+    """The cost table of the temperature."""
     if options.profile is None:
         return None
     from forerun.probe.profile_file import load_profile
@@ -155,13 +160,12 @@ def costs_of(options: DiagnoseOptions) -> CostTable | None:
 
 
 def show(diagnosis: Diagnosis) -> None:
-    """In plain words."""
-    from rich.console import Console
+    """Print the diagnosis as text."""
     from rich.markup import escape
 
     from forerun.diagnose.words import headline, sections
 
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(f"[bold]{escape(headline(diagnosis))}[/]")
     for section in sections(diagnosis):
         console.print(f"\n[bold]{escape(section.heading)}[/]")
@@ -172,14 +176,16 @@ def show(diagnosis: Diagnosis) -> None:
 COMMAND = Command(
     options=DiagnoseOptions,
     run=run,
-    description="Say where the time per token goes, which cause fits the evidence, what to test\n"
-    "next and what changes would gain. Reads traces of forerun and logs, metrics and stats of\n"
-    "vLLM, SGLang, TensorRT-LLM, llama.cpp and LMDeploy. Exit code 0: healthy, 3: a problem was\n"
-    "found, 4: too little is known.",
+    has_positional=True,
+    lists={flag: "," for flag in ("--before", "--changed", "--observed", "--not-observed")},
+    description="Report where the time per token goes, which cause fits the evidence, what to\n"
+    "test next and what changes would gain. Reads traces of forerun and logs, metrics and stats\n"
+    "of vLLM, SGLang, TensorRT-LLM, llama.cpp and LMDeploy. Exit code 0: healthy, 3: a\n"
+    "problem was found, 4: the evidence is insufficient.",
     examples=(
         "forerun diagnose trace.jsonl --before healthy.jsonl --html report.html",
         "forerun diagnose vllm.log --tokens-per-s 61 --tokens-per-s-plain 70 --changed target",
-        "forerun diagnose http://localhost:8000/metrics --k 4 --observed slower_with_batch",
+        "forerun diagnose http://localhost:8000/metrics --observed slower_with_batch",
         "llama-server ... 2>&1 | forerun diagnose - --json",
     ),
 )

@@ -1,16 +1,16 @@
-"""Flags several commands share, generated from the dataclasses the library itself uses."""
+"""Flags that several commands share, generated from the dataclasses of the library."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import UseAppendAction
+from tyro.conf import UseAppendAction, arg
 
-from forerun.cli.paths import check_writable
 from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
@@ -22,13 +22,97 @@ if TYPE_CHECKING:
     from forerun.trace.writer import TraceWriter
 
 __all__ = [
+    "LookAhead",
+    "Model",
     "ModelFlags",
     "OutputFlags",
     "PairFlags",
     "SamplingFlags",
     "TargetFlags",
     "TraceFlags",
+    "check_picture",
+    "check_threads",
+    "check_writable",
+    "use_threads",
 ]
+
+PICTURES = (".pdf", ".png", ".svg")
+"""Formats of a plot."""
+MOST_THREADS = 256
+"""Machines with more cores than this may use four threads per core."""
+
+Model = Annotated[str, arg(name="model", aliases=("--target",))]
+"""The target's name."""
+LookAhead = Annotated[int, arg(name="num-speculative-tokens", aliases=("--k",))]
+"""K, the most draft tokens per step."""
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Refuse a file that cannot be written before anything slow happens; its content stays.
+
+    Raises:
+        InvalidRequest: the file cannot be written.
+    """
+    try:
+        if path.is_fifo():
+            return  # opening one waits for its reader
+        existed = path.exists()
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"{flag} {shortened(path)} cannot be written: {reason}") from error
+
+
+def shortened(path: Path) -> str:
+    """A path for a message; the middle of a very long one is left out."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}…{text[-60:]}"
+
+
+def check_picture(flag: str, path: Path) -> None:
+    """Refuse a plot that cannot be written.
+
+    Raises:
+        InvalidRequest: the suffix names no picture format, or the file cannot be written.
+    """
+    if path.suffix not in PICTURES:
+        raise InvalidRequest(f"{flag} {shortened(path)} must end in {', '.join(PICTURES)}")
+    check_writable(flag, path)
+
+
+def check_threads(num_threads: int | None) -> None:
+    """Refuse a number of threads that the machine cannot run.
+
+    Raises:
+        InvalidRequest: fewer than one, or far more than there are cores.
+    """
+    most = max(MOST_THREADS, 4 * (os.cpu_count() or 1))
+    if num_threads is not None and not 1 <= num_threads <= most:
+        raise InvalidRequest(f"--threads is {num_threads}; it must be from 1 to {most}")
+
+
+def use_threads(num_threads: int | None) -> int:
+    """Set the number of threads of torch in this whole process.
+
+    Args:
+        num_threads: None leaves torch's own default.
+
+    Returns:
+        How many torch uses now.
+
+    Raises:
+        InvalidRequest: the machine cannot run so many.
+    """
+    check_threads(num_threads)
+    import torch
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return torch.get_num_threads()
+
 
 ZOO_DRAFT = PREFIX + "code-2m"
 
@@ -37,12 +121,12 @@ ZOO_DRAFT = PREFIX + "code-2m"
 class SamplingFlags(SamplingParams):
     """How tokens are chosen. Names and meanings are those of the OpenAI API and vLLM."""
 
-    # Help comes from SamplingParams; types are narrowed here to what a shell can say.
+    # Help comes from SamplingParams; the types here are those that a shell can express.
 
     stop: UseAppendAction[tuple[str, ...]] = ()
     logit_bias: UseAppendAction[Mapping[int, float]] = field(default_factory=dict)
     verification: Verification = "auto"
-    """Verifier; every one keeps the target's law. "auto": coupled with a seed, else block."""
+    """Verifier; all are lossless. "auto": coupled with a seed, else block."""
 
     @property
     def params(self) -> SamplingParams:
@@ -55,19 +139,19 @@ class SamplingFlags(SamplingParams):
 class TargetFlags:
     """Which target, and how models run."""
 
-    target: str = "zoo:code-11m"
-    """Folder, hub name or zoo: name of the model whose text is wanted."""
+    target: Model = "zoo:code-11m"
+    """Target: folder, hub name or zoo: name of the model whose text is wanted."""
     dtype: str = "auto"
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     runner: Runner = EngineConfig().runner
-    """What carries the passes: native (CPU kernels), graphs (torch), eager (transformers); auto."""
+    """Runs the passes: native (CPU kernels), graphs (torch), eager (transformers) or auto."""
     threads: int | None = None
-    """Threads that carry the passes; by default as many as torch takes."""
+    """Threads of the passes. Default: as many as torch takes."""
 
-    def meant(self, draft: str) -> str | None:
-        """The draft that a name means; None for plain decoding."""
+    def resolved(self, draft: str) -> str | None:
+        """The draft behind "auto" and "none"; None for plain decoding."""
         if draft == "auto":
             return ZOO_DRAFT if self.target.startswith(PREFIX) else None
         return None if draft == "none" else draft
@@ -75,45 +159,47 @@ class TargetFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags(TargetFlags):
-    """Which pair of models, and how they run."""
+    """Target and draft, and how they run."""
 
     draft: str = "auto"
     """Draft model; "auto" takes the shipped draft for a shipped target, "none" is none."""
 
     @property
     def draft_name(self) -> str | None:
-        """The draft that is meant; None for none."""
-        return self.meant(self.draft)
+        """The draft; None for plain decoding."""
+        return self.resolved(self.draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFlags(TargetFlags):
-    """Which models, how they run, and how far one drafts for the other."""
+    """Target and drafts, how they run, and how many tokens are drafted."""
 
     draft: UseAppendAction[tuple[str, ...]] = ()
-    """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text itself;
-    "self:N", the target's first N layers; "none", which decodes plainly.
+    """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text so far;
+    "self:N", the target's first N layers; "none" for plain decoding.
     Default: the shipped draft for a shipped target.
-    Given several times, the controller chooses between them, step by step."""
-    k: int = EngineConfig().num_speculative_tokens
-    """Most tokens drafted per step; 0 decodes plainly."""
-    controller: ControllerName = "auto"
-    """Who chooses how many. fixed: always K; heuristic and confidence: as transformers does;
-    goodput: most expected tokens per second, needs --profile; bandit: by trial;
-    auto: with --profile goodput, kept from being slower than plain decoding; without it fixed."""
+    With several drafts the controller chooses one at every step."""
+    k: LookAhead = EngineConfig().num_speculative_tokens
+    """K: most tokens drafted per step; 0 decodes plainly."""
+    controller: ControllerName = EngineConfig().controller
+    """Chooses how many tokens are drafted. fixed: always K; heuristic and confidence: as in
+    transformers; goodput: most expected tokens per second, needs --profile; bandit: by trial;
+    auto: learns costs and acceptance, and stops drafting where it does not pay."""
     profile: UseAppendAction[tuple[Path, ...]] = ()
-    """What drafting and verifying cost here, from `forerun profile`; one per draft model.
-    "suffix" needs none: its drafts count as free."""
+    """Costs measured by `forerun profile`, one file per draft model; auto is better from the first
+    step with them. "suffix" needs none."""
+    max_context: int = EngineConfig().max_context
+    """Longest prompt and output together, cut to what the models hold."""
 
     @property
     def draft_names(self) -> tuple[str, ...]:
-        """The drafts that are meant; none for plain decoding.
+        """The drafts; empty for plain decoding.
 
         Raises:
-            InvalidRequest: one is given twice, there is none among several, or nobody would choose
-                between them.
+            InvalidRequest: a draft is given twice, "none" is one of several, or the controller does
+                not choose between drafts.
         """
-        names = [self.meant(draft) for draft in self.draft or ("auto",)]
+        names = [self.resolved(draft) for draft in self.draft or ("auto",)]
         found = tuple(name for name in names if name is not None)
         for name in found:
             if found.count(name) > 1:
@@ -125,7 +211,7 @@ class PairFlags(TargetFlags):
         return found
 
     def _check_choice(self) -> None:
-        """Of several drafts, all but the first would silently do nothing under most controllers."""
+        """Under most controllers all drafts but the first would silently do nothing."""
         chooses = self.controller in ("goodput", "bandit")
         if not chooses and not (self.controller == "auto" and self.profile):
             raise InvalidRequest(
@@ -136,19 +222,19 @@ class PairFlags(TargetFlags):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFlags:
-    """What is shown, and where."""
+    """What is printed."""
 
     color: bool = False
-    """Colour every token by where it came from; a legend goes to stderr."""
+    """Colour every token by its source; a legend goes to stderr."""
     json: bool = False
     """Print one JSON object (text, token_ids, finish_reason, figures) instead of streaming."""
     quiet: bool = False
-    """No line of figures on stderr."""
+    """Print no line of figures to stderr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFlags:
-    """Whether every step is kept, and where."""
+    """Whether every step is recorded, and where."""
 
     trace: Path | None = None
     """Write every step to FILE.jsonl, or into FILE.parquet, a folder of Parquet files."""
@@ -156,10 +242,10 @@ class TraceFlags:
     """Put token ids into the trace; without it a trace holds no text."""
 
     def check(self) -> None:
-        """Refuse what would silently do nothing, and a file that cannot be written.
+        """Refuse token ids without a trace, and a file that cannot be written.
 
         Raises:
-            InvalidRequest: tokens are wanted in no trace, or there can be none.
+            InvalidRequest: one of the two.
         """
         if self.trace_tokens and self.trace is None:
             raise InvalidRequest("--trace-tokens needs --trace FILE")
@@ -173,7 +259,7 @@ class TraceFlags:
 
     @contextmanager
     def opened(self) -> Iterator[TraceWriter | None]:
-        """The trace asked for, open for writing; None where none is."""
+        """The trace, open for writing; None without --trace."""
         if self.trace is None:
             yield None
             return

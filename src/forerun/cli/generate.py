@@ -27,7 +27,7 @@ class GenerateOptions:
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")]
     """Text to continue; "-" reads it from standard input."""
     chat: bool = False
-    """The prompt is a user's message: wrap it in the model's chat template."""
+    """Wrap the prompt in the model's chat template, as a user's message."""
     system: str | None = None
     """System message that precedes the user's; needs --chat."""
     pair: PairFlags = field(default_factory=PairFlags)
@@ -36,7 +36,11 @@ class GenerateOptions:
     tracing: TraceFlags = field(default_factory=TraceFlags)
 
     def check(self) -> None:
-        """Refuse combinations in which an option would silently do nothing."""
+        """Refuse options that would silently do nothing.
+
+        Raises:
+            InvalidRequest: two options exclude or miss each other.
+        """
         if self.system is not None and not self.chat:
             raise InvalidRequest("--system needs --chat: a plain prompt has no system message")
         self.tracing.check()
@@ -50,10 +54,10 @@ def run(options: GenerateOptions) -> int:
     prompt = read_prompt(options.prompt)
 
     from forerun.cli.session import Session, load_engine
-    from forerun.cli.writers import choose_writer, say_figures
+    from forerun.cli.writers import choose_writer, print_figures
 
     pair, output, params = options.pair, options.output, options.sampling.params
-    engine = load_engine(pair, num_samples=params.n)
+    engine = load_engine(pair, num_samples=params.n, max_tokens=params.max_tokens)
     ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         hashes: dict[str, str | None] = {}
@@ -75,13 +79,13 @@ def run(options: GenerateOptions) -> int:
             raise
         finally:
             if not output.quiet and session.records:
-                say_figures(session.figures)
+                print_figures(session.figures)
     return 0
 
 
 def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str, str | None]:
-    """Write one header per draft, one for plain decoding; the drafts' hashes by method."""
-    from forerun.cli.controlled import drafters_of
+    """Write one header per draft, or one for plain decoding; returns draft hashes by method."""
+    from forerun.cli.session import drafters_of
     from forerun.provenance import trace_header
 
     device = str(engine.target.device)
@@ -117,12 +121,15 @@ def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, system: str | None)
 COMMAND = Command(
     options=GenerateOptions,
     run=run,
-    description="Continue a prompt, streaming. The text follows the target's law, draft or not.",
+    description="Continue a prompt, streaming. A draft changes the speed and not the distribution\n"
+    "of the text, which stays that of the target.",
+    lists={"--draft": ",", "--profile": ","},
+    has_positional=True,
     examples=(
         'forerun generate "def quicksort(items):" --temperature 0 --color',
         "forerun generate - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt",
-        'forerun generate "Why?" --target DIR --draft DIR --k 6 --chat --system "Be brief."',
-        "forerun generate 'import' --k 8 --profile profile.json",
+        'forerun generate "Why?" --model DIR --draft DIR --chat --system "Be brief."',
+        "forerun generate 'import' --num-speculative-tokens 8 --profile profile.json",
         "forerun generate 'import' --draft zoo:code-2m --draft suffix --profile profile.json",
         'forerun generate "import" --json --trace trace.jsonl | jq .figures',
     ),

@@ -1,4 +1,4 @@
-"""`forerun info`: what a model is, what it needs, whether a draft fits it."""
+"""`forerun info`: a description of a model and a check of its draft."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
+from forerun.cli.flags import LookAhead
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from forerun.cli.description import DraftFit, ModelDescription
+    from forerun.cli.info_report import DraftFit, ModelDescription
     from forerun.models.tokenizers import Tokenizer
 
 __all__ = ["COMMAND", "InfoOptions"]
@@ -27,27 +28,30 @@ class InfoOptions:
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """Folder, hub name or shipped model such as zoo:code-11m."""
     draft: str | None = None
-    """Say whether this model can draft for MODEL; the exit code is 1 if it cannot."""
-    k: int = EngineConfig().num_speculative_tokens
-    """Work memory out for this many drafted tokens per step."""
+    """Check whether this model can draft for MODEL; the exit code is 1 if it cannot."""
+    k: LookAhead = EngineConfig().num_speculative_tokens
+    """K: memory is computed for this many draft tokens per step."""
     dtype: str = "auto"
-    """Work memory out for this dtype: auto (as stored), bfloat16, float16 or float32."""
-    max_batch: int = EngineConfig().max_batch
+    """Memory is computed for this dtype: auto (as stored), bfloat16, float16 or float32."""
+    max_batch: Annotated[int, arg(name="batch", aliases=("--max-batch",))] = (
+        EngineConfig().max_batch
+    )
     """Sequences at once."""
     max_context: int = EngineConfig().max_context
-    """Tokens per sequence, cut to what the model was made for."""
+    """Tokens per sequence, cut to what the model holds."""
     json: bool = False
     """Print one JSON object."""
 
 
 def run(options: InfoOptions) -> int:
-    """Describe; returns 1 where the draft does not fit, else 0."""
-    from forerun.cli.description import compare
-    from forerun.cli.description_tables import print_fit, print_model
+    """Describe; returns 1 if the draft does not fit, else 0."""
+    from forerun.cli.info_report import compare, print_fit, print_model
     from forerun.models.tokenizers import compare_vocabularies
 
     if options.draft is not None and parse_drafter(options.draft) is not None:
-        raise InvalidRequest(f"{options.draft} is no model: there is nothing to describe or to fit")
+        raise InvalidRequest(
+            f"{options.draft} is a drafter without a model: it has no files to describe"
+        )
     target, tokenizer = describe_for(options, options.model)
     draft, fit = None, None
     if options.draft is not None:
@@ -65,7 +69,7 @@ def run(options: InfoOptions) -> int:
 
 def describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tokenizer]:
     """One model of the pair under these options."""
-    from forerun.cli.description import describe
+    from forerun.cli.info_report import describe
 
     config = EngineConfig(
         num_speculative_tokens=options.k,
@@ -89,10 +93,11 @@ def as_json(
 COMMAND = Command(
     options=InfoOptions,
     run=run,
-    description="Say what a model is, what memory it needs and whether a draft fits it.",
+    has_positional=True,
+    description="Describe a model, the memory it needs and whether a draft fits it.",
     examples=(
         "forerun info zoo:code-11m --draft zoo:code-2m",
-        "forerun info path/to/model --max-batch 32 --max-context 8192",
+        "forerun info path/to/model --batch 32 --max-context 8192",
         "forerun info path/to/model --json",
     ),
 )

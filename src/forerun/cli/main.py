@@ -1,40 +1,55 @@
-"""The `forerun` command: find the subcommand, parse, run, turn errors into an exit code.
+"""The forerun command: find the subcommand, parse, run, turn errors into an exit code.
 
 Only the subcommand named is imported, and command modules import models inside `run`, so that help
-and mistakes answer at once.
+and usage errors take no time.
 """
 
 from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import forerun
-from forerun.cli.command import Command
-from forerun.cli.notices import notices_on_stderr
-from forerun.errors import ForerunError, InvalidRequest
+from forerun.cli.command import Command, Exit
+from forerun.errors import (
+    CacheTooLarge,
+    DrafterError,
+    EngineStopped,
+    ForerunError,
+    NotEnoughMemory,
+    NumericalError,
+    QueueFull,
+    ServerUnavailable,
+    TrainingDiverged,
+)
+from forerun.terminal_text import printable
 
-__all__ = ["main"]
+__all__ = ["main", "notices_on_stderr"]
 
+PREPARATION = "forerun.preparation"
+"""Logger of what is prepared once, or once per start."""
 COMMANDS = {
-    "demo": "compare plain and speculative decoding on the shipped pair",
+    "demo": "compare plain and speculative decoding on the shipped models",
     "bench": "compare drafts and K with plain decoding, on your prompts",
     "generate": "continue a prompt, streaming",
-    "info": "say what a model is, what it needs and whether a draft fits it",
+    "info": "describe a model, its memory and whether a draft fits it",
     "profile": "measure what drafting and verifying cost on this machine",
-    "plan": "say which drafter, K and batch to use, and what it should be worth",
-    "align": "distil a draft to its target on your prompts, and prove what it gained",
-    "probe": "measure with the models at hand what tells causes apart, for diagnose",
-    "diagnose": "say why speculation is slow or wrong, and what to change",
+    "plan": "choose drafter, K and batch, and predict the speedup",
+    "align": "distil a draft to its target on your prompts, and measure the gain",
+    "probe": "measure on loaded models which causes can be ruled out, for diagnose",
+    "diagnose": "explain why speculation is slow or wrong, and what to change",
     "simulate": "serve a workload in simulated time under several controllers",
-    "trace": "say what a trace holds: tokens and cost per step, acceptance by position",
-    "exact": "prove by enumeration that every verifier keeps the target's law",
+    "trace": "summarise a trace: tokens and cost per step, acceptance by position",
+    "exact": "prove by enumeration that every verifier keeps the target's distribution",
 }
 OVERVIEW = """\
 usage: forerun COMMAND [OPTIONS]
@@ -48,88 +63,155 @@ options:
   -h, --help   this help; `forerun COMMAND --help` for a command's options
   --version    print the version
 
+lists: --rows 1,2,4 and --rows 1 2 4 and --rows 1 --rows 2 --rows 4 mean the same
+
 examples:
   forerun demo
   forerun generate "def quicksort(items):" --temperature 0 --color
-  forerun generate - --target path/to/model --draft path/to/draft --k 4 < prompt.txt
+  forerun generate - --model path/to/model --draft path/to/draft < prompt.txt
   forerun info path/to/model --draft path/to/draft
-  forerun profile --target zoo:code-11m --draft zoo:code-2m --out profile.json
+  forerun profile --model zoo:code-11m --draft zoo:code-2m --out profile.json
+
+exit codes:
+  0    the work is done; diagnose: healthy
+  1    a check did not pass, or the work could not be finished (memory, disk, a broken model)
+  2    a flag, a value, a file or a model cannot be used
+  3    diagnose: a problem was found
+  4    diagnose: the evidence is insufficient
+  70   an error that forerun did not foresee; FORERUN_TRACEBACK=1 shows where
+  130  interrupted
+  141  the reader of the output ended early
 """
-EXIT_ERROR = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
+UNFINISHED = (
+    CacheTooLarge,
+    DrafterError,
+    EngineStopped,
+    NotEnoughMemory,
+    NumericalError,
+    QueueFull,
+    ServerUnavailable,
+    TrainingDiverged,
+)
+"""Errors of the work; every other ForerunError is one of the input."""
 DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""A full or a failing disk may turn up at any write; every other OSError is a mistake of ours."""
+"""A full or failing disk; every other OSError is about a path that was given."""
+
+
+class Notices(logging.Handler):
+    """Prints records to the current stderr, so that a spinner can step aside."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line with the program's name in front."""
+        try:
+            print(f"forerun: {printable(self.format(record))}", file=sys.stderr, flush=True)
+        except (BrokenPipeError, ValueError):  # stderr is closed
+            return
+
+
+@contextmanager
+def notices_on_stderr() -> Iterator[None]:
+    """Warnings of the package, and what it prepares, as lines on stderr while the block runs."""
+    package, preparation = logging.getLogger("forerun"), logging.getLogger(PREPARATION)
+    handler, level = Notices(), preparation.level
+    package.addHandler(handler)
+    preparation.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        preparation.setLevel(level)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `forerun` with `argv` (default: the process's arguments).
 
     Returns:
-        0 on success, 1 for a failure, 2 for a request that cannot be honoured, 130 after Ctrl-C.
+        An exit code, see `Exit`.
 
     Raises:
         SystemExit: from a subcommand's parser, with 0 after `--help` and 2 after a usage error.
     """
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(partial(answered, arguments))
+
+
+def open_standard_streams() -> None:
+    """Connect closed standard streams to the null device.
+
+    Otherwise the next file that is opened would get their number, and output would go into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def answered(arguments: Sequence[str]) -> int:
+    """Print help or the version, or run the subcommand."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview(), end="")
-        return 0 if arguments else EXIT_USAGE
+        return Exit.GOOD if arguments else Exit.BAD_INPUT
     if arguments[0] == "--version":
         print(f"forerun {forerun.__version__}")
-        return 0
+        return Exit.GOOD
     if arguments[0] not in COMMANDS:
-        say_error(unknown(arguments[0]))
-        return EXIT_USAGE
-    return guarded(partial(run_command, *arguments))
-
-
-def run_command(name: str, *arguments: str) -> int:
-    """Import, parse and run one subcommand."""
+        print_error(unknown(arguments[0]))
+        return Exit.BAD_INPUT
+    name, *rest = arguments
     command: Command[Any] = import_module(f"forerun.cli.{name}").COMMAND
-    return command.run(parse(command, name, arguments))
-
-
-def parse(command: Command[Any], name: str, arguments: Sequence[str]) -> object:
-    """Options of a subcommand; exits after printing help or what is wrong."""
-    import tyro
-
-    return tyro.cli(
-        command.options,
-        prog=f"forerun {name}",
-        description=command.help,
-        args=list(arguments),
-        default=command.defaults(arguments),
-        config=(
-            tyro.conf.FlagCreatePairsOff,
-            tyro.conf.OmitArgPrefixes,
-        ),
-    )
+    return command.run(command.parse(name, rest))
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Do it; every foreseen failure becomes one line on stderr and an exit code."""
+    """Run the action; every failure becomes one line on stderr and an exit code."""
     try:
         with notices_on_stderr():
             code = action()
         sys.stdout.flush()
         return code
-    except ForerunError as error:
-        say_error(str(error))
-        return EXIT_USAGE if isinstance(error, InvalidRequest) else EXIT_ERROR
     except KeyboardInterrupt:
-        say_error("interrupted")
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
+        print_error("interrupted")
+        return Exit.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 (an unforeseen error is reported as a defect)
+        return failure(error)
+
+
+def failure(error: Exception) -> int:
+    """Report an error; returns its exit code."""
+    if isinstance(error, ForerunError):
+        print_error(str(error))
+        return Exit.FAILED if isinstance(error, UNFINISHED) else Exit.BAD_INPUT
+    if isinstance(error, BrokenPipeError):
         # The reader (head, less) has gone. Nothing is wrong, and the exit flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    except OSError as error:
-        if error.errno not in DISK_FAILURES:
-            raise
-        say_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
-        return EXIT_ERROR
+        return Exit.BROKEN_PIPE
+    if isinstance(error, OSError):
+        return os_failure(error)
+    if isinstance(error, MemoryError):
+        print_error("the memory of this machine does not suffice")
+        return Exit.FAILED
+    print_error(
+        f"unexpected {type(error).__name__}: {error}; this is a defect of forerun, please report "
+        "it with the output of FORERUN_TRACEBACK=1"
+    )
+    if os.environ.get("FORERUN_TRACEBACK"):
+        traceback.print_exception(error)
+    return Exit.DEFECT
+
+
+def os_failure(error: OSError) -> int:
+    """Report a file that cannot be read or written."""
+    name = error.filename or "the output"
+    if error.errno in DISK_FAILURES:
+        print_error(f"{name} cannot be written: {error.strerror}")
+        return Exit.FAILED
+    print_error(f"{name}: {error.strerror or error}")
+    return Exit.BAD_INPUT
 
 
 def overview() -> str:
@@ -140,7 +222,7 @@ def overview() -> str:
 
 
 def unknown(word: str) -> str:
-    """What to say to a first argument that is no command."""
+    """The error for a first argument that is no command."""
     known = [*COMMANDS, "--help", "--version"]
     kind = "option" if word.startswith("-") else "command"
     near = difflib.get_close_matches(word, known, n=1)
@@ -148,12 +230,12 @@ def unknown(word: str) -> str:
     return f"no {kind} {word!r}; {hint}"
 
 
-def say_error(message: str) -> None:
+def print_error(message: str) -> None:
     """One line on stderr."""
     from rich.console import Console
     from rich.text import Text
 
-    line = Text.assemble(("forerun: ", "bold red"), message)
+    line = Text.assemble(("forerun: ", "bold red"), printable(message, keep="\n"))
     Console(stderr=True, soft_wrap=True).print(line)
 
 

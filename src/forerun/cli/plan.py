@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tyro.conf import UseAppendAction
-
 from forerun.cli.command import Command
-from forerun.cli.machine import MachineFlags
-from forerun.cli.paths import check_picture
+from forerun.cli.flags import check_picture
+from forerun.cli.plan_inputs import PlanOptions, candidates_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,40 +18,7 @@ if TYPE_CHECKING:
     from forerun.plan.option import DraftCandidate
     from forerun.plan.what_if import Scenario
 
-__all__ = ["COMMAND", "PlanOptions"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """Options of `forerun plan`."""
-
-    profile: UseAppendAction[tuple[Path, ...]] = ()
-    """What `forerun profile` wrote; one per draft model.
-    It may be of another machine: a plan is for where the profile was made."""
-    draft: UseAppendAction[tuple[str, ...]] = ()
-    """Drafters to compare, by the names in profiles and trace; "suffix" needs no profile.
-    Default: every draft of the profiles."""
-    acceptance: UseAppendAction[tuple[str, ...]] = ()
-    """[DRAFT=]ALPHA, the same at every position, or [DRAFT=]BETA1,BETA2,... by position."""
-    conditional: bool = False
-    """Figures by position are conditional: given that everything before was accepted."""
-    trace: Path | None = None
-    """Take the acceptance from this trace of `forerun generate` or `forerun bench`."""
-    batch: tuple[int, ...] = ()
-    """Sequences at once that are considered. Default: those of the profiles."""
-    context: int | None = None
-    """Committed tokens of every sequence. Default: the shortest that was profiled."""
-    temperature: float = 0.0
-    """0 plans for greedy drafts, anything above for sampled ones."""
-    max_k: int = 16
-    """Most drafted tokens per step."""
-    slo_tpot: float | None = None
-    """Most seconds per output token; the plan is the highest throughput that keeps it."""
-    machine: MachineFlags = field(default_factory=MachineFlags)
-    plot: Path | None = None
-    """Draw the speedup over K into this .png, .svg or .pdf file."""
-    json: bool = False
-    """Print one JSON object."""
+__all__ = ["COMMAND"]
 
 
 def run(options: PlanOptions) -> int:
@@ -63,7 +27,6 @@ def run(options: PlanOptions) -> int:
         check_picture("--plot", options.plot)
 
     from forerun.cli.plan_tables import print_plan
-    from forerun.cli.planned import candidates_of
     from forerun.plan.advice import advise
     from forerun.plan.what_if import scenarios
 
@@ -105,7 +68,7 @@ def content(
     candidates: Sequence[DraftCandidate],
     options: PlanOptions,
 ) -> dict[str, object]:
-    """As JSON wants it."""
+    """Fields of the JSON output."""
     return {
         "config": asdict(config),
         "origin": origin(options, candidates),
@@ -118,6 +81,8 @@ def content(
 COMMAND = Command(
     options=PlanOptions,
     run=run,
+    lists={flag: "" for flag in ("--acceptance",)}
+    | dict.fromkeys(("--draft", "--profile", "--batch"), ","),
     description="Which drafter, K and batch to use, what it should be worth and from where on it\n"
     "stops paying. Drafts are chains; token trees are not planned yet.",
     examples=(
@@ -125,8 +90,8 @@ COMMAND = Command(
         "forerun plan --profile profile.json --trace trace.jsonl --temperature 1 --batch 1 8",
         "forerun plan --profile a.json --profile b.json --draft a --draft b --draft suffix "
         "--trace bench.parquet",
-        "forerun plan --machine h100-sxm --target-params 70e9 --draft-params 1e9 "
-        "--kv-token-bytes 327680 --acceptance 0.75 --slo-tpot 0.02",
+        "forerun plan --machine h100-sxm --target-params 8e9 --draft-params 1e9 "
+        "--kv-token-bytes 131072 --acceptance 0.75 --slo-tpot 0.02",
         "forerun plan --machine h100-sxm --profile profile.json --acceptance 0.8,0.66,0.5 --json",
     ),
 )

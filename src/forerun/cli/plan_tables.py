@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from forerun.cli.tables import table_of
+from forerun.cli.tables import SafeConsole, table_of
 from forerun.plan.advice import Advice, BreakEven
 from forerun.plan.config import PlanConfig
 from forerun.plan.option import Option
@@ -28,7 +27,7 @@ def print_plan(
     advice: Advice, what_if: Sequence[Scenario], config: PlanConfig, origin: Sequence[str]
 ) -> None:
     """What to do, the best at every batch, break-even, what would change it, what it rests on."""
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(f"[bold]{escape(sentence(advice, config))}[/]", "", soft_wrap=True, sep="\n")
     console.print(batches(advice, config), "")
     console.print(break_even(advice), "")

@@ -1,4 +1,4 @@
-"""`forerun probe`: measure with the models at hand what tells causes apart."""
+"""`forerun probe`: measure on loaded models which causes can be ruled out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.cli.command import Command
-from forerun.cli.flags import ModelFlags
-from forerun.cli.paths import check_writable
-from forerun.cli.progress import progress_bar
-from forerun.cli.threads import use_threads
+from forerun.cli.flags import LookAhead, ModelFlags, check_writable, use_threads
+from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.zoo.catalog import PREFIX
@@ -29,8 +27,8 @@ class ProbeOptions:
     """Options of `forerun probe`."""
 
     models: ModelFlags = field(default_factory=ModelFlags)
-    k: int = EngineConfig().num_speculative_tokens
-    """Most tokens drafted per step."""
+    k: LookAhead = EngineConfig().num_speculative_tokens
+    """K: most tokens drafted per step."""
     batch: int = 1
     """Sequences that decode together."""
     max_context: int = EngineConfig().max_context
@@ -53,11 +51,11 @@ class ProbeOptions:
     quick: bool = False
     """Half the prompts, shorter texts: seconds where the models are small."""
     num_prompts: int | None = None
-    """Prompts used, evenly from all."""
+    """Number of prompts used, spread evenly over all."""
     num_tokens: int | None = None
     """Most output tokens of each."""
     once: bool = False
-    """Do not load the target a second time; it then drafts for itself in its own KV."""
+    """Load the target only once; it then drafts for itself in its own KV."""
 
     @property
     def config(self) -> EvidenceConfig:
@@ -85,16 +83,18 @@ class ProbeOptions:
         )
 
     def check(self) -> str:
-        """Refuse what cannot come to anything, before anything is loaded; the draft's name.
+        """The draft's name; refuses unusable options before anything is loaded.
 
         Raises:
-            InvalidRequest: there is no draft, no prompt, or no place for the facts.
+            InvalidRequest: there is no draft or no prompt, or the facts cannot be written.
         """
         draft = self.models.draft_name
         if draft is None:
             raise InvalidRequest(f"a probe is of a pair: name a --draft for {self.models.target}")
         if self.k < 1:
-            raise InvalidRequest(f"--k is {self.k}; a probe needs drafts, so it must be 1 or more")
+            raise InvalidRequest(
+                f"--num-speculative-tokens is {self.k}; a probe needs drafts: give 1 or more"
+            )
         if self.prompts is None and not self.models.target.startswith(PREFIX):
             raise InvalidRequest("give --prompts FILE, texts of the kind that is served")
         if self.out is not None:
@@ -125,9 +125,7 @@ def run(options: ProbeOptions) -> int:
 def probed(
     options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
 ) -> Evidence:
-    """Load and probe, with a progress bar on stderr; a pair that does not fit is a finding."""
-    from rich.console import Console
-
+    """Load and probe, with a progress bar on stderr; an incompatible pair is a fact too."""
     from forerun.probe.evidence.files import evidence_of_misfit
     from forerun.probe.evidence.pair import PairNames, load_probed
     from forerun.probe.evidence.run import probe_engine
@@ -143,7 +141,7 @@ def probed(
     names = PairNames(target=models.target, draft=draft, dtype=models.dtype, device=models.device)
     prompts = texts(options)
     try:
-        with Console(stderr=True).status("loading models"):
+        with SafeConsole(stderr=True).status("loading models"):
             loaded = load_probed(names, engine, twice=not options.once)
     except IncompatibleDraft as error:
         return evidence_of_misfit(error)
@@ -163,8 +161,7 @@ def texts(options: ProbeOptions) -> list[str]:
 
 
 def show(evidence: Evidence, out: Path | None) -> None:
-    """Every fact with what it rests on, and what to do with them."""
-    from rich.console import Console
+    """Print every fact with its source, and the next command."""
     from rich.table import Column
     from rich.text import Text
 
@@ -173,17 +170,17 @@ def show(evidence: Evidence, out: Path | None) -> None:
     table = table_of(Column("fact", no_wrap=True), "value")
     table.add_column("from")
     for fact in evidence:
-        table.add_row(fact.name, said(fact.value), Text(fact.source))
-    console = Console(highlight=False)
+        table.add_row(fact.name, value_text(fact.value), Text(fact.source))
+    console = SafeConsole()
     console.print(table)
     file = "facts.json" if out is None else str(out)
     more = "" if out is not None else " (write it with --out facts.json)"
     console.print(
-        Text(f"\nforerun diagnose trace.jsonl {file} says what follows{more}"), soft_wrap=True
+        Text(f"\nforerun diagnose trace.jsonl {file} reports what follows{more}"), soft_wrap=True
     )
 
 
-def said(value: object) -> str:
+def value_text(value: object) -> str:
     """A value in a few characters."""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -197,14 +194,15 @@ def said(value: object) -> str:
 COMMAND = Command(
     options=ProbeOptions,
     run=run,
-    description="Measure with the models at hand what tells causes apart: whether the target as\n"
-    "its own draft is accepted, replayed text is accepted like live text, acceptance is what the\n"
-    "laws allow, greedy text is plain decoding's, and sampled text follows the target's law; what\n"
-    "passes cost, and whether the files of the pair belong together. Writes facts for diagnose.",
+    description="Measure on loaded models which causes can be ruled out: whether the target as\n"
+    "its own draft is accepted, replayed text is accepted like live text, acceptance is\n"
+    "what the distributions allow, greedy text equals plain decoding, and sampled text follows\n"
+    "the target's distribution; what passes cost, and whether the files belong together. Writes\n"
+    "facts for diagnose.",
     examples=(
-        "forerun probe --target zoo:code-11m --draft zoo:code-2m --out facts.json",
+        "forerun probe --model zoo:code-11m --draft zoo:code-2m --out facts.json",
         "forerun diagnose trace.jsonl facts.json",
-        "forerun probe --target path/to/model --draft path/to/draft --prompts served.jsonl --k 5",
+        "forerun probe --model path/to/model --draft path/to/draft --prompts served.jsonl",
         "forerun probe --quick --temperature 0.7 --top-p 0.9 --json | forerun diagnose -",
     ),
 )

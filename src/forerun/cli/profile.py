@@ -1,4 +1,4 @@
-"""`forerun profile`: measure what drafting and verifying cost on this machine."""
+"""forerun profile: measure what drafting and verifying cost on this machine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.markup import escape
+from rich.table import Column, Table
+from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.flags import ModelFlags
-from forerun.cli.paths import check_picture, check_writable
-from forerun.cli.progress import progress_bar
-from forerun.cli.threads import use_threads
+from forerun.cli.flags import ModelFlags, check_picture, check_writable, use_threads
+from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
+from forerun.probe.cells import Quantity
 from forerun.probe.config import THOROUGH, ProbeConfig
 
 if TYPE_CHECKING:
     from forerun.probe.profile import Profile
+    from forerun.theory.cost import CostTable
+    from forerun.theory.cost_line import CostLine
+    from forerun.theory.intervals import Interval
 
-__all__ = ["COMMAND", "ProfileOptions"]
+__all__ = ["COMMAND", "ProfileOptions", "print_profile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +47,30 @@ class ProfileOptions:
     thorough: bool = False
     """Every row count, more batches and contexts: minutes instead of seconds."""
     budget_s: float | None = None
-    """Measure for at most so many seconds, as far as the least number of rounds allows."""
-    rows: str | None = None
+    """Seconds of measuring; a minimum of rounds is measured whatever the time."""
+    rows: UseAppendAction[tuple[int, ...]] = ()
     """Rows per sequence of the measured passes, such as 1,2,4,8."""
-    batches: str | None = None
+    batches: Annotated[
+        UseAppendAction[tuple[int, ...]], arg(name="batch", aliases=("--batches",))
+    ] = ()
     """Sequences at once, such as 1,8."""
-    contexts: str | None = None
+    contexts: Annotated[
+        UseAppendAction[tuple[int, ...]], arg(name="context", aliases=("--contexts",))
+    ] = ()
     """Committed tokens of every sequence, such as 64,512."""
 
     @property
     def config(self) -> ProbeConfig:
-        """What is to be measured.
+        """What is measured.
 
         Raises:
             InvalidRequest: a value cannot work.
         """
         config = THOROUGH if self.thorough else ProbeConfig()
         changes: dict[str, Any] = {
-            name: numbers(name, text)
+            name: found
             for name in ("rows", "batches", "contexts")
-            if (text := getattr(self, name)) is not None
+            if (found := getattr(self, name))
         }
         if self.budget_s is not None:
             changes["budget_s"] = self.budget_s
@@ -75,7 +85,7 @@ def run(options: ProfileOptions) -> int:
         raise InvalidRequest(f"a profile is of a pair: name a --draft for {options.models.target}")
     if parse_drafter(draft) is not None:
         raise InvalidRequest(
-            f"a profile is of two models, and {draft} is none; compare it: forerun bench --arms "
+            f"a profile is of two models, and {draft} has none; measure it: forerun bench --arms "
             f"{draft}@{EngineConfig().num_speculative_tokens}"
         )
     if options.out is not None:
@@ -88,13 +98,11 @@ def run(options: ProfileOptions) -> int:
 
 def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
-    from rich.console import Console
-
     from forerun.probe.measurement import measure_pair
     from forerun.probe.pair import facts_of, load_pair
 
     engine = EngineConfig(runner=models.runner, num_threads=use_threads(models.threads))
-    with Console(stderr=True).status("loading models"):
+    with SafeConsole(stderr=True).status("loading models"):
         pair, config = load_pair(
             models.target,
             draft,
@@ -129,7 +137,6 @@ def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
 
 def show(profile: Profile, options: ProfileOptions) -> None:
     """Print, write and draw."""
-    from forerun.cli.profile_tables import print_profile
     from forerun.probe.plot import plot
     from forerun.probe.profile_file import write_profile
 
@@ -143,23 +150,144 @@ def show(profile: Profile, options: ProfileOptions) -> None:
         plot([profile], [options.plot])
 
 
-def numbers(name: str, text: str) -> Sequence[int]:
-    """Whole numbers between commas."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidRequest(
-            f"--{name} is {text!r}; it must be whole numbers between commas, such as 1,2,4"
-        ) from None
+LIST_FLAGS = ("--rows", "--batch", "--batches", "--context", "--contexts")
+SHOWN_K = (1, 2, 4, 8)
+
+
+def print_profile(profile: Profile) -> None:
+    """What a step consists of, v(n), kappa, where it was measured."""
+    console = SafeConsole()
+    console.print(parts(profile), "")
+    console.print(verify_costs(profile.greedy), "")
+    console.print(cycle_costs(profile), "")
+    for sentence in remarks(profile):
+        console.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
+
+
+def parts(profile: Profile) -> Table:
+    """One column per batch and context: where the milliseconds of a step go."""
+    lines = profile.greedy.lines
+    table = grid("milliseconds", lines)
+    table.add_row("plain step", *(milliseconds(line.plain_s, line.plain_error_s) for line in lines))
+    table.add_row("  of it the forward", *(forward(profile, line) for line in lines))
+    limits = [profile.limit.pass_s(line.batch, line.context) for line in lines]
+    table.add_row("  read limit", *(milliseconds(limit) for limit in limits))
+    shares = [limit / line.plain_s for limit, line in zip(limits, lines, strict=True)]
+    table.add_row("  share of its speed", *(f"{share:.0%}" for share in shares))
+    table.add_row("  among other work", *(slower(profile, line) for line in lines))
+    for quantity in (Quantity.DRAFT_PASS, Quantity.DRAFT_CHAIN):
+        for size in sizes_of(profile, quantity):
+            name = f"draft chain of {size}" if quantity is Quantity.DRAFT_CHAIN else "draft pass"
+            table.add_row(name, *(cell(profile, quantity, line, size) for line in lines))
+    if profile.reading is not None:
+        for name, seconds in (("", profile.reading.target_s), (", draft", profile.reading.draft_s)):
+            for size, time_s in zip(profile.reading.tokens[1:], seconds[1:], strict=True):
+                table.add_row(f"reading {size}{name}", milliseconds(time_s))
+    for quantity in (Quantity.GREEDY_OVERHEAD, Quantity.SAMPLED_OVERHEAD):
+        temperature = "T=0" if quantity is Quantity.GREEDY_OVERHEAD else "T=1"
+        for k in sizes_of(profile, quantity):
+            name = f"outside, {temperature}, {f'K={k}' if k else 'plain'}"
+            table.add_row(name, *(outside(profile, quantity, line, k) for line in lines))
+    return table
+
+
+def verify_costs(table: CostTable) -> Table:
+    """v(n) with half of its 95% interval."""
+    shown = grid("v(n), plain steps", table.lines)
+    for rows in sorted({rows for line in table.lines for rows in line.rows}):
+        values = [
+            with_error(table.verify_cost_interval(rows, line.context, line.batch))
+            if rows in line.rows
+            else ""
+            for line in table.lines
+        ]
+        shown.add_row(f"n = {rows}", *values)
+    return shown
+
+
+def cycle_costs(profile: Profile) -> Table:
+    """kappa at some K, greedy and sampled."""
+    shown = grid("kappa, plain steps", profile.greedy.lines)
+    for name, table in (("T=0", profile.greedy), ("T=1", profile.sampled)):
+        for k in SHOWN_K:
+            found = [table.cycle_cost_interval(k, x.context, x.batch) for x in table.lines]
+            shown.add_row(f"{name}, K = {k}", *map(with_error, found))
+    return shown
+
+
+def grid(heading: str, lines: Sequence[CostLine]) -> Table:
+    """An empty table with one column per batch and context."""
+    table = table_of(Column(heading, no_wrap=True))
+    for line in lines:
+        table.add_column(f"batch {line.batch}\ncontext {line.context}", justify="right")
+    return table
+
+
+def forward(profile: Profile, line: CostLine) -> str:
+    """The pass of a plain step."""
+    return cell(profile, Quantity.TARGET_PASS, line, 1)
+
+
+def slower(profile: Profile, line: CostLine) -> str:
+    """What the forward of a plain step takes beyond the same forward alone."""
+    if line.context != profile.greedy.contexts[0]:
+        return ""
+    return f"{1e3 * profile.among_work_s(line.batch):+.3f}"
+
+
+def outside(profile: Profile, quantity: Quantity, line: CostLine, k: int) -> str:
+    """Engine time outside both models; measured at one context, so shown once per batch."""
+    if line.context != profile.greedy.contexts[0]:
+        return ""
+    found = profile.seconds(quantity, line.batch, line.context, k)
+    return milliseconds(found.estimate, (found.high - found.low) / 2)
+
+
+def cell(profile: Profile, quantity: Quantity, line: CostLine, size: int) -> str:
+    """One measured time."""
+    found = profile.seconds(quantity, line.batch, line.context, size)
+    return milliseconds(found.estimate, (found.high - found.low) / 2)
+
+
+def sizes_of(profile: Profile, quantity: Quantity) -> list[int]:
+    """Every measured size."""
+    cells = [measured.cell for measured in profile.measured]
+    return sorted({found.size for found in cells if found.quantity is quantity})
+
+
+def with_error(interval: Interval) -> str:
+    """A cost in plain steps and how far it may be off."""
+    return f"{interval.estimate:.2f} ±{interval.high - interval.estimate:.2f}"
+
+
+def remarks(profile: Profile) -> list[str]:
+    """How sure this is, what the limit rests on, where it comes from."""
+    from forerun.models.memory import readable
+
+    limit, setup, found = profile.limit, profile.setup, profile.provenance
+    steady = "steady" if profile.stable else "time ran out before every figure was steady"
+    lines = [
+        f"{profile.num_rounds} rounds, {steady}; ± is half of a 95% interval",
+        f"read limit: {limit.bytes_per_s / 1e9:.1f} GB/s over {readable(limit.buffer_bytes)}; "
+        f"a target pass reads {readable(limit.target_bytes)}, a draft pass "
+        f"{readable(limit.draft_bytes)}",
+        f"{profile.target} ({setup.target_runner}, {setup.dtype}) with {profile.draft} "
+        f"({setup.draft_runner}) on {setup.cpu} x{setup.num_cores}, {setup.num_threads} threads, "
+        f"{setup.device}; {found['date']}",
+    ]
+    if profile.left_out:
+        lines.append(f"{len(profile.left_out)} measurements did not fit into memory")
+    return lines
 
 
 COMMAND = Command(
     options=ProfileOptions,
     run=run,
+    lists={flag: "," for flag in LIST_FLAGS},
     description="Measure what plain steps, target passes over n rows, drafting and the rest cost\n"
-    "on this machine, beside what reading the weights alone would cost.",
+    "on this machine, beside the cost of reading the weights alone.",
     examples=(
-        "forerun profile --target zoo:code-11m --draft zoo:code-2m --out profile.json",
+        "forerun profile --model zoo:code-11m --draft zoo:code-2m --out profile.json",
         "forerun profile --thorough --threads 2 --out profile.json --plot profile.svg",
         "forerun profile --json | jq '.greedy.lines[0]'",
     ),

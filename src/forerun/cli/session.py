@@ -1,48 +1,226 @@
-"""One request from prompt to figures, with its trace."""
+"""One request from prompt to figures, and the engine it runs on."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from forerun.cli.figures import Figures
-from forerun.cli.flags import PairFlags
-from forerun.cli.threads import use_threads
+from forerun.bench.summary import drafting_only
+from forerun.cli.flags import PairFlags, use_threads
+from forerun.cli.tables import rates
+from forerun.control.step_times import CostSource
+from forerun.drafters.base import Drafter
+from forerun.drafters.config import parse_drafter
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.several import SeveralDrafters
 from forerun.engine.config import EngineConfig
+from forerun.engine.controlling import default_controller
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.tracing import request_records
+from forerun.errors import InvalidRequest
+from forerun.plan.costs import DraftCosts, with_draft_cost
+from forerun.probe.pair import LoadedPair, facts_of, setup_of
+from forerun.probe.profile import ProfileSetup
+from forerun.probe.profile_file import check_setup, load_profile
 from forerun.sampling.config import SamplingParams
+from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.writer import TraceWriter
 
-__all__ = ["Session", "load_engine"]
+__all__ = ["Figures", "Session", "controlled", "drafters_of", "load_engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Counts and times of one request, all its samples together.
+
+    Attributes:
+        num_prompt_tokens: prompt length.
+        num_tokens: emitted tokens.
+        total_s: from the request to the last token.
+        ttft_s: from the request to the first token; None where there was none.
+        acceptance: counts over the steps that drafted.
+    """
+
+    num_prompt_tokens: int
+    num_tokens: int
+    total_s: float
+    ttft_s: float | None
+    acceptance: AcceptanceCounts
+
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[StepRecord],
+        *,
+        num_prompt_tokens: int,
+        total_s: float,
+        ttft_s: float | None,
+    ) -> Figures:
+        """From the steps so far; works for an interrupted request too."""
+        return cls(
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=sum(record.num_emitted for record in records),
+            total_s=total_s,
+            ttft_s=ttft_s,
+            acceptance=drafting_only(AcceptanceCounts.from_records(records)),
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens over wall time, prefill included."""
+        return self.num_tokens / self.total_s if self.total_s > 0 else 0.0
+
+    @property
+    def line(self) -> str:
+        """The figures in one line."""
+        parts = [f"{self.num_tokens} tokens in {self.total_s:.2f} s ({self.tokens_per_s:.1f}/s)"]
+        if self.ttft_s is not None:
+            parts.append(f"first after {self.ttft_s:.2f} s")
+        counts = self.acceptance
+        if counts.acceptance_length is not None:
+            parts.append(f"{counts.acceptance_length:.2f} tokens per step")
+            per_position = rates(counts.acceptance_rate_per_position)
+            parts.append(f"accepted per position {per_position} of {counts.num_steps} steps")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, object]:
+        """Fields of the JSON output."""
+        counts = self.acceptance
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_tokens": self.num_tokens,
+            "total_s": self.total_s,
+            "ttft_s": self.ttft_s,
+            "tokens_per_s": self.tokens_per_s,
+            "num_steps": counts.num_steps,
+            "num_drafted": counts.num_drafted,
+            "num_accepted": counts.num_accepted,
+            "draft_acceptance_rate": counts.draft_acceptance_rate,
+            "acceptance_length": counts.acceptance_length,
+            "acceptance_rate_per_position": list(counts.acceptance_rate_per_position),
+            "drafted_per_position": list(counts.drafted_per_position),
+        }
+
+
+COPIER = "suffix"
+"""Drafts by copying, which takes next to no time beside a pass of a model."""
+
+
+def controlled(engine: Engine, pair: PairFlags) -> Engine:
+    """The engine with the controller and the costs that the flags name.
+
+    Raises:
+        InvalidProfile: a profile is of another machine, pair or set-up.
+        InvalidRequest: there is no draft, or the controller needs a profile.
+    """
+    if engine.drafter is None:
+        raise InvalidRequest("--controller and --profile need a draft: plain decoding has no K")
+    costs = costs_of(engine, pair) if pair.profile else {}
+    drafter = engine.drafter
+    config = replace(engine.config, controller=pair.controller)
+    return engine.with_draft(drafter, controller=default_controller(config, drafter, costs))
+
+
+def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
+    """Drafters by the method names of plans, in the order of the flags."""
+    if engine.drafter is None:
+        return {}
+    drafter = engine.drafter
+    return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
+
+
+def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
+    """Costs by drafter, from profiles of these models on this machine."""
+    named = dict(zip(drafters_of(engine), pair.draft_names, strict=True))
+    setups = setups_of(engine, pair)
+    if not setups:
+        raise InvalidRequest(
+            "--profile is of a target and a draft model, and the draft is "
+            f"{' and '.join(pair.draft_names)}"
+        )
+    found: dict[str, DraftCosts] = {}
+    for path in pair.profile:
+        profile = load_profile(path)
+        same = [m for m, setup in setups.items() if setup.draft_hash == profile.setup.draft_hash]
+        method = same[0] if same else next(iter(setups))
+        check_setup(profile, setups[method])
+        if method in found:
+            raise InvalidRequest(f"{path} is a second profile of {named[method]}")
+        found[method] = profile.costs
+    beside = next(iter(found.values()))
+    free = DraftCosts(
+        greedy=with_draft_cost(beside.greedy, draft_s=0.0),
+        sampled=with_draft_cost(beside.sampled, draft_s=0.0),
+    )
+    return {**found, **{method: free for method, name in named.items() if copies(name)}}
+
+
+def copies(name: str) -> bool:
+    """Whether a drafter runs neither a model nor layers of the target."""
+    drafter = parse_drafter(name)
+    return drafter is not None and drafter.name == COPIER
+
+
+def setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
+    """Set-up of every draft model with the target, as they are loaded."""
+    target = facts_of(pair.target, engine.target, pair.dtype)
+    found = {}
+    for (method, drafter), name in zip(drafters_of(engine).items(), pair.draft_names, strict=True):
+        if isinstance(drafter, DraftModel):
+            loaded = LoadedPair(
+                target=engine.target,
+                draft=drafter.model,
+                tokenizer=engine.tokenizer,
+                engine=engine.config,
+            )
+            draft = facts_of(name, drafter.model, pair.dtype)
+            found[method] = setup_of(loaded, target, draft)
+    return found
+
 
 NOTHING: Mapping[str, Json] = {}
+logger = logging.getLogger("forerun.cli")
 
 
-def load_engine(pair: PairFlags, *, num_samples: int) -> Engine:
-    """The engine the flags describe, with room for as many samples as one request has."""
+def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) -> Engine:
+    """The engine the flags describe.
+
+    Args:
+        pair: the flags.
+        num_samples: samples of the one request, which run together.
+        max_tokens: its longest output.
+    """
+    if max_tokens is not None and pair.k >= max_tokens > 1:
+        logger.warning(
+            "K=%d: a step drafts at most %d tokens, because --max-tokens is %d",
+            pair.k,
+            max_tokens - 1,
+            max_tokens,
+        )
     max_batch = min(num_samples, EngineConfig().max_batch)
+    is_simple = not pair.profile and pair.controller in ("auto", "fixed")
     config = EngineConfig(
         num_speculative_tokens=pair.k,
+        controller=pair.controller if is_simple else "fixed",
         max_batch=max_batch,
+        max_context=pair.max_context,
+        max_step_rows=max(EngineConfig().max_step_rows, max_batch * (pair.k + 1)),
         runner=pair.runner,
         num_threads=use_threads(pair.threads),
     )
     engine = Engine.load(
         pair.target, pair.draft_names or None, dtype=pair.dtype, device=pair.device, config=config
     )
-    if not pair.profile and pair.controller in ("auto", "fixed"):
-        return engine
-    from forerun.cli.controlled import controlled  # reading profiles takes modules of its own
-
-    return controlled(engine, pair)
+    return engine if is_simple else controlled(engine, pair)
 
 
 class Session:
-    """Runs one request and keeps what happened, so that an interrupted one has figures too."""
+    """Runs one request and records its steps, so that an interrupted request has figures too."""
 
     def __init__(
         self,
@@ -63,7 +241,7 @@ class Session:
         self._output: RequestOutput | None = None
 
     def run(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[StreamChunk]:
-        """Yield chunks of all samples as they are decided; `result` is there at the end."""
+        """Yield chunks of all samples as they are emitted; then `result` is set."""
         self.num_prompt_tokens = len(prompt)
         self.started_s = self.ended_s = time.perf_counter()
         self.engine.observers[:] = [EmittedRecords(self.records.append)]
@@ -90,7 +268,7 @@ class Session:
 
     @property
     def figures(self) -> Figures:
-        """Of what has happened so far."""
+        """Counts and times so far."""
         return Figures.of(
             self.records,
             num_prompt_tokens=self.num_prompt_tokens,

@@ -1,29 +1,36 @@
-"""`forerun simulate`: controllers on a workload that nobody has to run."""
+"""forerun simulate: controllers on a workload in simulated time."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from rich.markup import escape
+from rich.table import Column, Table
+from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
-from forerun.cli.paths import check_picture
-from forerun.errors import InvalidRequest, InvalidTrace
+from forerun.cli.flags import check_picture
+from forerun.cli.tables import SafeConsole, status_text, table_of
+from forerun.errors import InvalidTrace
 
 if TYPE_CHECKING:
     from forerun.plan.costs import DraftCosts
     from forerun.plan.simulation.config import Workload
     from forerun.plan.simulation.regret import Oracle
-    from forerun.plan.simulation.result import Result
+    from forerun.plan.simulation.result import PhaseResult, Quantiles, Result
     from forerun.probe.profile import Profile
 
-__all__ = ["COMMAND", "SimulateOptions"]
+__all__ = ["COMMAND", "SimulateOptions", "print_simulation"]
 
 logger = logging.getLogger(__name__)
 
+CONTROLLERS = ("plain", "fixed:4", "goodput")
+"""Simulated without --controller."""
 ORACLE_KS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)
 """Fixed K the oracle chooses from, as far as the workload's max_k goes."""
 
@@ -39,8 +46,12 @@ class SimulateOptions:
     correct_by: Path | None = None
     """Correct the profile by what the cycles of this trace took.
     It must be of the same target, on the machine that is to serve."""
-    controllers: tuple[str, ...] = ("plain", "fixed:4", "goodput")
-    """Any of plain, fixed:K, auto, heuristic, confidence, goodput, bandit."""
+    controllers: Annotated[
+        UseAppendAction[tuple[str, ...]], arg(name="controller", aliases=("--controllers",))
+    ] = ()
+    """Any of plain, fixed:K, auto, heuristic, confidence, goodput, bandit.
+    Default: plain fixed:4 goodput."""
+
     overlap: Literal["none", "early", "pearl"] = "none"
     """Draft and verify side by side on two devices.
     "pearl" drafts on while the last tokens are verified.
@@ -62,10 +73,7 @@ def run(options: SimulateOptions) -> int:
     """Simulate every controller and show."""
     if options.plot is not None:
         check_picture("--plot", options.plot)
-    if not options.controllers:
-        raise InvalidRequest("name the --controllers to simulate")
 
-    from forerun.cli.simulate_tables import print_simulation
     from forerun.plan.simulation.workload_file import load_workload
     from forerun.probe.profile_file import load_profile
 
@@ -74,7 +82,8 @@ def run(options: SimulateOptions) -> int:
     costs = profile.costs
     if options.correct_by is not None:
         costs = as_traced(costs, profile, options.correct_by, workload.temperature)
-    results, oracle = simulated(options, workload, costs)
+    with SafeConsole(stderr=True).status("simulating") as status:
+        results, oracle = simulated(options, workload, costs, status_text(status))
     if options.json:
         print(json.dumps(content(options, workload, results, oracle)))
     else:
@@ -117,7 +126,7 @@ def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: floa
 
 
 def simulated(
-    options: SimulateOptions, workload: Workload, costs: DraftCosts
+    options: SimulateOptions, workload: Workload, costs: DraftCosts, report: Callable[[str], None]
 ) -> tuple[list[Result], Oracle | None]:
     """Every controller, and the oracle where it is wanted."""
     from forerun.plan.simulation.comparison import ControllerComparison
@@ -125,10 +134,15 @@ def simulated(
     comparison = ControllerComparison(
         workload, costs, seed=options.seed, overlap=options.overlap, coarse=options.coarse
     )
-    comparison.check(options.controllers)
-    results = [comparison.run(name) for name in options.controllers]
+    controllers = options.controllers or CONTROLLERS
+    comparison.check(controllers)
+    results = []
+    for name in controllers:
+        report(f"simulating {name}")
+        results.append(comparison.run(name))
     if options.no_oracle:
         return results, None
+    report("looking for the best fixed K of every phase")
     ks = [k for k in ORACLE_KS if k <= workload.server.max_k]
     return results, comparison.oracle(ks)
 
@@ -136,7 +150,7 @@ def simulated(
 def content(
     options: SimulateOptions, workload: Workload, results: Sequence[Result], oracle: Oracle | None
 ) -> dict[str, object]:
-    """As JSON wants it."""
+    """Fields of the JSON output."""
     return {
         "workload": asdict(workload),
         "profile": str(options.profile),
@@ -159,19 +173,103 @@ def content(
     }
 
 
+SATURATED = 0.98
+"""Share of the time in cycles from which on a queue is taken to grow."""
+
+LEGEND = (
+    "TTFT: to the first token, waiting included; TPOT: per token after it; p50 and p99 over\n"
+    "requests; in SLO: requests within their service level; regret: decoding time of all\n"
+    "requests against the best fixed K of every phase, known beforehand"
+)
+
+
+def print_simulation(results: Sequence[Result], oracle: Oracle | None, workload: Workload) -> None:
+    """One line per controller, then one table of phases, then what the figures mean."""
+    console = SafeConsole()
+    first = results[0]
+    console.print(
+        f"[bold]{first.num_requests} requests, {first.num_tokens} tokens[/], "
+        f"{len(workload.phases)} phase{'s' * (len(workload.phases) > 1)}",
+        "",
+        sep="\n",
+    )
+    console.print(controllers(results, oracle), "")
+    if len(workload.phases) > 1 or oracle is not None:
+        console.print(phases(results, oracle, workload), "")
+    for remark in remarks(results):
+        console.print(f"[yellow]{escape(remark)}[/]", soft_wrap=True)
+    console.print(f"[dim]{LEGEND}[/]", soft_wrap=True)
+
+
+def controllers(results: Sequence[Result], oracle: Oracle | None) -> Table:
+    """Throughput, latency, service levels, regret."""
+    table = table_of(
+        Column("controller", no_wrap=True), "tokens/s", "batch", "TTFT\np50 / p99",
+        "TPOT\np50 / p99", "in SLO", "regret",
+    )  # fmt: skip
+    for result in results:
+        table.add_row(
+            escape(result.controller),
+            f"{result.tokens_per_s:.4g}",
+            f"{result.mean_batch:.1f}",
+            both(result.ttft_s),
+            both(result.tpot_s),
+            f"{result.num_in_slo / result.num_requests:.1%}",
+            "" if oracle is None else f"{oracle.regret(result):+.1%}",
+        )
+    return table
+
+
+def phases(results: Sequence[Result], oracle: Oracle | None, workload: Workload) -> Table:
+    """Milliseconds per token and drafted tokens per step, by phase."""
+    headings = []
+    for number, phase in enumerate(workload.phases):
+        best = "" if oracle is None else f"\nbest K {oracle.ks[number]}"
+        headings.append(escape(phase.name or f"phase {number + 1}") + best)
+    table = table_of(Column("ms per token, mean K", no_wrap=True), *headings)
+    for result in results:
+        table.add_row(escape(result.controller), *map(phase_cell, result.phases))
+    return table
+
+
+def phase_cell(found: PhaseResult) -> str:
+    """One controller in one phase."""
+    if not found.num_tokens:
+        return "nothing decoded"
+    return f"{1e3 * found.decode_s / found.num_tokens:.3g}, {found.mean_k:.1f}"
+
+
+def remarks(results: Sequence[Result]) -> list[str]:
+    """Where figures depend on how long the workload is."""
+    full = [result.controller for result in results if result.busy_share > SATURATED]
+    if not full:
+        return []
+    return [
+        f"no idle time with {', '.join(full)}: requests come at least as fast as they are served, "
+        "so how long they wait depends on how many there are"
+    ]
+
+
+def both(found: Quantiles) -> str:
+    """Median and 99th percentile for people, in the unit the larger one asks for."""
+    unit, factor = ("s", 1.0) if found.p99 >= 1.0 else ("ms", 1e3)
+    return f"{factor * found.p50:.3g} / {factor * found.p99:.3g} {unit}"
+
+
 COMMAND = Command(
     options=SimulateOptions,
     run=run,
+    lists={"--controller": ",", "--controllers": ","},
     description="Serve a workload in simulated time under several controllers, the engine's own,\n"
     "and compare latency, throughput and what each lost against the best fixed K.",
     examples=(
         "forerun simulate --workload w.yaml --profile profile.json",
-        "forerun simulate --workload w.yaml --profile profile.json --controllers plain fixed:3 "
+        "forerun simulate --workload w.yaml --profile profile.json --controller plain fixed:3 "
         "auto bandit --plot s.svg",
         "forerun simulate --workload w.yaml --profile profile.json --correct-by trace.jsonl",
-        "forerun simulate --workload w.yaml --profile profile.json --controllers fixed:4 --overlap "
+        "forerun simulate --workload w.yaml --profile profile.json --controller fixed:4 --overlap "
         "pearl --no-oracle",
-        "forerun simulate --workload million.yaml --profile profile.json --controllers fixed:4 "
+        "forerun simulate --workload million.yaml --profile profile.json --controller fixed:4 "
         "--coarse --json | jq '.results[0].tpot_s'",
     ),
 )

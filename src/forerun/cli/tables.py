@@ -1,26 +1,93 @@
-"""The look that all tables of figures share."""
+"""Tables, intervals and progress as the commands print them."""
 
 from __future__ import annotations
 
-from rich import box
-from rich.table import Column, Table
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
+from rich.table import Column, Table
+from rich.text import Text
+
+from forerun.terminal_text import printable
 from forerun.theory.intervals import Interval
 
-__all__ = ["table_of", "with_ends"]
+__all__ = [
+    "FigureTable",
+    "SafeConsole",
+    "milliseconds",
+    "progress_bar",
+    "rates",
+    "status_text",
+    "table_of",
+    "with_ends",
+]
+
+WIDEST = 4096
+"""Columns a table may ask for; a terminal wraps what it cannot show."""
 
 
-def table_of(first: Column, *others: str, title: str | None = None) -> Table:
-    """An empty table with what a line is about on the left and figures on the right.
+class SafeConsole(Console):
+    """Prints text of files and models without the characters a terminal would obey.
+
+    Tables are printed as wide as their content, so that nothing is cut off in a narrow terminal or
+    a file.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As `rich.console.Console.print`."""
+        for table in objects:
+            if isinstance(table, Table):
+                room = self.options.update(max_width=WIDEST)
+                self.width = max(self.width, self.measure(table, options=room).maximum)
+        super().print(*map(safe, objects), **options)
+
+    def status(self, status: Any, **options: Any) -> Any:
+        """As `rich.console.Console.status`."""
+        return super().status(safe(status), **options)
+
+
+def status_text(status: Status) -> Callable[[str], None]:
+    """A function that replaces the text of a spinner."""
+    return lambda text: status.update(escape(safe(text)))
+
+
+def safe(item: Any) -> Any:
+    """Text with control characters escaped; anything else as it is."""
+    if isinstance(item, str):
+        return printable(item, keep="\n\t")
+    if isinstance(item, Text) and (shown := printable(item.plain, keep="\n\t")) != item.plain:
+        return Text(shown)
+    return item
+
+
+class FigureTable(Table):
+    """A table whose cells are safe to print."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """As `rich.table.Table.add_row`."""
+        super().add_row(*map(safe, cells), **options)
+
+
+def table_of(first: Column, *others: str, title: str | None = None) -> FigureTable:
+    """An empty table with names on the left and figures on the right.
 
     Args:
-        first: the column of names; it says what becomes of names that are too long.
+        first: the column of names.
         others: headings of the figures.
         title: above the table.
     """
-    table = Table(
+    table = FigureTable(
         first,
-        title=title,
+        title=None if title is None else safe(title),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -35,3 +102,32 @@ def with_ends(interval: Interval, spec: str) -> str:
     """An estimate over its interval."""
     low, high = format(interval.low, spec), format(interval.high, spec)
     return f"{format(interval.estimate, spec)}\n({low}–{high})"
+
+
+def rates(values: Sequence[float], most: int = 6) -> str:
+    """Shares as ".81 .62 .5", the first few."""
+    shown = [f"{value:.2f}".removeprefix("0") for value in values[:most]]
+    return " ".join([*shown, *(["…"] if len(values) > most else [])])
+
+
+def milliseconds(s: float, error_s: float | None = None) -> str:
+    """A time to the microsecond, with its error where one is given."""
+    return f"{1e3 * s:.3f}" + ("" if error_s is None else f" ±{1e3 * error_s:.3f}")
+
+
+@contextmanager
+def progress_bar(first: str, total: float) -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr while the block runs; the yielded function takes a text and what is done.
+
+    Args:
+        first: the text at the beginning.
+        total: amount of work.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
+        task = bar.add_task(first, total=total)
+
+        def report(what: str, done: float) -> None:
+            bar.update(task, description=what, completed=done)
+
+        yield report

@@ -1,18 +1,25 @@
-"""`forerun trace`: what a trace says."""
+"""forerun trace: the contents of a trace."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from rich.markup import escape
+from rich.table import Column, Table
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
-from forerun.cli.paths import check_picture
+from forerun.cli.flags import check_picture
+from forerun.cli.tables import SafeConsole, table_of
+from forerun.errors import InvalidTrace
+from forerun.trace.costs import MIN_PLAIN_STEPS, CycleCost
+from forerun.trace.summary import GroupSummary, TraceSummary
 
-__all__ = ["COMMAND", "TraceOptions"]
+__all__ = ["COMMAND", "TraceOptions", "print_summary"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +36,27 @@ class TraceOptions:
     """Draw survival by position into this .png, .svg or .pdf file."""
 
     def check(self) -> None:
-        """Refuse what would fail after the reading.
+        """Refuse a plot that cannot be written.
 
         Raises:
-            InvalidRequest: the picture cannot be written, or is none.
+            InvalidRequest: the file is no picture or cannot be written.
         """
         if self.plot is not None:
             check_picture("--plot", self.plot)
 
 
 def run(options: TraceOptions) -> int:
-    """Summarise; damage is reported and does not stop what is whole from being read."""
+    """Summarise; damaged records are listed, and all others are read."""
     options.check()
 
-    from forerun.cli.trace_tables import print_summary
     from forerun.trace.files import read_trace
     from forerun.trace.summary import summarise
 
     summary = summarise(read_trace(options.file))
+    if not (summary.headers or summary.overall.num_requests or summary.overall.num_steps):
+        raise InvalidTrace(
+            f"{options.file} holds no records; write one with `forerun generate --trace FILE.jsonl`"
+        )
     if options.json:
         print(json.dumps(summary.to_dict()))
     else:
@@ -58,11 +68,146 @@ def run(options: TraceOptions) -> int:
     return 0
 
 
+BAR_WIDTH = 24
+LEGEND = (
+    "beta: of the steps that drafted a position, the share accepted through it;\n"
+    "survival corrects for drafts that ended early. Steps of one request depend on\n"
+    "each other: intervals over few requests are too narrow.\n"
+    "tau: tokens per drafting step; kappa: its time in plain steps."
+)
+
+
+def print_summary(summary: TraceSummary) -> None:
+    """Run, figures, acceptance by position, tags, time, and what could not be read."""
+    console = SafeConsole()
+    for header in summary.headers:
+        draft = f", draft {header.draft}" if header.draft else ""
+        line = f"target {header.target}{draft}, {header.device}"
+        console.print(f"[bold]{escape(line)}[/]", soft_wrap=True)
+    for line in figures(summary):
+        console.print(escape(line), soft_wrap=True)
+    if summary.overall.positions:
+        console.print("", positions_table(summary.overall))
+    if summary.tags:
+        console.print("", tags_table(summary))
+    if summary.overall.positions:
+        console.print(f"\n[dim]{LEGEND}[/]")
+    print_damage(console, summary)
+
+
+def figures(summary: TraceSummary) -> Iterator[str]:
+    """What is true of the whole trace, line by line."""
+    overall = summary.overall
+    if not overall.num_steps:
+        yield "no steps"
+        return
+    unfinished = f", {summary.num_unfinished} of them unfinished" if summary.num_unfinished else ""
+    yield (
+        f"{overall.num_requests} requests{unfinished}, {overall.num_steps} steps, "
+        f"{overall.num_tokens} tokens"
+    )
+    if summary.median_ttft_s is not None:
+        yield f"first token after {1000 * summary.median_ttft_s:.1f} ms (median)"
+    yield from drafting(summary)
+    yield time_line(summary)
+
+
+def drafting(summary: TraceSummary) -> Iterator[str]:
+    """tau, kappa, and what became of the drafted tokens."""
+    overall, counts = summary.overall, summary.overall.acceptance
+    if counts.acceptance_length is None or overall.wasted_share is None:
+        yield "nothing was drafted"
+        return
+    cost = summary.cycle_cost
+    yield (
+        f"tau {counts.acceptance_length:.3f} over {counts.num_steps} drafting steps, "
+        f"kappa {kappa(cost, counts.acceptance_length)}"
+    )
+    yield (
+        f"{counts.num_drafted} drafted, {counts.num_accepted} accepted "
+        f"({overall.expected_accepted:.1f} expected), {overall.wasted_share:.1%} wasted"
+    )
+
+
+def kappa(cost: CycleCost | None, tau: float) -> str:
+    """The cost of a step and the speedup that follows, or why there is none."""
+    if cost is None:
+        return f"unknown: fewer than {MIN_PLAIN_STEPS} plain steps to compare with"
+    skipped = f", {cost.num_uncompared} steps not compared" if cost.num_uncompared else ""
+    return f"{cost.estimate:.3f}, decoding {tau / cost.estimate:.2f}x{skipped}"
+
+
+def time_line(summary: TraceSummary) -> str:
+    """Where the time went."""
+    times = summary.times
+    total_s = times.total_s or 1.0
+    shares = (
+        f"{name} {seconds / total_s:.1%}"
+        for name, seconds in (
+            ("draft", times.draft_s),
+            ("verify", times.verify_s),
+            ("other", times.other_s),
+        )
+    )
+    return (
+        f"{times.total_s:.3f} s in {times.num_cycles} cycles, {times.num_prefill_cycles} of them "
+        f"reading prompts: {', '.join(shares)}"
+    )
+
+
+def positions_table(group: GroupSummary) -> Table:
+    """Acceptance by position with a bar of survival."""
+    table = table_of(Column("position"), "drafted", "accepted", "beta (95%)", "survival")
+    table.add_column("", no_wrap=True)
+    for number, position in enumerate(group.positions, start=1):
+        rate = position.rate
+        table.add_row(
+            str(number),
+            str(position.num_drafted),
+            str(position.num_accepted),
+            f"{rate.estimate:.3f} ({rate.low:.3f}–{rate.high:.3f})",
+            f"{position.survival:.3f}",
+            "█" * round(BAR_WIDTH * position.survival),
+        )
+    return table
+
+
+def tags_table(summary: TraceSummary) -> Table:
+    """One line per tag."""
+    headings = ("requests", "tokens", "tau", "kappa", "wasted", "beta 1, 2, 3")
+    table = table_of(Column("tag", overflow="fold"), *headings)
+    plain: Mapping[int, float] = summary.plain_step_s
+    for tag, group in summary.tags.items():
+        tau, cost = group.acceptance.acceptance_length, group.costs.cycle_cost(plain)
+        table.add_row(
+            escape(tag),
+            str(group.num_requests),
+            str(group.num_tokens),
+            "" if tau is None else f"{tau:.2f}",
+            "" if cost is None else f"{cost.estimate:.2f}",
+            "" if group.wasted_share is None else f"{group.wasted_share:.0%}",
+            " ".join(f"{position.rate.estimate:.2f}" for position in group.positions[:3]),
+        )
+    return table
+
+
+def print_damage(console: SafeConsole, summary: TraceSummary) -> None:
+    """What could not be read."""
+    if not summary.num_damaged:
+        return
+    console.print(f"\n[bold red]not read[/] ({summary.num_damaged} places)")
+    for place in summary.damage:
+        console.print(f"  {escape(str(place))}", soft_wrap=True)
+    if summary.num_damaged > len(summary.damage):
+        console.print(f"  and {summary.num_damaged - len(summary.damage)} more")
+
+
 COMMAND = Command(
     options=TraceOptions,
     run=run,
-    description="Say what a trace of `forerun generate` or `forerun bench` holds. Damage is\n"
-    "named, everything else is read.",
+    has_positional=True,
+    description="Summarise a trace of `forerun generate` or `forerun bench`. Damaged records are\n"
+    "listed, everything else is read.",
     examples=(
         "forerun trace summarize trace.jsonl",
         "forerun trace summarize bench.parquet --plot survival.svg",

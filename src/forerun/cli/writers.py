@@ -5,19 +5,78 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
-from forerun.cli.colour import ColouredText, legend
-from forerun.cli.figures import Figures
 from forerun.cli.flags import OutputFlags
-from forerun.engine.results import Completion, RequestOutput, StreamChunk
-from forerun.models.tokenizers import Tokenizer
+from forerun.cli.session import Figures
+from forerun.cli.tables import SafeConsole, table_of
+from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
+from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.choice import TokenSource
+from forerun.terminal_text import printable
 
-__all__ = ["Writer", "choose_writer", "say_figures"]
+__all__ = ["ColouredText", "Writer", "choose_writer", "legend", "print_figures"]
+
+STYLES = MappingProxyType(
+    {
+        TokenSource.ACCEPTED: "green",
+        TokenSource.RECOVERED: "bold red",
+        TokenSource.BONUS: "bold cyan",
+    }
+)
+MEANINGS = MappingProxyType(
+    {
+        TokenSource.ACCEPTED: "drafted and accepted",
+        TokenSource.RECOVERED: "the target's own, where a drafted token was rejected",
+        TokenSource.BONUS: "the target's own, after every drafted token was accepted",
+    }
+)
+
+
+class ColouredText:
+    """Assigns the characters of a growing text to the tokens they came from.
+
+    A character spread over several tokens has the colour of the one that completed it. Text that
+    a stop string cuts, or may yet cut, never appears: `take` returns no more than the engine has
+    emitted.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._pending: list[tuple[str, TokenSource]] = []
+
+    def take(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> Text:
+        """Colour what is new.
+
+        Args:
+            text: characters to show now; may lag behind the tokens.
+            token_ids: tokens emitted since the last call.
+            sources: their provenance.
+        """
+        for token, source in zip(token_ids, sources, strict=True):
+            self._pending.append((self._detokenizer.append(token), source))
+        shown = Text()
+        while text and self._pending:
+            piece, source = self._pending.pop(0)
+            size = min(len(piece), len(text))
+            shown.append(printable(text[:size], keep="\n\t\r"), style=STYLES[source])
+            text = text[size:]
+            if size < len(piece):
+                self._pending.insert(0, (piece[size:], source))
+        return shown.append(printable(text, keep="\n\t\r"))
+
+
+def legend() -> Text:
+    """The meaning of the colours."""
+    lines = [
+        Text.assemble((f"{source:<10}", STYLES[source]), MEANINGS[source]) for source in TokenSource
+    ]
+    return Text("\n").join(lines)
 
 
 @runtime_checkable
@@ -32,36 +91,50 @@ class Writer(Protocol):
 
 
 class PlainWriter:
-    """Text as it comes. Of several samples none is streamed: their lines would interleave."""
+    """Prints text as it comes. Several samples are printed at the end, one after another."""
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples: int, tokenizer: Tokenizer) -> None:
         self.is_streaming = num_samples == 1
+        self.tokenizer = tokenizer
 
     def write(self, chunk: StreamChunk) -> None:
-        """Pass text on at once."""
+        """Print the text of a step at once."""
         if self.is_streaming:
             self.show(chunk.text, chunk.token_ids, chunk.sources)
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """End the last line; print samples that were not streamed one after another."""
+        """End the last line, print samples that were not streamed, and logprobs."""
         for completion in output.completions:
             if not self.is_streaming:
                 print(f"--- sample {completion.index + 1} of {len(output.completions)}")
                 self.show(completion.text, completion.token_ids, completion.sources)
             if not completion.text.endswith("\n"):
                 print()
+            if completion.logprobs is not None:
+                SafeConsole().print(logprobs_table(completion.logprobs, self.tokenizer))
 
     def show(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> None:
-        """Print text of these tokens."""
-        print(text, end="", flush=True)
+        """Print text of these tokens; a terminal gets no control characters of a model."""
+        shown = printable(text, keep="\n\t\r") if sys.stdout.isatty() else text
+        print(shown, end="", flush=True)
+
+
+def logprobs_table(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Table:
+    """One line per token: its text, its log probability, and the likeliest tokens."""
+    table = table_of(Column("token"), "logprob")
+    table.add_column("likeliest")
+    for item in logprobs:
+        top = ", ".join(f"{tokenizer.decode([token])!r} {value:.3f}" for token, value in item.top)
+        token = Text(repr(tokenizer.decode([item.token_id])))
+        table.add_row(token, f"{item.logprob:.3f}", Text(top))
+    return table
 
 
 class ColourWriter(PlainWriter):
-    """The same in colour, on terminals and elsewhere: who asks for colour gets it."""
+    """Prints text in colour, also where the output is not a terminal."""
 
     def __init__(self, num_samples: int, tokenizer: Tokenizer) -> None:
-        super().__init__(num_samples)
-        self.tokenizer = tokenizer
+        super().__init__(num_samples, tokenizer)
         self.coloured = ColouredText(tokenizer)
         self.console = Console(force_terminal=True, soft_wrap=True, highlight=False)
 
@@ -79,13 +152,13 @@ class ColourWriter(PlainWriter):
 
 
 class JsonWriter:
-    """One object at the end."""
+    """Prints one JSON object at the end."""
 
     def write(self, chunk: StreamChunk) -> None:
-        """Nothing yet."""
+        """Print nothing yet."""
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """The first sample's fields at the top level; all samples where there are several."""
+        """Print the first sample's fields at the top level, all samples if there are several."""
         samples = [as_json(completion) for completion in output.completions]
         content = {**samples[0], "figures": figures.to_dict()}
         if len(samples) > 1:
@@ -94,14 +167,15 @@ class JsonWriter:
 
 
 def choose_writer(tokenizer: Tokenizer, *, num_samples: int, flags: OutputFlags) -> Writer:
-    """The writer the flags ask for."""
+    """The writer that the flags name."""
     if flags.json:
         return JsonWriter()
-    return ColourWriter(num_samples, tokenizer) if flags.color else PlainWriter(num_samples)
+    kind = ColourWriter if flags.color else PlainWriter
+    return kind(num_samples, tokenizer)
 
 
 def as_json(completion: Completion) -> dict[str, object]:
-    """Text, tokens and why they ended."""
+    """Text, tokens, and the reason of their end."""
     content: dict[str, object] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
@@ -121,6 +195,6 @@ def as_json(completion: Completion) -> dict[str, object]:
     return content
 
 
-def say_figures(figures: Figures) -> None:
-    """One dim line on stderr."""
+def print_figures(figures: Figures) -> None:
+    """Print the figures as one dim line to stderr."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(figures.line, style="dim"))

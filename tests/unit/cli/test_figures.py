@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from forerun.cli.figures import Figures, rates
+from forerun.cli.session import Figures
+from forerun.cli.tables import rates
 from forerun.theory.record import StepRecord
 
 

@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from forerun.cli.notices import PREPARATION, notices_on_stderr
+from forerun.cli.main import PREPARATION, notices_on_stderr
 
 
 def say_everything() -> None:

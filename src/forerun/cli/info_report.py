@@ -1,21 +1,26 @@
-"""A model as its files describe it, and whether a draft fits it; no weight is loaded."""
+"""A model as its files describe it, whether a draft fits it, and both as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.markup import escape
+from rich.table import Table
+
+from forerun.cli.tables import SafeConsole
 from forerun.engine.config import EngineConfig
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import tokenizer_hash, weights_hash
-from forerun.models.draft_card import DraftCard, read_card, staleness
+from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
 from forerun.models.load import choose_dtype, load_tokenizer, model_folder, read_config
-from forerun.models.memory import MemoryEstimate, estimate, geometry_of
+from forerun.models.memory import MemoryEstimate, estimate, geometry_of, readable
 from forerun.models.tokenizers import Tokenizer, VocabularyComparison
+from forerun.theory.intervals import Interval
 
-__all__ = ["DraftFit", "ModelDescription", "compare", "describe"]
+__all__ = ["DraftFit", "ModelDescription", "compare", "describe", "print_fit", "print_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,7 @@ class ModelDescription:
         return self.memory.kv_bytes // self.num_slots
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         derived = {
             "kv_bytes_per_slot": self.kv_bytes_per_slot,
             "total_bytes": self.memory.total_bytes,
@@ -88,7 +93,7 @@ class DraftFit:
         return not self.problems
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         return {"fits": self.fits, **asdict(self)}
 
 
@@ -166,3 +171,84 @@ def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[s
         )
     if (changed := staleness(Path(draft.folder), Path(target.folder))) is not None:
         yield changed
+
+
+def print_model(model: ModelDescription) -> None:
+    """A table of facts on stdout."""
+    sizes, memory = model.architecture, model.memory
+    rows = {
+        "architecture": f"{sizes.name}, {sizes.num_layers} layers, width {sizes.hidden_size}, "
+        f"{sizes.num_heads} heads of {sizes.head_dim} over {sizes.num_kv_heads} KV heads",
+        "attention": reach(sizes.windows),
+        "parameters": f"{model.num_parameters:,} in {model.dtype}",
+        "context": f"{model.context:,} tokens of {sizes.max_positions:,}",
+        "vocabulary": f"{model.num_tokens:,} tokens, logits {sizes.vocab_size:,} wide",
+        "weights": readable(memory.weights_bytes),
+        "KV": f"{readable(model.kv_bytes_per_token)} per token, "
+        f"{readable(model.kv_bytes_per_slot)} per sequence, "
+        f"{readable(memory.kv_bytes)} for {model.num_slots}",
+        "logits": readable(memory.logits_bytes),
+        "memory": f"{readable(memory.total_bytes)} in all",
+        "hash": f"weights {model.weights_hash}, tokenizer {model.tokenizer_hash}",
+        "folder": escape(model.folder),
+    }
+    if model.card is not None:
+        rows["aligned"] = escape("\n".join(story(model.card)))
+    table = Table(title=escape(model.name), title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    SafeConsole().print(table)
+
+
+def reach(windows: Sequence[int | None]) -> str:
+    """How far the layers of a model see, from `Architecture.windows`."""
+    ranges = [f"{window:,} tokens back" if window else "the whole context" for window in windows]
+    if len(ranges) == 1:
+        return f"every layer sees {ranges[0]}"
+    return f"some layers see {', others '.join(ranges)}"
+
+
+def story(card: DraftCard) -> Iterator[str]:
+    """What an aligned draft was made for, and what that brought, line by line."""
+    yield (
+        f"to {card.target} ({card.target_hash}) by {card.objective} for T={card.temperature:g}, "
+        f"{card.date or 'date unknown'}"
+    )
+    begun = {(f.temperature, f.num_speculative_tokens): f for f in card.before}
+    for after in card.after:
+        judged = after.temperature, after.num_speculative_tokens
+        yield f"T={judged[0]:g}, K={judged[1]}: {', '.join(changes(begun.get(judged), after))}"
+
+
+def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
+    """Every figure that was measured, from what it was where that is known."""
+    names = {
+        "acceptance_length": "tau",
+        "acceptance_probability": "alpha",
+        "speedup": "predicted speedup",
+    }
+    for field, name in names.items():
+        found: Interval | None = getattr(after, field)
+        earlier: Interval | None = getattr(before, field, None)
+        if found is not None:
+            start = "" if earlier is None else f"{earlier.estimate:.2f} -> "
+            spread = f"({found.low:.2f} to {found.high:.2f})"
+            yield f"{name} {start}{found.estimate:.2f} {spread}"
+
+
+def print_fit(fit: DraftFit) -> None:
+    """Whether the pair works, and what speaks against it."""
+    console = SafeConsole()
+    size = f"{fit.relative_size:.1%} of the target's parameters"
+    if fit.fits:
+        console.print(f"[bold green]the draft fits[/]: same tokenizer, {size}")
+    else:
+        console.print(f"[bold red]the draft does not fit[/] ({size})")
+    for problem in fit.problems:
+        console.print(f"  {problem}", markup=False)
+    for token, target, draft in fit.vocabularies.first_differences:
+        console.print(f"    id {token}: target {target!r}, draft {draft!r}", markup=False)
+    for warning in fit.warnings:
+        console.print(f"  [yellow]warning[/]: {escape(warning)}")

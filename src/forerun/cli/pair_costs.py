@@ -1,4 +1,4 @@
-"""Cost tables for the predictions of `forerun bench`: from profiles, or measured first."""
+"""Cost tables of a target and its drafts, for the predictions of bench and align."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from forerun.align.config import AlignConfig
 from forerun.bench.compare import BenchArm
 from forerun.bench.comparison import BenchComparison
+from forerun.bench.threads import on_best_threads
+from forerun.cli.tables import SafeConsole
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
+from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.models.load import load_tokenizer
 from forerun.plan.costs import DraftCosts
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
-from forerun.probe.pair import LoadedPair, ModelFacts, facts_of, setup_of
+from forerun.probe.pair import LoadedPair, ModelFacts, facts_of, load_pair, setup_of
+from forerun.probe.profile import Profile
 from forerun.probe.profile_file import check_setup, load_profile
+from forerun.theory.cost import CostTable
 
-__all__ = ["measured_costs", "read_costs"]
+__all__ = ["PairCosts", "measured_costs", "read_costs"]
 
 BUDGET_S = 6.0
 """Per draft: a prediction needs less than a profile that is kept."""
@@ -111,3 +119,87 @@ def probe_for(comparison: BenchComparison) -> ProbeConfig:
         max_pass_rows=max(defaults.max_pass_rows, max(config.batches) * (config.max_k + 1)),
         budget_s=BUDGET_S,
     )
+
+
+BUDGET_S = 15.0
+SCOUT_TEXT = "The quick brown fox"
+
+
+class PairCosts:
+    """Costs read or measured once: training changes what a draft says, not what it costs.
+
+    Args:
+        config: of the alignment.
+        num_threads: that carry the passes; None takes whichever number plain decoding is fastest
+            with: against a slower baseline every draft would pay.
+        profile: of the target and the draft to begin with, or one of its shape; None measures.
+    """
+
+    def __init__(
+        self, config: AlignConfig, num_threads: int | None, profile: Profile | None = None
+    ) -> None:
+        self.config = config
+        self.num_threads = num_threads
+        self.profile = profile
+        self._costs: DraftCosts | None = None
+
+    def __call__(self, draft: Path, temperature: float, target_hash: str) -> CostTable:
+        """The table at a temperature.
+
+        Raises:
+            InvalidProfile: the profile is of another machine or target.
+        """
+        if self._costs is None:
+            self._costs = self._profile(draft, target_hash).costs
+        return self._costs.at(temperature)
+
+    def _profile(self, draft: Path, target_hash: str) -> Profile:
+        """A profile of the target and a draft of this shape, here."""
+        config = self.config
+        most = config.evaluation.num_speculative_tokens
+        pair, probe = load_pair(
+            config.target,
+            str(draft),
+            dtype=config.dtype,
+            device=config.device,
+            engine=EngineConfig(num_threads=self._threads()),
+            config=ProbeConfig(
+                rows=tuple(range(1, most + 2)),
+                batches=(1,),
+                drafted=(1, most) if most > 1 else (1,),
+                budget_s=BUDGET_S,
+            ),
+        )
+        facts = (
+            facts_of(config.target, pair.target, config.dtype, known_hash=target_hash),
+            facts_of(str(draft), pair.draft, config.dtype),
+        )
+        if self.profile is not None:
+            # The weights are about to change; what a pass over them takes is not.
+            draft_hash = self.profile.setup.draft_hash
+            check_setup(self.profile, replace(setup_of(pair, *facts), draft_hash=draft_hash))
+            return self.profile
+        with SafeConsole(stderr=True).status(
+            "measuring what drafting and verifying cost"
+        ) as status:
+
+            def tell(num_rounds: int, error: float) -> None:
+                status.update(f"measuring costs: round {num_rounds}, within {error:.1%}")
+
+            return measure_pair(pair, facts, probe, clock=time.perf_counter, tell=tell)
+
+    def _threads(self) -> int:
+        """The number asked for, or the best; training keeps its own."""
+        if self.num_threads is not None:
+            return self.num_threads
+        config, num_torch_threads = self.config, torch.get_num_threads()
+
+        def load(num_threads: int) -> Engine:
+            own = EngineConfig(num_threads=num_threads, num_speculative_tokens=0, max_batch=1)
+            return Engine.load(config.target, dtype=config.dtype, device=config.device, config=own)
+
+        try:
+            best, _ = on_best_threads(load, SCOUT_TEXT, time.perf_counter)
+        finally:
+            torch.set_num_threads(num_torch_threads)
+        return best.config.num_threads or num_torch_threads

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
+from tyro.conf import UseAppendAction, arg
+
+from forerun.cli.machine import MachineFlags
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.plan.acceptance import Acceptance, counted, given
@@ -22,32 +25,63 @@ from forerun.probe.profile_file import load_profile
 from forerun.theory.cost import CostTable
 from forerun.trace.files import read_trace
 
-if TYPE_CHECKING:
-    from forerun.cli.plan import PlanOptions
-
-__all__ = ["candidates_of", "read_profiles"]
+__all__ = ["PlanOptions", "candidates_of", "read_profiles"]
 
 logger = logging.getLogger(__name__)
 
 DRAFT = "draft"
-"""Of a roofline, where nobody names it."""
+"""Name of the draft of a roofline without --draft."""
 ROOFLINE_BATCHES: tuple[int, ...] = (1, 8, 32, 128)
 ROOFLINE_CONTEXT = 1024
-"""Where nobody says."""
+"""Committed tokens of a roofline without --context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `forerun plan`."""
+
+    profile: UseAppendAction[tuple[Path, ...]] = ()
+    """What `forerun profile` wrote; one per draft model.
+    It may be of another machine: the plan holds for the machine of the profile."""
+    draft: UseAppendAction[tuple[str, ...]] = ()
+    """Drafters to compare, by the names in profiles and trace; "suffix" needs no profile.
+    Default: every draft of the profiles."""
+    acceptance: UseAppendAction[tuple[str, ...]] = ()
+    """[DRAFT=]ALPHA, the same at every position, or [DRAFT=]BETA1,BETA2,... by position."""
+    conditional: bool = False
+    """Figures by position are conditional: given that everything before was accepted."""
+    trace: Path | None = None
+    """Take the acceptance from this trace of `forerun generate` or `forerun bench`."""
+    batch: UseAppendAction[tuple[int, ...]] = ()
+    """Sequences at once that are considered. Default: those of the profiles."""
+    context: int | None = None
+    """Committed tokens of every sequence. Default: the shortest that was profiled."""
+    temperature: float | None = None
+    """0 plans for greedy decoding, anything above for sampling.
+    Default: that of the trace if all its requests have one, else 1."""
+    max_k: Annotated[int, arg(name="num-speculative-tokens", aliases=("--max-k", "--k"))] = 16
+    """Largest K that is considered."""
+    slo_tpot: float | None = None
+    """Most seconds per output token; the plan is the highest throughput that keeps it."""
+    machine: MachineFlags = field(default_factory=MachineFlags)
+    plot: Path | None = None
+    """Draw the speedup over K into this .png, .svg or .pdf file."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfig]:
-    """Every drafter asked for, and where the plan is to hold.
+    """Every drafter of the plan, and the operating points it is made for.
 
     Raises:
         InvalidRequest: something is missing, unknown, or named twice.
         InvalidProfile: a profile is damaged, or profiles and trace are of different pairs.
-        InvalidTrace: the trace says nothing of acceptance.
+        InvalidTrace: the trace has no counts of acceptance.
     """
     profiles = read_profiles(options.profile)
     machine = options.machine.chosen
-    config = config_of(options, profiles)
     traced = read_traced(options)
+    config = config_of(options, profiles, temperature_of(options, traced))
     check_same_pair(profiles, traced)
     if machine is None:
         tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
@@ -59,15 +93,25 @@ def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfi
         DraftCandidate(
             name=name,
             table=table_for(name, tables, traced),
-            acceptance=acceptance_for(name, figures, traced, options),
+            acceptance=acceptance_for(name, figures, traced, options, config.temperature),
         )
         for name in names
     ]
     return candidates, config
 
 
-def config_of(options: PlanOptions, profiles: Mapping[str, Profile]) -> PlanConfig:
-    """Where the plan is to hold: as asked for, otherwise as profiled.
+def temperature_of(options: PlanOptions, traced: TracedDrafts | None) -> float:
+    """The temperature that was asked for, otherwise the only one of the trace, otherwise 1."""
+    if options.temperature is not None:
+        return options.temperature
+    found = set() if traced is None else set(traced.temperatures.values())
+    return found.pop() if len(found) == 1 else 1.0
+
+
+def config_of(
+    options: PlanOptions, profiles: Mapping[str, Profile], temperature: float
+) -> PlanConfig:
+    """Operating points of the plan: from the flags, otherwise from the profile.
 
     Raises:
         InvalidRequest: there are no costs at all, or a value cannot work.
@@ -83,7 +127,7 @@ def config_of(options: PlanOptions, profiles: Mapping[str, Profile]) -> PlanConf
     return PlanConfig(
         batches=tuple(sorted(set(options.batch))) or batches,
         context=context if options.context is None else options.context,
-        temperature=options.temperature,
+        temperature=temperature,
         max_k=options.max_k,
         slo_tpot_s=options.slo_tpot,
     )
@@ -130,7 +174,7 @@ def read_traced(options: PlanOptions) -> TracedDrafts | None:
 
 
 def check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | None) -> None:
-    """Acceptance of one pair says nothing of another.
+    """Refuse acceptance counts of another pair.
 
     Raises:
         InvalidProfile: the trace was made with another target or draft; the difference is named.
@@ -247,6 +291,7 @@ def acceptance_for(
     figures: Mapping[str, list[float]],
     traced: TracedDrafts | None,
     options: PlanOptions,
+    temperature: float,
 ) -> Acceptance:
     """How far a drafter is accepted: as given, otherwise as traced.
 
@@ -257,7 +302,7 @@ def acceptance_for(
     if name in figures:
         return given(figures[name], conditional=options.conditional, max_k=options.max_k)
     if traced is not None and name in traced.drafts:
-        return counted(traced.counts(name, options.temperature))
+        return counted(traced.counts(name, temperature))
     if traced is not None:
         raise InvalidRequest(
             f"the trace is of {', '.join(traced.drafts)} and says nothing of {name}; give "
