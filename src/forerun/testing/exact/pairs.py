@@ -57,6 +57,14 @@ class ModelPairs:
         """
         return self.target[num_committed + depth]
 
+    def with_full_drafts(self) -> ModelPairs:
+        """Return the pairs whose drafts give every token a probability."""
+        full = torch.stack([(rows > 0).flatten(1).all(-1) for rows in self.draft]).all(0)
+        return ModelPairs(
+            target=tuple(rows[full] for rows in self.target),
+            draft=tuple(rows[full] for rows in self.draft),
+        )
+
     def joint(self) -> Float64[Tensor, "pairs texts"]:
         """The target's distribution of the first `horizon` tokens."""
         return self.complete({0: torch.ones_like(self.target[0][..., 0])})

@@ -12,6 +12,7 @@ import torch
 from forerun.sampling.chain import Rule
 from forerun.sampling.history import History
 from forerun.sampling.kernels import sampling_kernels
+from forerun.sampling.tree_rules import TreeRule
 from forerun.testing.exact.adaptive import goodput_k
 from forerun.testing.exact.chains import Emitted, emit_chains
 from forerun.testing.exact.coupling import compare_with_plain
@@ -20,6 +21,8 @@ from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pai
 from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS
 from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
 from forerun.testing.exact.shaped import SHAPES, Shape, View, shaped_pairs
+from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES
+from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees
 from forerun.testing.exact.verifiers import (
     ChainVerifier,
     certain_before,
@@ -61,6 +64,8 @@ TREES = (
     Setting(vocab_size=3, tree=TokenTree((-1, -1, 1, 2)), horizon=6),
     Setting(vocab_size=4, tree=TokenTree((-1, -1, 0)), horizon=5),
 )
+SECOND_TREE = TokenTree((-1, -1))
+MAX_TREE_DEPTH = 3
 
 
 def run_enumeration(
@@ -83,7 +88,7 @@ def run_enumeration(
         return ExactReport(
             seed=seed,
             verifiers=tuple(_check_verifiers(num_pairs, seed, tell)),
-            planted=tuple(_check_planted(seed, tell)),
+            planted=(*_check_planted(seed, tell), *_check_planted_trees(seed, tell)),
         )
 
 
@@ -107,6 +112,9 @@ def _check_verifiers(num_pairs: int, seed: int, tell: Progress) -> Iterator[Veri
             tell(f"{rule}, {shape}")
             sets = _shaped_sets(settings, -(-num_pairs // SHAPED_SHARE), seed, SHAPES[shape])
             yield _check(f"{rule}, {shape}", emit, sets)
+    for rule in get_args(TreeRule):
+        tell(f"{rule}, trees")
+        yield _check(f"{rule}, trees", _trees(TreeVerifier(rule=rule)), _tree_sets(num_pairs, seed))
     tell("coupled, any draft")
     yield _check_coupled(_pair_sets(CHAINS[1:2] + TREES[2:], num_pairs, seed))
 
@@ -125,6 +133,19 @@ def _check_planted(seed: int, tell: Progress) -> Iterator[PlantedResult]:
         sets = _shaped_sets(CHAINS[1:2], NUM_PLANTED_PAIRS, seed, SHAPES[bug.shape], bug.view)
         result = _check(bug.name, _chains(ChainVerifier(rule="block")), sets)
         yield PlantedResult(name=bug.name, num_pairs=result.num_pairs, worst_tv=result.worst_tv)
+
+
+def _check_planted_trees(seed: int, tell: Progress) -> Iterator[PlantedResult]:
+    tree = PLANTED_TREE
+    settings = (Setting(vocab_size=3, tree=tree, horizon=horizon_of(tree)),)
+    for name, flawed in PLANTED_TREES:
+        tell(f"planted: {name}")
+        found = [
+            _check(name, _trees(verifier), _pair_sets(settings, NUM_PLANTED_PAIRS, seed, full=True))
+            for verifier in flawed
+        ]
+        worst = min(result.worst_tv for result in found)  # every rule must show it
+        yield PlantedResult(name=name, num_pairs=found[0].num_pairs, worst_tv=worst)
 
 
 def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
@@ -154,19 +175,49 @@ def _chains(verifier: ChainVerifier) -> Emit:
     return lambda pairs, tree: emit_chains(pairs, verifier, len(tree.parents))
 
 
+def _trees(verifier: TreeVerifier) -> Emit:
+    return lambda pairs, tree: emit_trees(pairs, verifier, tree, SECOND_TREE)
+
+
+def horizon_of(tree: TokenTree) -> int:
+    """Tokens that two steps emit at most."""
+    return max(tree.depths) + 1 + max(SECOND_TREE.depths) + 1
+
+
+def _tree_sets(num_pairs: int, seed: int) -> PairSets:
+    """Every topology of up to 4 nodes over 3 tokens, and of up to 3 nodes over 4 tokens."""
+    settings = tuple(
+        Setting(vocab_size=vocab_size, tree=tree, horizon=horizon_of(tree))
+        for vocab_size, max_nodes in ((3, 4), (4, 3))
+        for tree in all_trees(max_nodes, MAX_TREE_DEPTH, 3)
+    )
+    return _pair_sets(settings, max(num_pairs, len(settings)), seed, full=True)
+
+
 def _walks(walker: Walker) -> Emit:
     return lambda pairs, tree: emit_walks(pairs, walker, tree)
 
 
-def _pair_sets(settings: tuple[Setting, ...], num_pairs: int, seed: int) -> PairSets:
-    """`num_pairs` random pairs over all settings, with the structured ones of each."""
+def _pair_sets(
+    settings: tuple[Setting, ...], num_pairs: int, seed: int, *, full: bool = False
+) -> PairSets:
+    """`num_pairs` random pairs over all settings, with the structured ones of each.
+
+    Args:
+        settings: sizes and topologies.
+        num_pairs: random pairs.
+        seed: of the random pairs.
+        full: leave out structured pairs whose draft gives some token no probability, so that there
+            are always enough siblings to draw.
+    """
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
         sizes = (setting.vocab_size, setting.horizon)
         share = (num_pairs + index) // len(settings)
         for pairs in random_pairs(share, *sizes, generator):
             yield pairs, setting.tree
-        yield structured_pairs(*sizes, generator), setting.tree
+        structured = structured_pairs(*sizes, generator)
+        yield structured.with_full_drafts() if full else structured, setting.tree
 
 
 def _shaped_sets(

@@ -1,0 +1,180 @@
+"""Bugs planted in the verification of draft trees; the enumeration must catch each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forerun.sampling.noise import Purpose, step_key
+from forerun.sampling.tree_rules import TreeRule, TreeWeights, expanded, tree_weights
+from forerun.testing.exact.trees import DrawnTrees, Stage, TreeVerifier, without
+from forerun.theory.tree import TokenTree
+
+__all__ = ["PLANTED_TREE", "PLANTED_TREES"]
+
+PLANTED_TREE = TokenTree((-1, -1, 0, 0))
+"""The topology the bugs are tried on: two siblings, the first of which has two children."""
+SIBLINGS = (0, 1)
+LOW = 0.3
+"""Probability below which a bug drops a drawn node."""
+
+LeftWeight = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def right_weight(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
+    """Z / (Z + 1 - w), the weight a node is left with after a rejection."""
+    return mass / (mass + 1 - weight).clamp(min=1e-300)
+
+
+def mass_over_draft(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
+    """Z / sum of Q without the rejected token, as in a public implementation."""
+    return mass / draft.sum(-1).clamp(min=1e-300)
+
+
+def traversal(left: LeftWeight = right_weight, *, keeps_drawn: bool = False) -> Stage:
+    """Return the traversal rule with a part replaced."""
+
+    def stage(
+        rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
+    ) -> TreeWeights:
+        final, draft = target.clone(), draft.clone()
+        rows = {parent: index for index, parent in enumerate(expanded(tree))}
+        accept = torch.zeros_like(tokens, dtype=target.dtype)
+
+        def visit(node: int, weight: Tensor) -> Tensor:
+            for child in tree.children(node):
+                row, token = draft[:, rows[node]], tokens[:, child, None]
+                here = final[:, node + 1]
+                ratio = here.gather(-1, token) / row.gather(-1, token).clamp(min=1e-300)
+                accept[:, child] = visit(child, (weight * ratio[:, 0]).clamp(max=1)).clamp(max=1)
+                residual = (weight[:, None] * here - row).clamp(min=0)
+                mass = residual.sum(-1)
+                kept = residual / mass.clamp(min=1e-300)[:, None]
+                final[:, node + 1] = torch.where(mass[:, None] > 0, kept, here)
+                weight = left(mass, weight, row.scatter(-1, token, 0.0)).clamp(max=1)
+                if not keeps_drawn:
+                    draft[:, rows[node]] = without(row, token[:, 0])
+            return weight
+
+        visit(-1, torch.ones_like(target[:, 0, 0]))
+        return TreeWeights(accept=accept, final=final)
+
+    return stage
+
+
+def cut_by_own_probability(
+    rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
+) -> TreeWeights:
+    """Drop the last node where the draft gave its token a low probability."""
+    last = len(tree.parents) - 1
+    row = expanded(tree).index(tree.parents[last])
+    is_cut = (draft[:, row].gather(-1, tokens[:, last, None])[:, 0] < LOW)[:, None]
+    whole = tree_weights(rule, tree, target, draft, tokens)
+    smaller = TokenTree(tree.parents[:-1])
+    kept = [expanded(tree).index(parent) for parent in expanded(smaller)]
+    part = tree_weights(rule, smaller, target[:, :-1], draft[:, kept], tokens[:, :-1])
+    accept = torch.nn.functional.pad(part.accept, (0, 1))
+    final = torch.cat([part.final, target[:, -1:]], 1)
+    return TreeWeights(
+        accept=torch.where(is_cut, accept, whole.accept),
+        final=torch.where(is_cut[..., None], final, whole.final),
+    )
+
+
+def of_another_request(
+    rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
+) -> TreeWeights:
+    """Take the target's rows at the temperature of another request."""
+    flatter = target.sqrt()
+    return tree_weights(rule, tree, flatter / flatter.sum(-1, keepdim=True), draft, tokens)
+
+
+def sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
+    """Number the first siblings by their probabilities instead of the order they were drawn in."""
+    index = {tuple(draft): place for place, draft in enumerate(trees.tokens.tolist())}
+    first, second = SIBLINGS
+    swapped = []
+    for draft in trees.tokens.tolist():
+        draft[first], draft[second] = draft[second], draft[first]
+        swapped.append(index[tuple(draft)])
+    root = trees.draft[..., 0, :]
+    one, other = (
+        root.gather(-1, trees.tokens[:, node].expand(root.shape[:-1])[..., None])[..., 0]
+        for node in SIBLINGS
+    )
+    probs = torch.where(one >= other, trees.probs + trees.probs[..., swapped], 0.0)
+    return replace(trees, probs=torch.where(one == other, trees.probs, probs))
+
+
+def most_likely_called_sampled(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
+    """Propose the most likely tokens, and hand them in as if they had been drawn."""
+    probs = torch.ones_like(trees.probs)
+    for row, parent in enumerate(expanded(tree)):
+        top = trees.draft[..., row, :].argsort(dim=-1, descending=True, stable=True)
+        for rank, child in enumerate(tree.children(parent)):
+            probs = probs * (top[..., rank] == trees.tokens[:, child])
+    return replace(trees, probs=probs)
+
+
+def optimistic_positions(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
+    """Read every row one place too far, as if a rejected token had been committed."""
+    return replace(trees, target=trees.target.roll(-1, 3))
+
+
+def position_keys(
+    request_key: int, num_committed: int, num_nodes: int
+) -> tuple[list[int], list[int]]:
+    """Key tests and final draws by position alone."""
+    tests = [step_key(request_key, num_committed + n, 0, Purpose.ACCEPT) for n in range(num_nodes)]
+    finals = [
+        step_key(request_key, num_committed + n, 0, Purpose.RECOVERED) for n in range(num_nodes + 1)
+    ]
+    return tests, finals
+
+
+def planted(name: str, *rules: TreeRule, **replaced: object) -> tuple[str, list[TreeVerifier]]:
+    """Return a bug by name, planted in the verifiers of `rules`."""
+    return name, [TreeVerifier(rule=rule, **replaced) for rule in rules]  # type: ignore[arg-type]
+
+
+PLANTED_TREES = (
+    planted("tree: weight of a parent Z / sum Q", "traversal", stage=traversal(mass_over_draft)),
+    planted("tree: drawn token kept in Q", "traversal", stage=traversal(keeps_drawn=True)),
+    planted("tree: siblings sorted", "traversal", "rejection", damage=sorted_siblings),
+    planted(
+        "tree: node cut by its own probability",
+        "traversal",
+        "rejection",
+        stage=cut_by_own_probability,
+    ),
+    planted(
+        "tree: most likely tokens called sampled",
+        "traversal",
+        "rejection",
+        damage=most_likely_called_sampled,
+    ),
+    planted(
+        "tree: parameters of another request",
+        "traversal",
+        "rejection",
+        "greedy_coupling",
+        stage=of_another_request,
+    ),
+    planted(
+        "tree: positions from an optimistic length",
+        "traversal",
+        "rejection",
+        "greedy_coupling",
+        damage=optimistic_positions,
+    ),
+    planted(
+        "tree: position-only noise",
+        "traversal",
+        "rejection",
+        "greedy_coupling",
+        keys=position_keys,
+    ),
+)

@@ -1,0 +1,64 @@
+"""Tree rules keep the target's distribution on every topology; planted bugs do not."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from forerun.sampling.tree_rules import TreeRule
+from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
+from forerun.testing.exact.run import MAX_TREE_DEPTH, SECOND_TREE, horizon_of
+from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES, traversal
+from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees
+from forerun.theory.tree import TokenTree
+
+RULES = get_args(TreeRule)
+TREES = all_trees(4, MAX_TREE_DEPTH, 3)
+
+
+def worst_tv(verifier: TreeVerifier, pairs: ModelPairs, tree: TokenTree) -> float:
+    joint = emit_trees(pairs, verifier, tree, SECOND_TREE).joint
+    return float((joint - pairs.joint()).abs().sum(-1).max() / 2)
+
+
+def some_pairs(tree: TokenTree, num_pairs: int = 6, vocab_size: int = 3) -> ModelPairs:
+    generator = torch.Generator().manual_seed(3)
+    return next(random_pairs(num_pairs, vocab_size, horizon_of(tree), generator))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_topology_keeps_the_distribution(rule):
+    assert len(TREES) == 19
+    assert all(worst_tv(TreeVerifier(rule=rule), some_pairs(tree), tree) <= 1e-12 for tree in TREES)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("parents", [(-1, 0, 0, -1), (-1, 0, -1, 2, 2), (-1, -1, 1, 0)], ids=str)
+def test_nodes_may_be_numbered_in_any_topological_order(rule, parents):
+    tree = TokenTree(parents)
+    assert worst_tv(TreeVerifier(rule=rule), some_pairs(tree, 3), tree) <= 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zeros_in_the_target_and_identical_models_are_no_special_case(rule):
+    tree = PLANTED_TREE
+    pairs = structured_pairs(3, horizon_of(tree), torch.Generator().manual_seed(1))
+    assert worst_tv(TreeVerifier(rule=rule), pairs.with_full_drafts(), tree) <= 1e-12
+
+
+def test_the_frame_of_the_planted_bugs_is_exact_without_a_bug():
+    verifier = TreeVerifier(rule="traversal", stage=traversal())
+    assert worst_tv(verifier, some_pairs(PLANTED_TREE), PLANTED_TREE) <= 1e-12
+
+
+@pytest.mark.parametrize(("name", "verifiers"), PLANTED_TREES, ids=[n for n, _ in PLANTED_TREES])
+def test_every_rule_shows_each_planted_bug(name, verifiers):
+    pairs = some_pairs(PLANTED_TREE, 32)
+    for verifier in verifiers:
+        if name == "tree: position-only noise":
+            with pytest.raises(Exception, match="a noise key decides twice"):
+                worst_tv(verifier, pairs, PLANTED_TREE)
+        else:
+            assert worst_tv(verifier, pairs, PLANTED_TREE) > 1e-3

@@ -1,0 +1,172 @@
+"""Tree rules: what they become on chains, what they accept, and the draw stage."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+
+from forerun.sampling import chain
+from forerun.sampling.tree_rules import (
+    TreeRule,
+    TreeWeights,
+    accepted_node,
+    expanded,
+    expected_accepted,
+    post_order,
+    tree_keys,
+    tree_weights,
+)
+from forerun.theory.tree import TokenTree
+
+TREE = TokenTree((-1, -1, 0, 0, 1, 3))
+VOCAB = 5
+RULES = get_args(TreeRule)
+
+
+def random_probs(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, VOCAB, dtype=torch.float64, generator=generator).softmax(-1)
+
+
+def weights_of(rule: str, tree: TokenTree, seed: int = 0) -> tuple[TreeWeights, torch.Tensor]:
+    target = random_probs(4, len(tree.parents) + 1, seed=seed)
+    draft = random_probs(4, len(expanded(tree)), seed=seed + 1)
+    generator = torch.Generator().manual_seed(seed + 2)
+    tokens = torch.zeros(4, len(tree.parents), dtype=torch.int64)
+    for row, parent in enumerate(expanded(tree)):  # siblings differ
+        children = tree.children(parent)
+        drawn = draft[:, row].multinomial(len(children), generator=generator)
+        tokens[:, list(children)] = drawn
+        if rule == "greedy_coupling":
+            draft[:, row] = draft[:, row].scatter(-1, drawn[:, :-1], 0.0)
+            draft[:, row] /= draft[:, row].sum(-1, keepdim=True)
+    return tree_weights(rule, tree, target, draft, tokens), tokens
+
+
+def test_orders():
+    assert expanded(TREE) == (-1, 0, 1, 3)
+    assert post_order(TREE) == (2, 5, 3, 0, 4, 1)
+    assert post_order(TokenTree(())) == ()
+
+
+@pytest.mark.parametrize(("rule", "same"), [("traversal", "block"), ("rejection", "token")])
+def test_on_a_chain_they_are_the_rules_for_chains(rule, same):
+    tree = TokenTree.chain(3)
+    target, draft = random_probs(8, 4, seed=5), random_probs(8, 3, seed=6)
+    tokens = torch.randint(0, VOCAB, (8, 3), generator=torch.Generator().manual_seed(7))
+    counts = torch.full((8,), 3)
+    found = tree_weights(rule, tree, target, draft, tokens)
+    torch.testing.assert_close(
+        found.accept, chain.accept_probs(target, draft, tokens, counts, same)
+    )
+    for accepted in range(4):
+        expected = chain.final_weights(
+            target, draft, tokens, counts, torch.full((8,), accepted), same
+        )
+        torch.testing.assert_close(
+            found.final[:, accepted], expected / expected.sum(-1, keepdim=True)
+        )
+    torch.testing.assert_close(
+        expected_accepted(rule, tree, found, tokens), chain.expected_accepted(found.accept, same)
+    )
+
+
+@pytest.mark.parametrize("rule", ["traversal", "rejection"])
+def test_expectation_is_that_of_the_draw_stage(rule):
+    found, tokens = weights_of(rule, TREE)
+    expected = torch.zeros(4, dtype=torch.float64)
+    for passed in product((False, True), repeat=6):
+        prob = torch.where(torch.tensor(passed), found.accept, 1 - found.accept).prod(-1)
+        node = accepted_node(rule, TREE, passed)
+        expected += prob * len(TREE.path(node))
+    torch.testing.assert_close(expected_accepted(rule, TREE, found, tokens), expected)
+
+
+def test_expectation_of_greedy_coupling_is_that_of_its_draws():
+    tree = TokenTree((-1, -1, 0))
+    found, tokens = weights_of("greedy_coupling", tree)
+    final = found.final / found.final.sum(-1, keepdim=True)
+    expected = torch.zeros(4, dtype=torch.float64)
+    for batch, passed in product(range(4), product((False, True), repeat=3)):
+        prob = torch.where(torch.tensor(passed), found.accept[batch], 1 - found.accept[batch])
+        for drawn in product(range(VOCAB), repeat=2):
+            rows = [drawn[0], drawn[1], 0, 0]
+            node = accepted_node("greedy_coupling", tree, passed, tokens[batch].tolist(), rows)
+            share = final[batch, 0, drawn[0]] * final[batch, 1, drawn[1]]
+            expected[batch] += prob.prod() * share * len(tree.path(node))
+    torch.testing.assert_close(expected_accepted("greedy_coupling", tree, found, tokens), expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_traversal_accepts_no_less_than_rejection_on_average(seed):
+    """Given the draft either may be ahead; over all drafts of a tree traversal is."""
+    tree = TokenTree((-1, -1, 0))
+    target, draft = random_probs(1, 4, seed=seed), random_probs(1, 2, seed=seed + 50)
+    totals = {}
+    for rule in ("traversal", "rejection"):
+        total = 0.0
+        for first, second, third in product(range(VOCAB), repeat=3):
+            if first == second:
+                continue
+            row, below = draft[0]
+            prob = row[first] * row[second] / (1 - row[first]) * below[third]
+            tokens = torch.tensor([[first, second, third]])
+            found = tree_weights(rule, tree, target, draft, tokens)
+            total += float(prob * expected_accepted(rule, tree, found, tokens)[0])
+        totals[rule] = total
+    assert totals["traversal"] >= totals["rejection"] - 1e-12
+
+
+def test_the_draw_stage_takes_the_first_leaf_that_passes():
+    def of(rule, *nodes, drafted=(), drawn=()):
+        passed = [node in nodes for node in range(6)]
+        return accepted_node(rule, TREE, passed, drafted, drawn)
+
+    assert of("traversal") == of("rejection") == -1
+    assert of("traversal", 5) == 5
+    assert of("traversal", 5, 2) == 2
+    assert of("traversal", 0, 4) == 0
+    assert of("traversal", 1) == 1
+    assert of("rejection", 5) == -1
+    assert of("rejection", 0, 3, 5) == 5
+    assert of("rejection", 0, 2, 3, 5) == 2
+    assert of("rejection", 1) == 1
+    drafted = [7, 8, 1, 2, 3, 4]
+    assert of("greedy_coupling", drafted=drafted, drawn=[7, 1, 0, 0, 0, 0, 0]) == 2
+    assert of("greedy_coupling", drafted=drafted, drawn=[7, 2, 0, 0, 9, 0, 0]) == 3
+    assert of("greedy_coupling", 1, drafted=drafted, drawn=[9, 0, 5, 0, 0, 0, 0]) == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float32_agrees_with_float64(rule):
+    target, draft = random_probs(3, 7, seed=1), random_probs(3, 4, seed=2)
+    tokens = torch.tensor([[0, 1, 2, 3, 4, 0]]).expand(3, 6)
+    full = tree_weights(rule, TREE, target, draft, tokens)
+    half = tree_weights(rule, TREE, target.float(), draft.float(), tokens)
+    torch.testing.assert_close(half.accept.double(), full.accept, atol=1e-4, rtol=1e-4)
+    assert half.accept.dtype is half.final.dtype is torch.float32
+    assert (half.final.sum(-1) > 0).all()
+
+
+def test_no_key_occurs_twice():
+    keys = [key for length in range(4) for part in tree_keys(9, length, 5) for key in part]
+    assert len(set(keys)) == len(keys) == 4 * (5 + 6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_hot_rows_leave_no_nan(rule, dtype):
+    tree = TokenTree((-1, 0, 1))
+    tokens = torch.tensor([[2, 2, 2], [2, 2, 2]])
+    draft = torch.eye(VOCAB, dtype=dtype)[tokens]
+    target = torch.eye(VOCAB, dtype=dtype)[torch.tensor([[2, 2, 2, 0], [2, 1, 2, 0]])]
+    found = tree_weights(rule, tree, target, draft, tokens)
+    assert not found.accept.isnan().any()
+    assert not found.final.isnan().any()
+    assert found.accept[0].tolist() == [1, 1, 1]
+    assert (found.final.sum(-1) > 0).all()
+    assert found.final[1, 1].tolist() == [0, 1, 0, 0, 0]
+    assert expected_accepted(rule, tree, found, tokens).tolist() == [3, 1]
