@@ -75,3 +75,19 @@ def test_import_into_a_used_slot_is_refused(store):
     store.commit(slot, [0])
     with pytest.raises(ValueError, match="must be empty"):
         store.import_prefix(slot, store.export_prefix(slot, 1))
+
+
+def test_only_rows_out_of_place_are_copied(monkeypatch):
+    store = ContiguousKVStore(GEOMETRY, torch.device("cpu"))
+    slot = store.reserve()
+    store.stage(slot, 0, 6)
+    copied = []
+    select = torch.Tensor.index_select
+
+    def noted(tensor, dim, rows):
+        copied.append(rows.tolist())
+        return select(tensor, dim, rows)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", noted)
+    store.commit(slot, [0, 1, 3, 5])
+    assert copied == [[3, 5]]

@@ -228,3 +228,59 @@ def random_chains(lengths, vocab_size, generator):
         )
         row += length + 1
     return target, torch.tensor(tokens), chains
+
+
+def key_of(uniform: float) -> int:
+    """A key whose uniform is exactly this multiple of 2**-53."""
+    bits = int(uniform * 2**53) << 11
+    return bits - (1 << 64) if bits >= 1 << 63 else bits  # as a signed integer
+
+
+JUST_BELOW_HALF = 0.5 - 2**-53
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize(
+    ("share", "uniform", "is_accepted"),
+    [
+        (0.25, 0.5, False),  # equal to the acceptance probability 0.25 / 0.5
+        (0.25, JUST_BELOW_HALF, True),
+        (0.0, 0.0, False),  # the target cannot draw the token, and u is as small as it gets
+        (0.5, 1 - 2**-53, True),
+    ],
+)
+def test_a_token_is_accepted_where_u_is_strictly_below_its_probability(
+    share, uniform, is_accepted, is_block
+):
+    target = torch.tensor([[share, 1 - share, 0.0], [0.0, 0.0, 1.0]])
+    draft = torch.tensor([[0.5, 0.25, 0.25]])
+    kernels = sampling_kernels()
+    keys = [[key_of(uniform), 0, 0]]
+    ((accepted, token, *_),) = kernels.verify_chains(
+        target, torch.tensor([9, 0]), [draft], keys, is_block=is_block
+    )
+    assert accepted == is_accepted
+    assert token == (2 if is_accepted else 1)
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_the_second_node_is_tested_at_its_own_breakpoint(is_block):
+    """Both rules agree on a chain whose first node is certain."""
+    target = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
+    draft = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    for uniform, accepted in ((0.5, 1), (JUST_BELOW_HALF, 2)):
+        keys = [[key_of(JUST_BELOW_HALF), key_of(uniform), 0, 0]]
+        ((found, *_),) = sampling_kernels().verify_chains(
+            target, torch.tensor([9, 0, 0]), [draft], keys, is_block=is_block
+        )
+        assert found == accepted
+
+
+def test_a_draw_takes_the_token_whose_interval_holds_u():
+    """Intervals are closed at their lower end: u at a bound belongs to the token above it."""
+    weights = torch.tensor([[0.25, 0.0, 0.25, 0.5]])
+    found = [
+        int(sampling_kernels().draw(weights, torch.tensor([uniform], dtype=torch.float64)))
+        for uniform in (0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 1 - 2**-53)
+    ]
+    assert found == [0, 0, 2, 2, 3, 3]
