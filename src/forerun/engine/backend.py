@@ -1,4 +1,4 @@
-"""What everything that only needs requests may expect of whatever answers them."""
+"""The interface of anything that answers requests: an engine, or a server behind a client."""
 
 from __future__ import annotations
 

@@ -58,31 +58,31 @@ TERM_RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs; what a request wants is in SamplingParams.
+    """Settings of an engine; those of a request are in SamplingParams.
 
     Attributes:
         num_speculative_tokens: K, most tokens drafted per step (0: plain decoding).
-        controller: who chooses K at every step. "fixed": always K; "heuristic" and "confidence" do
+        controller: what chooses K at every step. "fixed": always K; "heuristic" and "confidence" do
             as transformers does; "goodput": most expected tokens per second, which takes measured
             costs; "bandit": by trial; "auto": goodput, watched so that it is never slower than
             plain decoding, where costs are given, else fixed.
-        max_batch: sequences decoded at once; more wait.
+        max_batch: most sequences decoded at once; the others wait.
         max_context: prompt plus output tokens a sequence may have, cut to what the model allows; KV
             memory grows with max_batch x max_context.
         prefill_chunk: most prompt tokens of one sequence fed in one pass.
         max_step_rows: most rows of one target pass over all sequences.
         max_prefill_rows: most prompt tokens in one pass over all sequences, so that long prompts
-            do not hold up those who decode (None: what max_step_rows leaves).
-        max_waiting: sequences that may wait when every place is taken; more are refused.
+            do not delay sequences that decode (None: what max_step_rows leaves).
+        max_waiting: most sequences that may wait for a place; further ones are refused.
         max_kv_tokens: most rows that running sequences may have in the KV together. Beyond, the
             youngest of the lowest priority waits and is read again later (None: no limit but
             max_batch x max_context).
-        sharing: what requests may use of each other's tokens: KV of a common beginning, a drafter's
-            store of texts. "tenant": within a tenant; "all": across tenants too; "none": nothing
-            but the prompt among the samples of one request.
+        sharing: which requests may reuse what was computed from each other's tokens: KV of a common
+            beginning, and a drafter's store of texts. "tenant": within a tenant; "all": across
+            tenants too; "none": only the samples of one request share their prompt.
         num_kept: places in the KV beyond max_batch, each of max_context tokens, where sequences
             that ended are kept for others that begin alike. Idle places keep some anyway.
-        runner: what carries the passes of target and draft; "auto" for the fastest there is.
+        runner: the implementation of the passes of target and draft; "auto": the fastest available.
         num_threads: of the native CPU runner, whose threads all models of a process share; None: as
             many as torch uses. torch itself is set to one thread beside it.
 
@@ -105,7 +105,7 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work, alone or together."""
+        """Check every field, and those that depend on each other."""
         check_ranges(self, *RANGES)
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
@@ -152,7 +152,7 @@ class EngineConfig:
         return self.max_batch + self.num_kept
 
     def scope_of(self, tenant: str | None) -> str | None:
-        """Name of those who share with requests of a tenant; None where nothing is shared."""
+        """Scope within which requests of a tenant share computed tokens; None: no sharing."""
         if self.sharing == "none":
             return None
         return "" if tenant is None or self.sharing == "all" else tenant
@@ -160,20 +160,21 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTerms:
-    """How a request is treated among others; none of it changes what its tokens can be.
+    """How a request is scheduled among others; none of it changes the distribution of its text.
 
     Attributes:
         priority: lower goes first, and may take the place of a running sequence that is higher;
-            that one waits and loses nothing.
+            that one waits and goes on later.
         deadline_s: seconds from its arrival after which it ends with what it has; None: no limit.
-        tenant: whose it is. Tenants use nothing of each other's unless `sharing` says "all";
-            requests without a tenant share among themselves.
-        tpot_target_s: seconds per output token that drafting must not bring it above, its own and
-            that of requests beside it; a controller that knows costs heeds it.
-        tags: what it is like; a controller expects of a new request what others of its tags did.
+        tenant: name of the user or group that sent it. Tenants share nothing with each other
+            unless `sharing` is "all"; requests without a tenant share among themselves.
+        tpot_target_s: most seconds per output token; a controller that knows costs does not let
+            drafting exceed it, be it drafting for this request or for others in the batch.
+        tags: labels, such as its task; a controller expects the same acceptance of requests with
+            the same tags.
 
     Raises:
-        InvalidRequest: a value means nothing; the message names it.
+        InvalidRequest: a value is out of range; the message names it.
     """
 
     priority: int = 0
@@ -183,7 +184,7 @@ class RequestTerms:
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
+        """Check every field."""
         check_ranges(self, *TERM_RANGES)
         tenant: object = self.tenant  # callers need not have checked their types
         if tenant is not None and (not isinstance(tenant, str) or tenant == ""):

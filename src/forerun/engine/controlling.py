@@ -1,4 +1,4 @@
-"""The controller of an engine, where the caller brings none."""
+"""The controller that an engine uses where the caller passes none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["default_controller"]
 def default_controller(
     config: EngineConfig, drafter: Drafter | None, costs: Mapping[str, CostSource]
 ) -> Controller:
-    """The controller that the settings name; without a draft there is nothing to control.
+    """Build the controller that the settings name; without a drafter it always decodes plainly.
 
     Args:
         config: of the engine.

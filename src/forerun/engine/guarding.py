@@ -1,4 +1,4 @@
-"""What keeps the state of an engine whole: one thread at a time, no interrupt within a step."""
+"""Protects the state of an engine from second threads, forks and interrupts within a step."""
 
 from __future__ import annotations
 

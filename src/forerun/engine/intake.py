@@ -1,4 +1,4 @@
-"""From a prompt and its parameters to sequences; what cannot be honoured is refused here."""
+"""Checks of requests, and the sequences made from them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Prompt = str | Seq[int]
 
 
 class Intake:
-    """Checks requests and makes their sequences; only reads, so that any thread may ask.
+    """Checks requests and makes their sequences; it changes nothing, so any thread may use it.
 
     Args:
-        target: who will read the prompts.
+        target: the model that will read the prompts.
         tokenizer: of the target.
         eos_token_ids: tokens that end a text.
         config: of the engine.
@@ -61,10 +61,10 @@ class Intake:
     def check(
         self, prompt: Prompt, params: SamplingParams, mask: TokenMask | None = None
     ) -> list[int]:
-        """The ids of a prompt that can be continued under these parameters and this mask.
+        """Return the ids of a prompt after checking it, its parameters and its mask.
 
         Raises:
-            InvalidRequest: it cannot; the message says why and what to do.
+            InvalidRequest: the prompt cannot be continued; the message says why and what to do.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"the parameters are {params!r}; they must be SamplingParams")
@@ -93,7 +93,7 @@ class Intake:
             )
 
     def _check_possible(self, params: SamplingParams) -> None:
-        """Refuse parameters that leave no token, be it only until min_tokens are out."""
+        """Refuse parameters that forbid every token, even if only before min_tokens are reached."""
         ends = params.ending_tokens(self.eos_token_ids) if params.min_tokens else frozenset()
         forbidden = ends.union(params.bad_token_ids)
         allowed: Iterable[int] = range(self.target.vocab_size)
@@ -112,7 +112,7 @@ class Intake:
         )
 
     def _check_mask(self, mask: TokenMask) -> None:
-        """Refuse one that lacks a method, is of another width, or begins without a token."""
+        """Refuse a mask that lacks a method, has another width, or allows no first token."""
         if not isinstance(mask, TokenMask):
             raise InvalidRequest(f"the mask is {mask!r}; it needs fork, advance and allowed")
         allowed = mask.allowed()
@@ -133,7 +133,7 @@ class Intake:
             )
 
     def check_terms(self, terms: RequestTerms | None) -> RequestTerms:
-        """The terms of a request, the usual ones where there are none.
+        """Return the terms of a request, or the default ones.
 
         Raises:
             InvalidRequest: they are something else than RequestTerms.
@@ -147,10 +147,10 @@ class Intake:
         return terms
 
     def check_open(self, n: int, num_unfinished: int) -> None:
-        """Refuse `n` sequences where too many run and wait.
+        """Refuse `n` more sequences where too many are running and waiting.
 
         Raises:
-            QueueFull: not all of them have a place.
+            QueueFull: there is no place for all of them.
         """
         if num_unfinished + n > self.max_unfinished:
             raise QueueFull(
@@ -183,7 +183,7 @@ class Intake:
         terms: RequestTerms,
         mask: TokenMask | None = None,
     ) -> list[Sequence]:
-        """One sequence per sample of a checked request, arrived now; each forks the mask."""
+        """Make one sequence per sample of a checked request; each has its own fork of the mask."""
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         room = self.max_context - len(ids)
         max_new = room if params.max_tokens is None else min(room, params.max_tokens)
@@ -215,7 +215,7 @@ class Intake:
     def _history(
         self, params: SamplingParams, ids: list[int], mask: TokenMask | None
     ) -> History | None:
-        """Token counts and masks, for requests whose processors need them."""
+        """Token counts and the mask of a request, or None where no processor needs them."""
         if mask is None and not params.needs_history:
             return None
         return History.of(
@@ -229,7 +229,7 @@ class Intake:
 
 
 def as_prompts(prompts: object) -> list[Prompt]:
-    """A batch of prompts; a single text is a batch of one.
+    """Return prompts as a list; a single text becomes a list of one.
 
     Raises:
         InvalidRequest: it is one prompt of token ids, or no list at all.
@@ -250,10 +250,10 @@ def as_prompts(prompts: object) -> list[Prompt]:
 def params_for(
     batch: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
 ) -> Seq[SamplingParams]:
-    """Parameters of every prompt of a batch.
+    """Return one set of parameters per prompt.
 
     Raises:
-        InvalidRequest: they are none, or not as many as the prompts.
+        InvalidRequest: they are something else, or not as many as the prompts.
     """
     if params is None:
         params = SamplingParams()
@@ -267,7 +267,7 @@ def params_for(
 
 
 def as_ids(prompt: object) -> list[int]:
-    """The ids of a prompt that is no text, as plain integers.
+    """Return the token ids of a prompt as plain integers.
 
     Raises:
         InvalidRequest: it is no list, or holds something else.
@@ -284,7 +284,7 @@ def as_ids(prompt: object) -> list[int]:
 
 
 def is_id(value: object) -> bool:
-    """Whether it is an integer, one of numpy's or torch's included."""
+    """Whether a value is an integer; those of numpy and torch are included."""
     try:
         index(value)  # type: ignore[arg-type]  # whether it may be one is the question
     except (TypeError, RuntimeError):

@@ -51,15 +51,15 @@ Source: TypeAlias = "str | Path | PreTrainedModel"
 
 
 def as_sources(drafts: Source | Sequence[Source]) -> Sequence[Source]:
-    """One draft or several, as a list."""
+    """Return one draft or several as a list."""
     if isinstance(drafts, Sequence) and not isinstance(drafts, str):
         return drafts
     return [drafts]
 
 
 def is_source(value: object) -> TypeGuard[Source]:
-    """Whether it names one model, or is one."""
-    # Whoever has a loaded model has imported transformers, which takes seconds.
+    """Whether a value is a model, or the name of one."""
+    # A loaded model implies that transformers was imported, which takes seconds.
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(value, transformers.PreTrainedModel):
         return True
@@ -69,7 +69,7 @@ def is_source(value: object) -> TypeGuard[Source]:
 def load_target(
     source: Source, tokenizer: object, *, dtype: str, device: str, config: EngineConfig
 ) -> tuple[LanguageModel, Tokenizer, frozenset[int]]:
-    """The target, its tokenizer and the ids that end a text.
+    """Load or take over the target, its tokenizer and the ids that end a text.
 
     Raises:
         InvalidRequest: a loaded model without a tokenizer, or something that is no model.
@@ -116,11 +116,11 @@ def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageMode
 
 
 def as_tokenizer(tokenizer: object) -> Tokenizer:
-    """Our tokenizer from ours, one of transformers, or a folder or name.
+    """Return our tokenizer for one of transformers, a folder or a name.
 
     Raises:
-        InvalidRequest: it is something else.
-        InvalidModel: it is of an unsupported kind.
+        InvalidRequest: the argument is something else.
+        InvalidModel: the tokenizer is of an unsupported kind.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -151,7 +151,7 @@ def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None
 
 
 def load_pair_member(name: str | Path, *, dtype: str, device: str, config: EngineConfig) -> Loaded:
-    """Model and tokenizer, with KV for the configured batch and its staged rows."""
+    """Load a model with KV for the configured batch and its staged rows, and its tokenizer."""
     model = load_model(
         name,
         dtype=dtype,
@@ -193,7 +193,7 @@ def load_drafter(
         if load is not None:
             return load(folder, target)
         loaded = load_pair_member(draft, dtype=dtype, device=str(target.device), config=config)
-    else:  # nothing tells which tokenizer it was trained with: it is taken for the target's
+    else:  # the tokenizer it was trained with is unknown and taken to be the target's
         loaded = adapt_loaded(draft, config), tokenizer
     check_pair(target, tokenizer, loaded)
     return DraftModel(loaded[0], vocab_size=target.vocab_size)
@@ -207,10 +207,10 @@ def load_drafters(
     dtype: str,
     config: EngineConfig,
 ) -> Drafter:
-    """The drafters of some names as one, each for the plans that name it.
+    """Load one drafter per name and join them; a plan names the one it uses.
 
     Raises:
-        InvalidRequest: there is none, or as `load_drafter`.
+        InvalidRequest: the list is empty, or as for `load_drafter`.
     """
     if not drafts:
         raise InvalidRequest("the list of drafts is empty; name one, or None for plain decoding")
@@ -219,7 +219,7 @@ def load_drafters(
 
 
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every id that ends a text, by generation settings, configuration or tokenizer.
+    """Collect the ids that end a text from generation settings, configuration and tokenizer.
 
     Raises:
         InvalidModel: one of the files cannot be read.
@@ -235,7 +235,7 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> None:
-    """Refuse a draft with another vocabulary; warn about one that cannot pay.
+    """Refuse a draft with another vocabulary; warn about one as large as the target.
 
     Raises:
         IncompatibleDraft: some token id means different text to the two.

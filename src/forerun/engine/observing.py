@@ -1,4 +1,4 @@
-"""What observers of an engine see of every step."""
+"""The interface of observers, which see every step of an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ObservedStep:
 
 @runtime_checkable
 class StepObserver(Protocol):
-    """Sees every step of an engine, on the thread that steps it; see `Engine.observers`.
+    """Receives every step of an engine, on the thread that steps it; see `Engine.observers`.
 
     An exception of an observer ends `Engine.step`; the tokens of the step are kept.
     """

@@ -1,9 +1,9 @@
-"""What proposals must be for verification to be possible and exact.
+"""Checks of proposals, without which verification would fail or bias the text.
 
-A verifier trusts `draft_probs`: rows that are not the law of the drawn tokens bias the text without
-a trace. Not everything a drafter may get wrong can be seen, but what can be is refused here, before
-the target pass that all requests share. Values are looked at for the whole step at once, which
-waits for the device once; those a drafter vouches for (`Assurance`) only where that is free.
+A verifier trusts `draft_probs`: rows that the tokens were not drawn from bias the text unnoticed.
+Not every mistake of a drafter can be found, but those that can be are refused here, before the
+target pass that all requests share. Values are read for the whole step at once, which waits for the
+device once; those that a drafter vouches for (`Assurance`) are read only where that is free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MASS_TOLERANCE = 1e-4
 def check_proposals(
     entries: Sequence[ScheduledSequence], proposals: Sequence[Proposal | None], vocab_size: int
 ) -> None:
-    """Refuse proposals the step could not, or must not, verify.
+    """Refuse proposals that cannot be verified, or not exactly.
 
     Args:
         entries: what was asked for.
@@ -49,11 +49,11 @@ def check_proposals(
             if proposal.num_drafted:
                 filled.append(proposal)
     check_ids([p.tokens for p in filled if p.tokens.is_cpu or not p.is_assured], vocab_size)
-    check_laws([p for p in filled if p.draft_probs is not None and not p.is_assured])
+    check_probs([p for p in filled if p.draft_probs is not None and not p.is_assured])
 
 
 def check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: int) -> None:
-    """Refuse what can be seen without looking at values."""
+    """Check plan, shapes and dtypes of a proposal, but no values."""
     num_nodes, most = proposal.num_drafted, entry.plan.num_speculative_tokens
     if num_nodes > most:
         raise DrafterError(f"{num_nodes} nodes, but K is {most}")
@@ -84,7 +84,7 @@ def check_tree(shape: Tree, tree: TokenTree) -> None:
 
 
 def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> None:
-    """Refuse rows that are not one per expanded parent, or not over the target's ids."""
+    """Refuse draft_probs unless they have one row per expanded parent, over the target's ids."""
     num_rows = len(set(proposal.tree.parents))
     if draft_probs.shape != (num_rows, vocab_size):
         raise DrafterError(
@@ -94,7 +94,7 @@ def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> Non
 
 
 def check_ids(tokens: Sequence[Tensor], vocab_size: int) -> None:
-    """Refuse ids the target does not have."""
+    """Refuse token ids that the target does not have."""
     if not tokens:
         return
     together = tokens[0] if len(tokens) == 1 else torch.cat([*tokens])
@@ -104,11 +104,11 @@ def check_ids(tokens: Sequence[Tensor], vocab_size: int) -> None:
         raise DrafterError(f"token id {low if low < 0 else high} is outside 0..{vocab_size - 1}")
 
 
-def check_laws(proposals: Sequence[Proposal]) -> None:
-    """Refuse rows that are no distributions, or from which the tokens cannot have been drawn."""
+def check_probs(proposals: Sequence[Proposal]) -> None:
+    """Refuse draft_probs that are no distributions, or that give a drawn token probability 0."""
     if not proposals:
         return
-    found: list[list[float]] = torch.stack([law_figures(p) for p in proposals]).tolist()
+    found: list[list[float]] = torch.stack([probs_figures(p) for p in proposals]).tolist()
     for excess, smallest, drawn in found:
         if not excess <= MASS_TOLERANCE or smallest < 0:  # NaN is not <= either
             raise DrafterError(
@@ -119,8 +119,8 @@ def check_laws(proposals: Sequence[Proposal]) -> None:
             raise DrafterError("a token has probability 0 in the draft_probs it was drawn from")
 
 
-def law_figures(proposal: Proposal) -> Tensor:
-    """How far the worst row is from adding up to 1, the smallest entry, and that of a drawn token.
+def probs_figures(proposal: Proposal) -> Tensor:
+    """Largest deviation of a row's sum from 1, smallest entry, and smallest entry of a drawn token.
 
     In trees, where rows and nodes do not correspond, the last is not looked at.
     """

@@ -1,4 +1,4 @@
-"""What a caller gets back: text, tokens, why it ended, and what speculation did."""
+"""Results of requests: text, tokens, the reason of the end, and counts of speculation."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Completion:
         sources: provenance of every token.
         logprobs: one entry per token where logprobs were asked for.
         acceptance: counts from which tau and the per-position figures follow.
-        ttft_s: seconds from arrival to the first token, waiting included; None where none came.
-        prefill_s: seconds from joining the batch to the first token; None where none came.
+        ttft_s: seconds from arrival to the first token, waiting included; None without a token.
+        prefill_s: seconds from joining the batch to the first token; None without a token.
         total_s: seconds from arrival to the end.
-        num_cached_tokens: prompt tokens that had not to be read, for their KV was there.
-        num_preemptions: how often others took its place for a while.
+        num_cached_tokens: prompt tokens whose KV was found in the cache.
+        num_preemptions: how often it had to give up its place in the batch for a while.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Continuous batching: who runs, and how many rows each sequence gets in a pass.
+"""Continuous batching: which sequences run, and how many rows each gets in a pass.
 
 By priority, then first come, first served. A prefill never starves decoding: every running sequence
 gets its decode rows first, prompt chunks share what is left of the pass.
@@ -27,7 +27,7 @@ MAX_LOOKED_AT = 32
 
 
 class Scheduler:
-    """Waiting and running sequences; owns no model state.
+    """The waiting and the running sequences; it holds no state of a model.
 
     Attributes:
         waiting: those without a place, the next one first.
@@ -51,18 +51,18 @@ class Scheduler:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody can come or has to go: nothing to arrange before a step."""
+        """Whether no sequence can be admitted or preempted before the next step."""
         return not self.waiting and self.config.max_kv_tokens is None
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those that go before it."""
+        """Insert a sequence into the queue by its rank."""
         insort(self.waiting, sequence, key=rank)
 
     def preempt(self, num_free_slots: int) -> list[Sequence]:
         """Move sequences from the batch back to the queue; returns them, still with their context.
 
-        Whoever goes last gives way where the KV holds too much, and where somebody of a lower
-        priority number could not join otherwise. One sequence always stays.
+        The last in order gives way where the KV holds too many rows, and where a waiting sequence
+        with a lower priority number would have no room otherwise. One sequence always stays.
         """
         victims: list[Sequence] = []
         while self.running:
@@ -98,7 +98,7 @@ class Scheduler:
             if not self._has_room(sequence, num_free_slots):
                 return
             if self._is_being_read(sequence):
-                place += 1  # others need not wait with it
+                place += 1  # the sequences behind it need not wait
                 continue
             self.running.append(self.waiting.pop(place))
             num_free_slots -= 1
@@ -120,7 +120,7 @@ class Scheduler:
         return sum(map(self._kv_tokens, self.running))
 
     def _is_being_read(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is about to read tokens this one could then begin with."""
+        """Whether a running sequence is reading a prefix that this one could then reuse."""
         return sequence.scope is not None and any(
             num_unread(reader, sequence) >= MIN_SHARED_TOKENS
             for reader in self.running
@@ -128,14 +128,14 @@ class Scheduler:
         )
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is."""
+        """Remove a sequence from the queue or from the batch."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
 
     def drop_finished(self) -> list[Sequence]:
-        """Take stopped sequences out of the batch."""
+        """Remove the sequences that have stopped from the batch, and return them."""
         finished = [s for s in self.running if s.stop is not None]
         if finished:
             self.running = [s for s in self.running if s.stop is None]
@@ -165,12 +165,12 @@ class Scheduler:
 
 
 def rank(sequence: Sequence) -> tuple[int, int]:
-    """By which sequences go."""
+    """Sort key: priority, then order of arrival."""
     return sequence.rank
 
 
 def num_unread(reader: Sequence, sequence: Sequence) -> int:
-    """Tokens `sequence` begins with that `reader` has yet to feed, apart from the next one."""
+    """Number of tokens of the common prefix that `reader` has yet to feed after its next one."""
     if reader.context is None or reader.context.num_pending <= 1:
         return 0
     num_common = min(common_length(reader.ids, sequence.ids), len(sequence.ids) - 1)

@@ -1,4 +1,4 @@
-"""One sample of a request while it runs: ids, text, stops and counts."""
+"""A sequence: the committed state of one sample, with its ids, text, stops and counts."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Sequence:
         rank: (priority, order of arrival); the lowest goes first.
         scope: sequences of one scope share what is computed from a common beginning; None: nothing.
         ends_at_s: its deadline.
-        tpot_target_s: seconds per token it wants to stay below.
-        tags: what it is like.
+        tpot_target_s: most seconds per output token, see `RequestTerms`.
+        tags: labels, see `RequestTerms`.
         draft: for the calls of its drafter.
-        num_cached: prompt tokens whose KV was there when it first joined.
+        num_cached: prompt tokens whose KV was found when it first joined the batch.
         num_preemptions: how often it had to give up its place.
         kv_invalid: its last pass failed, so its KV must not be shared with others.
     """
@@ -96,7 +96,7 @@ class Sequence:
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Work out the name of this sample for drafters and traces."""
+        """Set the name of this sample for drafters and traces."""
         self.key = sample_key(self.request_id, self.index, self.params.n)
 
     @property
@@ -116,14 +116,14 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """Output text, cut at a matched stop string."""
+        """The output text up to a matched stop string."""
         return self.detokenizer.text[: self.text_end]
 
     def append(self, tokens: tuple[int, ...], sources: tuple[TokenSource, ...]) -> int:
-        """Take emitted tokens one by one until one of them ends the sequence.
+        """Append emitted tokens one by one until one of them ends the sequence.
 
         Returns:
-            How many were taken.
+            How many were appended.
         """
         for taken, (token, source) in enumerate(zip(tokens, sources, strict=True), start=1):
             self.ids.append(token)
@@ -155,7 +155,7 @@ class Sequence:
         return by_token
 
     def take_chunk(self) -> StreamChunk:
-        """What is new since the last call; text that may yet be cut is held back."""
+        """Return what is new since the last call, without text that a stop string may yet cut."""
         if self.stop is not None and self.text_end is None:
             self.detokenizer.finish()
         text = self.text
@@ -175,7 +175,7 @@ class Sequence:
         return chunk
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
-        """The finished sample."""
+        """Return the result of the finished sample."""
         assert self.stop is not None
         assert self.finished_at_s is not None
         first_s, joined_s = self.first_token_at_s, self.joined_at_s
@@ -214,7 +214,7 @@ class Sequence:
 
 
 def output_of(samples: list[Sequence], tokenizer: Tokenizer) -> RequestOutput:
-    """A request whose samples have all ended."""
+    """Return the result of a request whose samples have all ended."""
     first = samples[0]
     return RequestOutput(
         request_id=first.request_id,

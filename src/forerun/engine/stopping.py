@@ -1,6 +1,6 @@
-"""Where a sequence ends: end-of-sequence, stop tokens, stop strings, length.
+"""Stop conditions: end-of-sequence and stop tokens, stop strings, and the length.
 
-Tokens of an accepted block are taken one at a time, exactly as plain decoding would see them, so a
+Tokens of an accepted block are checked one at a time, as plain decoding would do, so that a
 stop inside the block drops what follows it.
 """
 
@@ -25,7 +25,7 @@ class Stop:
 
 
 class TokenStops:
-    """Stops that depend on ids and counts alone."""
+    """The stop conditions that depend on ids and counts alone."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_new: int) -> None:
         self.eos = params.heeded_eos(eos_token_ids)
@@ -34,7 +34,7 @@ class TokenStops:
         self.min_tokens = params.min_tokens
 
     def check(self, token: int, num_output: int) -> Stop | None:
-        """The stop caused by `token`, the `num_output`-th output token."""
+        """Return the stop that `token`, the `num_output`-th output token, causes."""
         if num_output > self.min_tokens:
             if token in self.eos:
                 return Stop(finish_reason="stop")
@@ -46,7 +46,7 @@ class TokenStops:
 
 
 def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Earliest stop string that ends after `start`, as (where it begins, which).
+    """Find the earliest stop string that ends after `start`: where it begins, and the string.
 
     Args:
         text: output so far.
@@ -67,7 +67,7 @@ def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Characters at the end of `text` that may yet become a stop string and must not be shown."""
+    """Count the characters at the end of `text` that may yet turn out to begin a stop string."""
     longest = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -7,29 +7,101 @@ a lock. What a step yields goes into the queue of its request.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt
-from forerun.engine.results import RequestOutput
+from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.sequence import Sequence
-from forerun.engine.ticket import Ticket
 from forerun.errors import EngineStopped, ForerunError, InvalidRequest, NumericalError
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.mask import TokenMask
 
-__all__ = ["EngineThread"]
+__all__ = ["EngineThread", "Ticket"]
 
 Call = Callable[[], None]
 
 
+class Ticket:
+    """Handle of a submitted request; every method may be called from any thread.
+
+    Iterate for the chunks as they are decided, also with `async for`; `result` waits for the end.
+    A chunk is given once: a second iteration begins where the first one stopped.
+
+    Args:
+        request_id: of the request.
+        num_samples: of it.
+        abort: asks the owner of the engine to end it.
+    """
+
+    def __init__(self, request_id: str, num_samples: int, abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.num_samples = num_samples
+        self._num_left = num_samples
+        self._abort = abort
+        self._chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
+        self._ended = threading.Event()
+        self._output: RequestOutput | None = None
+        self._error: ForerunError | None = None
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Yield chunks until the request ends; raises what `result` would raise."""
+        while (chunk := self._chunks.get()) is not None:
+            yield chunk
+        self._chunks.put(None)  # for a second iteration
+        if self._error is not None:
+            raise self._error
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        """Yield chunks until the request ends, without blocking the event loop."""
+        chunks = iter(self)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
+
+    def result(self, timeout_s: float | None = None) -> RequestOutput:
+        """Wait for the request to end and return its output, which an abort may have cut short.
+
+        Raises:
+            TimeoutError: it has not ended after `timeout_s` seconds.
+            NumericalError: the target returned NaN for it.
+            EngineStopped: the engine ended before it did.
+        """
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"request {self.request_id!r} goes on after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    def abort(self) -> None:
+        """End the request after the step that is going on; no effect once it has ended."""
+        if not self._ended.is_set():
+            self._abort()
+
+    def put(self, chunk: StreamChunk) -> bool:
+        """Pass a chunk on; returns whether it was the request's last."""
+        self._chunks.put(chunk)
+        self._num_left -= chunk.finish_reason is not None
+        return self._num_left == 0
+
+    def end(self, outcome: RequestOutput | ForerunError) -> None:
+        """Wake the threads that wait for the request."""
+        if isinstance(outcome, ForerunError):
+            self._error = outcome
+        else:
+            self._output = outcome
+        self._ended.set()
+        self._chunks.put(None)
+
+
 class EngineThread:
-    """Owns an engine from `start` to `close`; nobody else may call it meanwhile.
+    """Runs an engine on its own thread from `start` to `close`; use it only through this class.
 
     Example:
         with EngineThread(engine) as running:
@@ -56,16 +128,16 @@ class EngineThread:
         self._cause: BaseException | None = None
 
     def __enter__(self) -> EngineThread:
-        """Start."""
+        """Start the thread."""
         self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
+        """Close the engine's thread."""
         self.close()
 
     def start(self) -> None:
-        """Begin to step.
+        """Start the thread.
 
         Raises:
             EngineStopped: it was started or closed before; make a new EngineThread.
@@ -98,7 +170,7 @@ class EngineThread:
         terms: RequestTerms | None = None,
         mask: TokenMask | None = None,
     ) -> Ticket:
-        """`Engine.add_request` from any thread; reading and checking happens on the caller's.
+        """Queue a request from any thread; its prompt is checked on the caller's thread.
 
         Raises:
             InvalidRequest: as `Engine.add_request`.
@@ -157,12 +229,12 @@ class EngineThread:
             while self._take_calls():
                 if self.engine.has_unfinished:
                     self._step()
-        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+        except BaseException as error:  # noqa: BLE001 - waiting callers must be told
             self._cause = error
         self._stop()
 
     def _take_calls(self) -> bool:
-        """Do what others have asked for, waiting where there is nothing else to do."""
+        """Run the calls left by other threads; wait for one where nothing is unfinished."""
         try:
             call = self._inbox.get(block=not self.engine.has_unfinished)
             while call is not None:
@@ -204,7 +276,7 @@ class EngineThread:
         ticket.end(outcome)
 
     def _stop(self) -> None:
-        """End every ticket; after an error the engine is left as it is."""
+        """End every ticket; after an error the engine is not touched any more."""
         with self._lock:
             self._is_open = False
             tickets = list(self._tickets.values())

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, without making anybody wait for it."""
+"""Durations of the parts of a step, measured without waiting for the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepClock:
         self._marks: list[float | torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Note the beginning or the end of drafting or of the target pass: four calls a step."""
+        """Record the start or end of drafting or of the target pass; called four times a step."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotations here
             event.record()

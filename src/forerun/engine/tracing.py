@@ -1,4 +1,4 @@
-"""What a trace says of finished requests."""
+"""Trace records of finished requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def request_records(
 
 
 def plain(value: object) -> Json:
-    """A parameter as JSON gives it back."""
+    """Convert the value of a parameter to what JSON can hold."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

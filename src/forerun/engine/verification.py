@@ -1,4 +1,4 @@
-"""From one pass's logits to verdicts: the right verifier per sequence, batched by rule.
+"""Verification of all sequences of a pass, batched by the verifier that applies to each.
 
 Each batch waits for the device once: what verdicts are made of comes over together, the drafted
 tokens included.
@@ -40,10 +40,10 @@ __all__ = ["verify"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifyBatch:
-    """Scheduled sequences under one rule.
+    """The scheduled sequences of a pass that the same verifier applies to.
 
     Attributes:
-        entries: whose rows.
+        entries: the sequences.
         logits: row of the last pending token of each, then one per draft node.
         tokens: the token fed at each row.
     """
@@ -53,7 +53,7 @@ class VerifyBatch:
     tokens: Int64[Tensor, " rows"]
 
     def rows(self) -> Iterator[tuple[ScheduledSequence, slice]]:
-        """Every entry with its rows."""
+        """Every sequence with its rows."""
         start = 0
         for entry in self.entries:
             yield entry, slice(start, start + entry.num_logit_rows)
@@ -65,10 +65,10 @@ def verify(
     logits: Float[Tensor, "rows vocab"],
     tokens: Int64[Tensor, " rows"],
 ) -> list[Verdict]:
-    """Verdict of every entry, in order.
+    """Return the verdict of every sequence, in order.
 
     Args:
-        entries: those whose pass yields tokens.
+        entries: sequences that the pass yields tokens for.
         logits: their rows: of the last pending token, then one per draft node.
         tokens: fed at these rows.
 
@@ -97,7 +97,7 @@ def verify(
 
 
 def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
-    """Verdicts of entries under one rule."""
+    """Return the verdicts of a batch under its rule."""
     if rule == "greedy":
         return verify_greedy(batch)
     if rule == "walk":
@@ -106,7 +106,7 @@ def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
 
 
 def refuse(entry: ScheduledSequence) -> None:
-    """Name the request whose logits cannot be used."""
+    """Raise the error for a request whose logits cannot be used."""
     raise NumericalError(
         f"request {entry.sequence.key}: the target's logits are NaN or infinite, or its parameters "
         "leave no possible token; nothing was emitted: abort it, and check dtype and weights",
@@ -115,7 +115,7 @@ def refuse(entry: ScheduledSequence) -> None:
 
 
 def check_visited(entry: ScheduledSequence, path: tuple[int, ...], failed: Seq[bool]) -> None:
-    """Refuse a sequence whose tokens were taken from a row without a law."""
+    """Refuse a sequence if a token was taken from a row whose probabilities are not valid."""
     if failed[0] or any(failed[node + 1] for node in path):
         refuse(entry)
 
@@ -123,7 +123,7 @@ def check_visited(entry: ScheduledSequence, path: tuple[int, ...], failed: Seq[b
 def verdict_of(
     entry: ScheduledSequence, path: tuple[int, ...], emitted: tuple[int, ...], expected: float
 ) -> Verdict:
-    """Accepted tokens along `path` and the one after: a bonus where nothing was left to reject."""
+    """Make the verdict of an accepted path; a bonus token follows a path that ends at a leaf."""
     at_leaf = not entry.tree.children(path[-1] if path else -1)
     last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
     return Verdict(
@@ -138,9 +138,9 @@ def verdict_of(
 
 
 def verify_greedy(batch: VerifyBatch) -> list[Verdict]:
-    """The walk of the raw argmax; what is accepted is certain, so it is also what is expected.
+    """Walk along the raw argmax; the outcome is certain, so expected_accepted equals num_accepted.
 
-    A row whose largest logit is not finite has no law, as `target_probs` sees it.
+    A row whose largest logit is not finite has no valid probabilities, as in `target_probs`.
     """
     scores, best = largest(batch.logits)
     targets, fed, highest = on_host(best, batch.tokens, scores)
@@ -154,10 +154,10 @@ def verify_greedy(batch: VerifyBatch) -> list[Verdict]:
 
 
 def verify_walked(batch: VerifyBatch) -> list[Verdict]:
-    """Draw at every row and follow the draft as far as it agrees.
+    """Draw a token at every row and follow the tree as far as its nodes agree.
 
-    A row without a law counts only where the walk comes by: plain decoding would never have seen
-    what a rejected draft led to.
+    A row without valid probabilities matters only on the walked path: plain decoding would never
+    have reached the rows of rejected nodes.
     """
     probs = probabilities(batch)
     keys = [
@@ -179,24 +179,24 @@ def verify_walked(batch: VerifyBatch) -> list[Verdict]:
 
 
 def match_probs(batch: VerifyBatch, probs: Tensor) -> Float[Tensor, " rows"]:
-    """Probability that the target agrees with the node of each row, its parent reached; else 0."""
+    """Probability that each node is accepted once its parent was; 0 for the first row."""
     matches = []
     for entry, rows in batch.rows():
-        laws, tokens, proposal = probs[rows], batch.tokens[rows][1:], entry.proposal
+        rows_probs, tokens, proposal = probs[rows], batch.tokens[rows][1:], entry.proposal
         matches.append(probs.new_zeros(1))
         if proposal is None or not proposal.num_drafted:
             continue
         draft_probs = proposal.draft_probs  # of a chain one row per node, of a tree per parent
         if proposal.choice is Choice.COUPLED and draft_probs is not None and entry.tree.is_chain:
             draft_probs = draft_probs.to(probs.device)
-            matches.append(coupled_match_probs(laws[:-1], draft_probs, tokens))
+            matches.append(coupled_match_probs(rows_probs[:-1], draft_probs, tokens))
         else:
-            matches.append(edge_probs(entry.tree, tokens, laws))
+            matches.append(edge_probs(entry.tree, tokens, rows_probs))
     return torch.cat(matches).nan_to_num(0.0)
 
 
 def probabilities(batch: VerifyBatch) -> Float[Tensor, "rows vocab"]:
-    """Processed target probabilities of all rows."""
+    """Compute the processed target probabilities of all rows."""
     entries = batch.entries
     rows = [index for index, entry in enumerate(entries) for _ in range(entry.num_logit_rows)]
     params = pack_params([entry.sequence.params for entry in entries], batch.logits.device, rows)
@@ -212,7 +212,7 @@ def probabilities(batch: VerifyBatch) -> Float[Tensor, "rows vocab"]:
 
 
 def verify_sampled(batch: VerifyBatch, rule: Rule) -> list[Verdict]:
-    """Block or token-level verification of sampled chains."""
+    """Verify sampled chains by block or token-level verification."""
     assert rule in ("block", "token")
     found = verify_chain_batch(
         probabilities(batch), batch.tokens, [drawn_chain(entry) for entry in batch.entries], rule
@@ -232,7 +232,7 @@ def verify_sampled(batch: VerifyBatch, rule: Rule) -> list[Verdict]:
 
 
 def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
-    """The chain of a entry with its noise; a plain step is a chain of none."""
+    """The drafted chain of a sequence with its noise keys; empty for a plain step."""
     sequence, proposal = entry.sequence, entry.proposal
     return DrawnChain(
         draft_probs=None if proposal is None else proposal.draft_probs,

@@ -54,13 +54,13 @@ def drafted(num: int, params: SamplingParams) -> list[Proposal]:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
     """Proposals whose rows the check has read."""
     seen: list[Proposal] = []
-    figures = proposal_check.law_figures
+    figures = proposal_check.probs_figures
 
     def watching(proposal: Proposal) -> torch.Tensor:
         seen.append(proposal)
         return figures(proposal)
 
-    monkeypatch.setattr(proposal_check, "law_figures", watching)
+    monkeypatch.setattr(proposal_check, "probs_figures", watching)
     return seen
 
 
