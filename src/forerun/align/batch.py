@@ -1,7 +1,4 @@
-"""Packed rows of several samples: what one training pass reads.
-
-How packed rows are handed to a decoder of transformers, so that no sample sees another.
-"""
+"""Packed rows of several samples, the input of one training pass, and how a decoder reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ __all__ = ["PackedBatch", "packed_inputs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """Samples laid end to end in rows of one width.
+    """Token ids of samples laid one after another in rows of equal width.
 
     A place sees the earlier places of its own sample only: `positions` start again at 0 with every
     sample, which is how transformers recognises packed rows (no mask is passed).
@@ -37,12 +34,12 @@ class PackedBatch:
 
     @property
     def labels(self) -> Int64[Tensor, " learned"]:
-        """The learned tokens, one per learned row."""
+        """The token that follows each learned place."""
         following = torch.roll(self.ids, -1, dims=1)
         return following[self.predicts]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch on another device."""
+        """Copy the batch to another device."""
         return PackedBatch(
             ids=self.ids.to(device),
             positions=self.positions.to(device),
@@ -52,11 +49,11 @@ class PackedBatch:
 
 
 BLIND_TO_POSITIONS = frozenset({"opt"})
-"""Model types whose decoders do not tell samples apart by positions that begin again."""
+"""Model types whose decoders do not recognise packed samples by positions that restart at 0."""
 
 
 def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
-    """Arguments of a decoder's forward for a batch.
+    """Return the arguments of a decoder's forward pass over a batch.
 
     Most decoders recognise packed rows by their positions, and windows are then counted within
     samples; those that do not are given who sees whom.
@@ -72,7 +69,7 @@ def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
 
 
 def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
-    """Whether a place sees another: an earlier one of its own text, or itself."""
+    """Return the attention mask: a place sees itself and the earlier places of its own sample."""
     texts = (batch.positions == 0).cumsum(-1)
     alike = texts[:, :, None] == texts[:, None, :]
     return alike.tril()[:, None]

@@ -1,7 +1,8 @@
-"""What cannot work is refused before a model is loaded: an alignment takes hours."""
+"""Checks of the settings before a model is loaded, because an alignment takes hours."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from forerun.align.config import AlignConfig
@@ -13,7 +14,12 @@ from forerun.align.texts import PromptSplit
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
 
-__all__ = ["check_domain", "check_settings"]
+__all__ = ["check_domain", "check_settings", "warn_of_few_prompts"]
+
+logger = logging.getLogger("forerun.align")
+
+FEW_PROMPTS = 20
+"""Held-out prompts below which a difference of a tenth in tau is hardly ever shown."""
 
 
 def check_settings(config: AlignConfig, objective: Objective, workspace: Workspace) -> None:
@@ -34,7 +40,7 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
 
 
 def check_place(config: AlignConfig, workspace: Workspace) -> None:
-    """Refuse to begin with the draft that is going to be replaced.
+    """Refuse an output folder that would replace the draft the training starts from.
 
     A run that is interrupted begins with it again, and adapters are merged into it at every save.
 
@@ -50,7 +56,7 @@ def check_place(config: AlignConfig, workspace: Workspace) -> None:
 
 
 def check_weights(config: AlignConfig, objective: Objective) -> None:
-    """Refuse weights by acceptance where acceptance is not known.
+    """Refuse `length_aware` where the acceptance probability is not known.
 
     Raises:
         InvalidRequest: it is not.
@@ -65,12 +71,12 @@ def check_weights(config: AlignConfig, objective: Objective) -> None:
     if config.teacher.teacher in PARTIAL and not config.sampling.greedy:
         raise InvalidRequest(
             "--length-aware weighs positions by acceptance, which the teacher "
-            f'"{config.teacher.teacher}" knows in part; use teacher "hidden" or "model"'
+            f'"{config.teacher.teacher}" has only in part; use teacher "hidden" or "model"'
         )
 
 
 def check_server(config: AlignConfig) -> None:
-    """Refuse log-probabilities of a server for texts that it does not write.
+    """Refuse a server's log-probabilities as a teacher for texts that the server did not write.
 
     Raises:
         InvalidRequest: there is no server, or some texts come from elsewhere.
@@ -80,13 +86,13 @@ def check_server(config: AlignConfig) -> None:
         return
     if data.responses_from is None or data.on_policy_share or data.fixed_share or data.replay:
         raise InvalidRequest(
-            'teacher "top-k" knows what a server says of its own responses: give --responses-from '
-            "URL, and neither --on-policy-share nor --fixed-share nor --replay"
+            'teacher "top-k" has the log-probabilities of a server for its own responses: give '
+            "--responses-from URL, and neither --on-policy-share nor --fixed-share nor --replay"
         )
 
 
 def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
-    """Refuse a domain that nothing will be judged in.
+    """Refuse a domain tag that no held-out prompt has.
 
     Raises:
         InvalidRequest: no held-out prompt has the tag.
@@ -94,3 +100,16 @@ def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
     tags = sorted({prompt.tag for prompt in prompts.held_out})
     if in_domain is not None and in_domain not in tags:
         raise InvalidRequest(f"no held-out prompt has the tag {in_domain!r}; there are {tags}")
+
+
+def warn_of_few_prompts(prompts: PromptSplit) -> None:
+    """Warn where intervals over the held-out prompts will be too wide to show anything."""
+    num_prompts = len(prompts.held_out)
+    if num_prompts < FEW_PROMPTS:
+        logger.warning(
+            "only %d prompts are held out for judging: intervals will be wide, and the choice of "
+            "the draft uncertain. Give at least %d, by more prompts, a larger --held-out-share, or "
+            "--held-out FILE",
+            num_prompts,
+            FEW_PROMPTS,
+        )

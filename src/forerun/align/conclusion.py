@@ -1,7 +1,4 @@
-"""The end of an alignment: the kept draft judged on everything, and handed over.
-
-The card of a draft just aligned: made from what the run asked for, learned and found.
-"""
+"""Last phase of an alignment: judge the kept draft on all held-out prompts, write the report."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ logger = logging.getLogger("forerun.align")
 def judged_at(
     judge: Judge, workspace: Workspace, others: Mapping[float, CostTable | None]
 ) -> tuple[JudgedPair, ...]:
-    """First and kept draft on all held-out prompts, as deployed and at other temperatures.
+    """Judge the first and the kept draft on all held-out prompts, at all temperatures.
 
     Args:
         judge: of the deployment.
@@ -68,7 +65,7 @@ def report_of(
     data: DataSummary,
     seconds: Mapping[str, float],
 ) -> AlignReport:
-    """What the alignment was, found and made.
+    """Build the report of an alignment.
 
     Args:
         config: of the alignment.
@@ -100,7 +97,7 @@ def report_of(
 def hand_over(
     config: AlignConfig, workspace: Workspace, report: AlignReport, packing: Packing
 ) -> None:
-    """Put beside the draft what its users and its next alignment need; the report comes last."""
+    """Write the card, the serving files and the pictures; the report last."""
     card = card_of(
         config,
         target_hash=report.identity["target"],
@@ -140,7 +137,7 @@ def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> No
 
 
 def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
-    """Pictures of what was accepted, and of how it went."""
+    """Draw the pictures of acceptance and of the training."""
     deployed = report.judged[0]
     plot_survival(
         {"before": deployed.before, "after": deployed.after},
@@ -161,7 +158,7 @@ def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None
 def finished(
     workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
 ) -> AlignReport | None:
-    """The report of an alignment that has nothing left to do.
+    """Return the report of an alignment that was finished before; None where work is left.
 
     Args:
         workspace: of the alignment.
@@ -195,7 +192,7 @@ def card_of(
     before: Sequence[DraftFigures],
     after: Sequence[DraftFigures],
 ) -> DraftCard:
-    """A card to write beside the draft.
+    """Build the card that is written beside the draft.
 
     Args:
         config: of the alignment.
@@ -227,7 +224,7 @@ def card_of(
 
 
 def card_figures(judged: DraftFigures) -> CardFigures:
-    """Of all that was found, what a reader of the card wants."""
+    """Return the figures that the card shows."""
     overall = judged.overall
     return CardFigures(
         temperature=judged.temperature,

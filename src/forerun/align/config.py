@@ -1,4 +1,4 @@
-"""Settings of an alignment: one torch-free dataclass per stage, flags are generated from them."""
+"""Settings of an alignment: one torch-free dataclass per stage; flags are generated from them."""
 
 from __future__ import annotations
 
@@ -53,17 +53,18 @@ class DataConfig:
     """Which texts the draft learns from, and which it is judged on."""
 
     prompts: Path
-    """A .jsonl, .parquet or .txt file of prompts or conversations, or a folder of them."""
+    """A .jsonl, .json, .csv, .tsv, .parquet or .txt file of prompts or conversations, a folder of
+    them, or the name of a dataset on the Hugging Face hub."""
     responses_from: str | None = None
-    """OpenAI-compatible server that writes the responses; by default the target, in process."""
+    """OpenAI-compatible server that writes the responses; by default the target in this process."""
     responses_model: str | None = None
-    """Name of the model to ask that server for; by default the target's name."""
+    """Name of the model on that server; by default the target's name."""
     samples_per_prompt: int = 1
     """Responses per prompt."""
     on_policy_share: float = 0.0
-    """Share of the training tokens the draft writes itself, for the target to score."""
+    """Share of the training tokens that the draft writes itself and the target scores."""
     fixed_share: float = 0.0
-    """Share of the training tokens taken from responses the records bring along."""
+    """Share of the training tokens taken from responses that the records have."""
     replay: tuple[Path, ...] = ()
     """Traces with token ids: the draft learns the positions at which it was rejected."""
     response_temperature: float | None = None
@@ -74,10 +75,10 @@ class DataConfig:
     held_out_share: float = 0.1
     """Share of the prompts kept for judging, chosen by their hash."""
     max_prompt_tokens: int = 512
-    """Longer prompts lose their beginning."""
+    """Longer prompts are cut at their beginning."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse values out of range."""
         check_ranges(self, *DATA_RANGES)
 
 
@@ -115,13 +116,13 @@ class ObjectiveConfig:
     """Weigh a position by its share of the expected accepted length."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse values out of range."""
         check_ranges(self, *OBJECTIVE_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """How the draft is optimised."""
+    """How the draft is trained."""
 
     num_steps: int = 1000
     """Optimiser steps."""
@@ -132,11 +133,11 @@ class TrainingConfig:
     rows_per_pass: int = 8
     """Packed rows per forward pass of one process; passes are accumulated up to a step."""
     learning_rate: float = 1e-3
-    """Peak, after warm-up; cosine down to a tenth."""
+    """Peak learning rate after warm-up; it follows a cosine to a tenth of it."""
     warmup_share: float = 0.05
-    """Share of the steps that warm up."""
+    """Share of the steps with linear warm-up."""
     weight_decay: float = 0.01
-    """AdamW's, on matrices."""
+    """Weight decay of AdamW, on matrices."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     lora_rank: int = 0
@@ -144,10 +145,10 @@ class TrainingConfig:
     checkpoint_every_s: float = 300.0
     """Seconds between checkpoints."""
     training_seed: int = 0
-    """Of the order of rows and of fresh weights."""
+    """Seed of the order of rows and of fresh weights."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse values out of range."""
         check_ranges(self, *TRAINING_RANGES)
 
 
@@ -156,31 +157,31 @@ class EvaluationConfig:
     """How drafts are judged, by the engine's own verifier."""
 
     num_speculative_tokens: int = 5
-    """K."""
+    """Tokens drafted per step (K)."""
     num_evaluations: int = 8
-    """Judgements during training, evenly spread, the last at its end; one before comes on top."""
+    """Judgements during training, evenly spaced, the last at its end, besides the one before it."""
     in_domain: str | None = None
-    """Tag of the prompts the draft is made for; the ledger says what the others cost."""
+    """Tag of the prompts the draft is made for; the ledger shows what other prompts cost."""
     max_prompts: int = 64
-    """Held-out prompts a judgement during training uses at most; the final one uses all."""
+    """Most held-out prompts of a judgement during training; the final one uses all."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse values out of range."""
         check_ranges(self, *EVALUATION_RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignConfig:
-    """One alignment, from prompts to a draft that may be served."""
+    """All settings of one alignment."""
 
     target: str
     """Folder, hub name or zoo: name of the target."""
     draft: str | None = None
-    """The draft to start from; or see `init`."""
+    """The draft to start from; None if `init` is given."""
     init: Path | None = None
     """config.json of a draft to make from nothing, in the target's vocabulary."""
     dtype: str = "auto"
-    """Of the target: auto (as stored), bfloat16, float16 or float32."""
+    """Dtype of the target: auto (as stored), bfloat16, float16 or float32."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     out: Path = Path("aligned")
@@ -200,5 +201,5 @@ class AlignConfig:
 
     @property
     def draft_temperature(self) -> float:
-        """Temperature the draft proposes at in service: what it learns is judged by that."""
+        """The temperature at which the deployed draft proposes tokens, and is trained."""
         return draft_params(self.sampling).temperature

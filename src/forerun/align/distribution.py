@@ -1,9 +1,4 @@
-"""What a teacher says about a row: the whole law, or ids that stand for it.
-
-From the target's logits to the law it is deployed with: what a draft is to learn.
-
-How likely a draft's token is accepted, by the rule it is deployed under.
-"""
+"""The target's distribution at a row: all probabilities, or those of some token ids."""
 
 from __future__ import annotations
 
@@ -29,14 +24,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DenseDistribution:
-    """The target's law over the vocabulary, deployed temperature and truncation applied."""
+    """Probabilities of the whole vocabulary, under the deployed temperature and truncation."""
 
     target_probs: Float32[Tensor, "rows vocab"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseDistribution:
-    """Mass on some ids of each row: shares of drawn ids, the one argmax, or the k most likely.
+    """Probabilities of some ids per row: drawn ids, the argmax, or the k most likely tokens.
 
     Attributes:
         ids: distinct within a row, except at share 0 (padding).
@@ -51,7 +46,7 @@ TargetDistribution = DenseDistribution | SparseDistribution
 
 
 def dense_probs(distribution: TargetDistribution, vocab_size: int) -> Float32[Tensor, "rows vocab"]:
-    """The law as one probability per token: nothing where a sparse law names no id."""
+    """Return one probability per token of the vocabulary; 0 for ids that are not named."""
     if isinstance(distribution, DenseDistribution):
         return distribution.target_probs
     empty = distribution.shares.new_zeros(len(distribution.ids), vocab_size)
@@ -61,7 +56,7 @@ def dense_probs(distribution: TargetDistribution, vocab_size: int) -> Float32[Te
 def deployed_distribution(
     target_logits: Float[Tensor, "rows vocab"], sampling: SamplingParams
 ) -> TargetDistribution:
-    """The law of rows of logits under the deployed temperature, min_p, top_k and top_p.
+    """Return the target's distribution under the deployed temperature, min_p, top_k and top_p.
 
     Masks, biases and penalties are left out: the engine applies them to the draft's logits as it
     does to the target's, so a draft need not learn them.
@@ -71,7 +66,7 @@ def deployed_distribution(
         sampling: of the deployment.
 
     Returns:
-        At temperature 0 the one most likely token of every row, which is the whole law; else the
+        At temperature 0 the one most likely token of every row, which has all the mass; else the
         probability of every token. A row whose logits are not finite is NaN.
     """
     if sampling.greedy:
@@ -88,10 +83,10 @@ def deployed_distribution(
 def acceptance_probability(
     draft_logits: Float[Tensor, "rows vocab"], distribution: TargetDistribution, temperature: float
 ) -> Float[Tensor, " rows"]:
-    """Acceptance of one drafted token at every row (alpha).
+    """Return the probability that one drafted token is accepted, per row (alpha).
 
-    A greedy draft proposes its most likely token, which the target says with p(argmax q). A sampled
-    one is accepted with sum min(p, q). Truncation of the draft's own law is left out.
+    A greedy draft proposes its most likely token, which is accepted with p(argmax q). A sampled
+    one is accepted with sum min(p, q). Truncation of the draft's own distribution is not counted.
 
     Args:
         draft_logits: already divided by the temperature, where it is not 0.

@@ -1,7 +1,7 @@
-"""What a run is a function of: two runs that differ in it never share a folder.
+"""Everything that the result of a run depends on; two runs that differ in it share no folder.
 
-Settings that say where and how fast things happen are no part of it, nor the names of files whose
-content is. A setting that did not exist when a run was begun then stood at its default.
+It leaves out settings that decide only where and how fast things happen, and the names of files
+whose content is hashed. A setting that is newer than a folder had its default when the run began.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FREE = {
 }
 """By stage, settings that decide nothing, or nothing that a hash does not say better."""
 OF_THE_REPORT = "evaluation.in_domain"
-"""Decides how the ledger of the end is told, and nothing before."""
+"""Decides about the ledger at the end, and nothing before it."""
 OF_THE_TEACHER = "teacher."
 
 
 def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> dict[str, str]:
-    """All that decides what comes out, each part by its name, as text.
+    """Return everything that decides the result of a run, as text by name.
 
     Args:
         config: of the alignment.
@@ -63,7 +63,7 @@ def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> 
 
 
 def start_hash(config: AlignConfig) -> str:
-    """Hash of what the draft begins as."""
+    """Return the hash of the draft, or of the config.json, that training starts from."""
     if config.draft is not None:
         return content_hash(config.draft)
     assert config.init is not None
@@ -74,7 +74,7 @@ def start_hash(config: AlignConfig) -> str:
 
 
 def deciding(config: AlignConfig) -> dict[str, str]:
-    """Settings that decide, by stage and name."""
+    """Return the settings that decide the result, by stage and name."""
     settings = settings_of(config)
     return {"dtype": config.dtype} | {
         f"{stage}.{name}": as_text(value)
@@ -85,7 +85,7 @@ def deciding(config: AlignConfig) -> dict[str, str]:
 
 
 def as_text(value: Any) -> str:
-    """The same text for what means the same: 1.0 and 1, an empty list and none."""
+    """Return the same text for equal values: 1.0 and 1, an empty list and None."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(None if value in ([], {}) else value)
@@ -96,7 +96,7 @@ DEFAULTS = deciding(AlignConfig(target="", data=DataConfig(prompts=Path())))
 
 
 def of_folder(identity: Identity) -> dict[str, str]:
-    """What a folder belongs to from its first minute on.
+    """Return the part of the identity that a folder belongs to from the start.
 
     Not the teacher: where its cache turned out too large, responses are there, and another may go
     on with them until the first checkpoint.
@@ -109,7 +109,7 @@ def of_folder(identity: Identity) -> dict[str, str]:
 
 
 def of_training(identity: Identity) -> dict[str, str]:
-    """What a checkpoint belongs to, besides the settings of the training itself."""
+    """Return the part of the identity that a checkpoint belongs to."""
     return {
         name: text
         for name, text in identity.items()
@@ -118,7 +118,7 @@ def of_training(identity: Identity) -> dict[str, str]:
 
 
 def check_folder(workspace: Workspace, identity: Identity) -> None:
-    """Refuse a folder that holds another alignment.
+    """Refuse a folder that holds an alignment with other settings.
 
     Raises:
         InvalidRequest: it does; everything that differs is named.
@@ -134,7 +134,7 @@ def check_folder(workspace: Workspace, identity: Identity) -> None:
 
 
 def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) -> None:
-    """Say whose the folder is, and keep the settings for a refresh to repeat.
+    """Write the identity and the settings of the run into its folder.
 
     Raises:
         InvalidRequest: it cannot be written.

@@ -1,7 +1,4 @@
-"""One picture of drafts: how far they are accepted, over all prompts and by tag.
-
-One picture of a training: acceptance while it learns, and the speedup it came to promise.
-"""
+"""Pictures of a report: acceptance by position and by tag, and the course of the training."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ MAX_COLUMNS = 4
 
 
 def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequence[Path]) -> None:
-    """Draw the drafts and write the picture to every path; the suffix names the format.
+    """Draw acceptance by position, and write the picture to every path.
 
     Args:
         drafts: by the name they are shown with, at least one, judged on prompts of the same tags.
@@ -49,7 +46,7 @@ def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequenc
 def panels_of(
     drafts: Mapping[str, DraftFigures],
 ) -> dict[str, dict[str, AcceptanceFigures]]:
-    """Figures by panel, then by draft; tags have panels of their own where there are several."""
+    """Return the figures by panel and draft; tags have panels of their own if there are several."""
     panels = {"all prompts": {name: figures.overall for name, figures in drafts.items()}}
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
     for tag in tags if len(tags) > 1 else ():
@@ -60,7 +57,7 @@ def panels_of(
 
 
 def draw(axes: Axes, name: str, drafts: Mapping[str, AcceptanceFigures]) -> None:
-    """Share of steps accepted through each position, one line per draft."""
+    """Draw the share of steps accepted through each position, one line per draft."""
     for row, (draft, figures) in enumerate(drafts.items()):
         beta, tau = figures.acceptance_rate_per_position, figures.acceptance_length
         positions = range(1, len(beta) + 1)
@@ -86,7 +83,7 @@ def plot_training(
     speedups: Mapping[int, float],
     paths: Sequence[Path],
 ) -> None:
-    """Draw a training and write the picture to every path; the suffix names the format.
+    """Draw acceptance and predicted speedup over the training, and write the picture.
 
     Args:
         steps: what was measured while training.
@@ -103,7 +100,7 @@ def plot_training(
 
 
 def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[int, float]) -> None:
-    """Alpha of the texts that are learned, step by step, and of those that are not."""
+    """Draw alpha on the training texts, step by step, and on the held-out prompts."""
     known = {
         step.step: step.acceptance_probability
         for step in steps
@@ -123,7 +120,7 @@ def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[in
 
 
 def draw_speedup(axes: Axes, speedups: Mapping[int, float]) -> None:
-    """Predicted speedup at the best K, and where drafting pays."""
+    """Draw the predicted speedup at the best K, and the line above which drafting pays."""
     axes.axhline(1.0, color=BASELINE, linewidth=1, linestyle="--")
     axes.plot(list(speedups), list(speedups.values()), "o-", color=JUDGED)
     axes.set_ylabel("predicted speedup over plain decoding")

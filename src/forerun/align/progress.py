@@ -1,7 +1,4 @@
-"""How long the phases of an alignment take, and what the terminal shows meanwhile.
-
-A training as it goes: loss, acceptance, the speedup it would bring, and when it is done.
-"""
+"""Progress bars, and the seconds that each phase of an alignment takes."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Phases:
-    """Seconds by phase, and bars.
+    """Measures the phases of an alignment and draws their bars.
 
     Args:
         console: to draw on; None shows nothing, as in all processes but the main one.
@@ -46,7 +43,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of a phase."""
+        """Add the seconds of the block to a phase."""
         started_s = time.monotonic()
         try:
             yield
@@ -56,7 +53,7 @@ class Phases:
 
     @contextmanager
     def bar(self, phase: str, what: str) -> Iterator[OnProgress]:
-        """A phase with a bar for whatever says how many of how many are done."""
+        """Run a phase with a progress bar; yields the function that reports progress."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -72,7 +69,7 @@ class Phases:
 
     @contextmanager
     def waiting(self, phase: str, what: str) -> Iterator[None]:
-        """A phase that cannot say how far it is."""
+        """Run a phase of unknown length with a status line."""
         status: AbstractContextManager[object] = self.console.status(what)
         with self.phase(phase), status:
             yield
@@ -83,7 +80,7 @@ MEMORY = 0.9
 
 
 class TrainingProgress:
-    """A bar on the terminal; use as a context manager.
+    """Progress bar of the training; a context manager.
 
     Args:
         console: where to draw.
@@ -120,14 +117,14 @@ class TrainingProgress:
         self._bar.stop()
 
     def show(self, metrics: StepMetrics) -> None:
-        """Take in one step."""
+        """Update the bar with the metrics of one step."""
         self._loss = smoothed(self._loss, metrics.loss)
         if metrics.acceptance_probability is not None:
             self._alpha = smoothed(self._alpha, metrics.acceptance_probability)
         self._draw(metrics.step)
 
     def judged(self, predicted_speedup: float) -> None:
-        """The speedup the draft would bring as it is now, by the last judgement."""
+        """Show the predicted speedup of the last judgement."""
         self._speedup = predicted_speedup
         self._draw(None)
 
@@ -137,7 +134,7 @@ class TrainingProgress:
 
     @property
     def figures(self) -> str:
-        """What stands beside the bar."""
+        """The figures beside the bar."""
         shown = [] if self._loss is None else [f"loss {self._loss:.3f}"]
         if self._alpha is not None:
             shown.append(f"alpha {self._alpha:.3f}")
@@ -147,5 +144,5 @@ class TrainingProgress:
 
 
 def smoothed(before: float | None, now: float) -> float:
-    """A running mean."""
+    """Return the running mean after one more value."""
     return now if before is None else MEMORY * before + (1 - MEMORY) * now

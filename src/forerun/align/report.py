@@ -1,4 +1,4 @@
-"""What an alignment was, found and made."""
+"""The report of an alignment: settings, figures before and after, ledger, judgements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AlignReport", "DataSummary", "JudgedPair"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """What was learned and judged on.
+    """Sizes of the training and the held-out data.
 
     Attributes:
         num_training_prompts: prompts on the side that is learned.
@@ -38,7 +38,7 @@ class DataSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedPair:
-    """Two drafts on the same prompts at one temperature.
+    """Figures of the first and the kept draft on the same prompts at one temperature.
 
     Attributes:
         before: the draft to begin with.
@@ -50,13 +50,13 @@ class JudgedPair:
 
     @property
     def changes(self) -> tuple[FigureChange, ...]:
-        """Before against after."""
+        """Comparison of the two drafts."""
         return changes(self.before, self.after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignReport:
-    """One alignment.
+    """The report of one alignment.
 
     Attributes:
         draft: folder of the draft that was kept.
@@ -66,7 +66,7 @@ class AlignReport:
             is something else.
         ledger: where the rest of the expected length went.
         judgements: on the way, by step.
-        best_step: of the draft that was kept; 0 says that training did not help.
+        best_step: of the draft that was kept; 0 if training did not help.
         seconds: of every phase.
         provenance: of the measurement.
         identity: what all this is a function of.

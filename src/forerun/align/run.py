@@ -1,8 +1,8 @@
-"""Align a draft to its target: from prompts to a draft that may be served, and to what it is worth.
+"""Runs an alignment: from prompts to a trained draft with its report.
 
-The steps, each of which goes on where an interrupted run stopped: the target answers the prompts;
-its laws are cached; the draft learns them; at intervals the engine's own verifier judges it on
-held-out prompts, and the draft of the highest predicted speedup is kept.
+Every phase continues where an interrupted run stopped: the target answers the prompts; its
+distributions are cached; the draft learns them; at intervals the engine's own verifier judges the
+draft on held-out prompts, and the draft of the highest predicted speedup is kept.
 
 Under `accelerate launch` every process trains; the main one alone generates, judges and writes.
 """
@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 
-from forerun.align.checks import check_domain, check_settings
+from forerun.align.checks import check_domain, check_settings, warn_of_few_prompts
 from forerun.align.conclusion import export, finished, hand_over, judged_at, report_of
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
@@ -67,7 +67,7 @@ hash of the target's weights comes along, for they take long to read."""
 def align(
     config: AlignConfig, *, costs: CostsOf | None = None, console: Console | None = None
 ) -> AlignReport | None:
-    """Distil a draft to its target; returns what came of it, None in all but the main process.
+    """Distil a draft to its target; returns the report, None in all but the main process.
 
     Args:
         config: of the alignment.
@@ -86,7 +86,7 @@ def align(
 
 
 class Alignment:
-    """One run.
+    """One run of an alignment.
 
     Args:
         config: of the alignment.
@@ -110,11 +110,13 @@ class Alignment:
         self.phases = Phases(console if self.is_main else None)
 
     def run(self) -> AlignReport | None:
-        """Do what is not done yet."""
+        """Run the phases that are not done yet."""
         check_settings(self.config, self.objective, self.workspace)
         tokenizer = load_tokenizer(self.config.target)
         prompts = read_prompt_split(self.config.data, tokenizer)
         check_domain(self.config.evaluation.in_domain, prompts)
+        if self.is_main:
+            warn_of_few_prompts(prompts)
         identity = identity_of(self.config, prompts, self._from_main(self._target_hash))
         check_folder(self.workspace, identity)
         report = finished(self.workspace, identity, predicted=self.costs is not None)
@@ -126,7 +128,7 @@ class Alignment:
     def _aligned(
         self, tokenizer: Tokenizer, prompts: PromptSplit, identity: Mapping[str, str]
     ) -> AlignReport | None:
-        """All phases, each as far as it is not done."""
+        """Run all phases under the lock of the folder."""
         draft = load_draft(self._draft_config())
         engine = self._engine() if self.is_main else None
         texts = TrainingTexts(
@@ -150,7 +152,7 @@ class Alignment:
             return content_hash(self.config.target)
 
     def _told_again(self, report: AlignReport) -> AlignReport:
-        """What a finished alignment found; how it is served may be asked for anew."""
+        """Return the report of a finished alignment; the serving files are written again."""
         export(self.config, self.workspace, report)
         path = self.workspace.report
         self.phases.console.print(
@@ -162,7 +164,7 @@ class Alignment:
         return report
 
     def _alone(self) -> AbstractContextManager[None]:
-        """No other run writes to the same folder meanwhile."""
+        """Lock the output folder, in the main process."""
         root = self.workspace.root
         return (
             exclusive_access(lock_for(root / "alignment"), root) if self.is_main else nullcontext()
@@ -175,13 +177,13 @@ class Alignment:
 
     @property
     def schedule(self) -> list[int]:
-        """Steps at which drafts are judged, the first and the last among them."""
+        """The steps at which drafts are judged, from 0 to the last."""
         num_rounds = max(1, min(self.config.evaluation.num_evaluations, self.num_steps))
         return [self.num_steps * i // num_rounds for i in range(num_rounds + 1)]
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps of the run."""
+        """Number of optimiser steps of the run."""
         return self.config.training.num_steps
 
     def _draft_config(self) -> DraftConfig:
@@ -202,7 +204,7 @@ class Alignment:
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
     def _trainer(self, draft: Draft, identity: Mapping[str, str]) -> Trainer:
-        """A trainer that goes on from the checkpoint, if there is one."""
+        """Build the trainer and resume from its checkpoint if there is one."""
         config = self.config
         module = DraftLoss(
             draft.model,
@@ -248,7 +250,7 @@ class Alignment:
     def _train(
         self, trainer: Trainer, draft: Draft, texts: TrainingTexts, selector: DraftSelector | None
     ) -> Packing:
-        """All rounds that are not done; returns what the last one learned."""
+        """Train all rounds that are not done; returns the data of the last one."""
         steady = self._from_main(lambda: self._steady(texts))
         packing: Packing | None = None
         rounds = list(enumerate(pairwise(self.schedule)))
@@ -276,7 +278,7 @@ class Alignment:
     def _packing(
         self, texts: TrainingTexts, steady: Sequence[Sample], start: int, number: int
     ) -> Packing:
-        """What a round learns: the same in every process."""
+        """Return the packed data of a round, the same in every process."""
 
         def mixed() -> list[Sample]:
             own: list[Sample] = []
@@ -293,10 +295,10 @@ class Alignment:
         )
 
     def _teacher(self, packing: Packing, target_hash: str) -> Teacher | None:
-        """The teacher of a round; all processes fill its cache together."""
+        """Return the teacher of a round; all processes fill its cache together."""
         if not self.objective.needs_teacher:
             return None
-        with self.phases.bar("teacher", "the target's laws") as on_progress:
+        with self.phases.bar("teacher", "the target's distributions") as on_progress:
             source = TeacherSource(
                 target=self.config.target,
                 target_hash=target_hash,
@@ -314,7 +316,7 @@ class Alignment:
             teacher = make_teacher(self.config.teacher, self.objective, source, packing.num_learned)
             teacher.prepare(packing.samples)
         if teacher.truncated and self.is_main:
-            logger.warning("the laws are truncated to the tokens that the server named")
+            logger.warning("the distributions are truncated to the tokens that the server named")
         return teacher
 
     def _round(
@@ -325,7 +327,7 @@ class Alignment:
         selector: DraftSelector | None,
         log: MetricsLog,
     ) -> None:
-        """Train up to a step."""
+        """Train until a step."""
         if selector is None:
             trainer.run(packing, until, lambda metrics: None)
             return
@@ -343,7 +345,7 @@ class Alignment:
             trainer.run(packing, until, on_step)
 
     def _snapshot(self, draft: Draft, trainer: Trainer, step: int) -> None:
-        """Save the draft as it is; a snapshot once made is that of its step for good."""
+        """Save the draft after a step, unless there is a snapshot of that step."""
         if self.workspace.snapshot(step).exists() or trainer.step != step:
             return
         weights = trainer.weights()
@@ -357,7 +359,7 @@ class Alignment:
         packing: Packing,
         identity: Mapping[str, str],
     ) -> AlignReport:
-        """Judge the kept draft on all held-out prompts, and hand it over."""
+        """Judge the kept draft on all held-out prompts, and write the report."""
         deployed = self.config.sampling.temperature
         others = {
             other: self._costs_at(other, identity["target"])
@@ -384,7 +386,7 @@ class Alignment:
         return report
 
     def _from_main(self, make: Callable[[], MadeT]) -> MadeT:
-        """What the main process makes, in every process."""
+        """Compute a value in the main process and return it in every process."""
         made = [make() if self.is_main else None]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(made)

@@ -1,4 +1,4 @@
-"""Judging a draft while it learns, and keeping the one that promises most."""
+"""Judges the draft during training and keeps the one with the best predicted speedup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DraftSelector", "Judgement", "judgement_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a draft was found to be worth after some steps.
+    """Figures of the draft after some optimiser steps.
 
     Attributes:
         step: optimiser steps done.
@@ -36,12 +36,12 @@ class Judgement:
 
     @property
     def worth(self) -> tuple[float, float]:
-        """What the better draft has more of: predicted speedup, and tau where that says nothing."""
+        """What drafts are compared by: predicted speedup, then tau."""
         return self.predicted_speedup or 0.0, self.acceptance_length
 
 
 class DraftSelector:
-    """Keeps every judgement, and in `Workspace.draft` the draft of the best.
+    """Stores every judgement, and the best draft in `Workspace.draft`.
 
     Args:
         workspace: to keep them in.
@@ -57,12 +57,12 @@ class DraftSelector:
 
     @property
     def best(self) -> Judgement:
-        """The first of the best so far."""
+        """The first of the best judgements so far."""
         return max(self.judgements.values(), key=lambda judgement: judgement.worth)
 
     @property
     def latest(self) -> Judgement:
-        """The last one."""
+        """The judgement of the last step."""
         return self.judgements[max(self.judgements)]
 
     def consider(self, step: int) -> Judgement:
@@ -90,7 +90,7 @@ class DraftSelector:
 
 
 def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
-    """The figures a choice rests on."""
+    """Return the figures that the choice of a draft rests on."""
     overall = figures.overall
     tau, alpha = overall.acceptance_length, overall.acceptance_probability
     speedup = overall.speedup
@@ -104,5 +104,5 @@ def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgeme
 
 
 def read_judgements(path: Path) -> dict[int, Judgement]:
-    """Judgements by step."""
+    """Read the judgements by step."""
     return {judgement.step: judgement for judgement in read_lines(path, Judgement)}

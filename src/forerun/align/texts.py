@@ -1,4 +1,4 @@
-"""The texts of an alignment: prompts on two sides, and the responses that are learned."""
+"""The texts of an alignment: prompts for training and judging, and the responses learned from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forerun.align.data.response_store import ResponseOrigin, ResponseStore
 from forerun.align.data.responses import draft_writer, write_responses
 from forerun.align.data.sample import Sample, Source, prompt_hash
 from forerun.align.data.selection import mix, shares_of, split
-from forerun.align.evaluation.judged import HeldOutPrompt
+from forerun.align.evaluation.judged import EvaluationPrompt
 from forerun.align.progress import OnProgress
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
@@ -36,19 +36,19 @@ NUM_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSplit:
-    """Prompts to learn from, and prompts to judge on; none is on both sides."""
+    """Prompts for training and prompts for judging; none is in both."""
 
     training: tuple[PromptRecord, ...]
     held_out: tuple[PromptRecord, ...]
 
     @property
-    def to_judge(self) -> list[HeldOutPrompt]:
-        """The prompts to judge on, as the judge takes them."""
-        return [HeldOutPrompt(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
+    def to_judge(self) -> list[EvaluationPrompt]:
+        """The held-out prompts as the judge takes them."""
+        return [EvaluationPrompt(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
 
 
 def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
-    """Read the prompts and keep some for judging.
+    """Read the prompts and hold some out for judging.
 
     Raises:
         InvalidRequest: something is malformed, or a side is empty.
@@ -66,7 +66,7 @@ def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
 
 
 class TrainingTexts:
-    """Everything a draft may learn, made when it is asked for and kept.
+    """All texts that a draft may learn from, generated when asked for and stored.
 
     Args:
         config: of the alignment.
@@ -103,13 +103,13 @@ class TrainingTexts:
 
     @property
     def params(self) -> SamplingParams:
-        """What responses are drawn under."""
+        """Sampling parameters of the responses."""
         temperature = self.config.data.response_temperature
         sampling = self.config.sampling
         return sampling if temperature is None else replace(sampling, temperature=temperature)
 
     def steady(self, on_progress: OnProgress) -> list[Sample]:
-        """Texts that do not depend on the draft: the target's, brought along, replayed."""
+        """Return the texts that do not depend on the draft."""
         found: list[Sample] = []
         if "target" in self.shares:
             found += self._of_target(on_progress)
@@ -120,7 +120,7 @@ class TrainingTexts:
     def of_draft(
         self, draft: Path, part: int, num_parts: int, on_progress: OnProgress
     ) -> list[Sample]:
-        """What the draft itself answers one part of the prompts, newly for every draft."""
+        """Generate the draft's own responses to one part of the prompts."""
         prompts = self.prompts[part % num_parts :: num_parts]
         if self.target is None:
             raise ValueError("only the process that has the target writes responses")
@@ -130,7 +130,7 @@ class TrainingTexts:
         return [without_loop(sample) for sample in store.samples(prompts, 1)]
 
     def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
-        """The configured shares of these samples; rejected positions come on top, all of them."""
+        """Select samples in the configured shares, and add all replayed ones."""
         replays = [sample for sample in samples if sample.source == "replay"]
         return mix(samples, self.shares, seed=seed) + replays
 
@@ -150,7 +150,7 @@ class TrainingTexts:
         return [without_loop(sample) for sample in store.samples(self.prompts, num_samples)]
 
     def _server(self) -> ResponseServerConfig | None:
-        """The server that responds in the target's place, if there is one."""
+        """Return the server that responds in place of the target, if the settings name one."""
         url = self.config.data.responses_from
         if url is None:
             return None
@@ -165,7 +165,7 @@ class TrainingTexts:
     def _origin(self, server: ResponseServerConfig | None) -> ResponseOrigin:
         model = self.target_hash
         if server is not None:
-            # What it runs is not known; it is to be the target, so another target asks anew.
+            # The model behind the address is not known: another target must not reuse responses.
             model = f"{model} {server.url} {server.model} {server.num_logprobs}"
         folder = model_folder(self.config.target)
         return ResponseOrigin(
@@ -192,15 +192,15 @@ class TrainingTexts:
         return [sample for sample in found if sample.prompt_hash not in self.held_out]
 
     def _hash_of_prompt(self, prompt_ids: Sequence[int]) -> str:
-        """Of a prompt as it was served; here a long one has lost its beginning."""
+        """Hash a prompt as it was served, cut to the same length as the prompts here."""
         most = self.config.data.max_prompt_tokens
         return prompt_hash(shortened(prompt_ids, self.tokenizer.encode(""), most))
 
 
 def without_loop(sample: Sample) -> Sample:
-    """The sample up to where its response begins to repeat a 32-gram.
+    """Cut a sample where its response begins to repeat a 32-gram.
 
-    A loop is easy to draft and says nothing about other text, so learning it is wasted.
+    A loop is easy to draft, so learning it does not help with other text.
     """
     (start, end), *others = sample.spans
     if others:

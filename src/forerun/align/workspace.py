@@ -1,7 +1,4 @@
-"""Where an alignment keeps what it makes.
-
-One process at a time writes to a place; the system frees it when that process ends, however.
-"""
+"""The folder of an alignment: names of its files, hashes of snapshots, and its lock."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ START_AGAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """The folder of one alignment; everything in it can be made again, the draft excepted.
+    """Paths in the folder of one alignment; all but the draft can be made again.
 
     Attributes:
         root: `AlignConfig.out`.
@@ -47,7 +44,7 @@ class Workspace:
 
     @property
     def responses(self) -> Path:
-        """What target and draft answered, one file per maker."""
+        """Responses of target and draft, one file per origin."""
         return self.root / "responses"
 
     @property
@@ -57,32 +54,32 @@ class Workspace:
 
     @property
     def training(self) -> Path:
-        """Checkpoint of the run."""
+        """Folder of the checkpoint."""
         return self.root / "training"
 
     @property
     def metrics(self) -> Path:
-        """Every optimiser step, as lines of JSON."""
+        """Metrics of every optimiser step, as JSON lines."""
         return self.root / "metrics.jsonl"
 
     @property
     def judgements(self) -> Path:
-        """What drafts were found to be worth on the way, as lines of JSON."""
+        """Judgements of the draft during training, as JSON lines."""
         return self.root / "judgements.jsonl"
 
     @property
     def settings(self) -> Path:
-        """What was asked for: what `--refresh` goes on from."""
+        """The settings, from which `--refresh` continues."""
         return self.root / "align.json"
 
     @property
     def identity(self) -> Path:
-        """What the alignment is a function of: whoever goes on must bring the same."""
+        """Everything that decides the result; a run that continues must have the same."""
         return self.root / "identity.json"
 
     @property
     def report(self) -> Path:
-        """What came out."""
+        """The report."""
         return self.root / "report.json"
 
     def picture(self, name: str) -> Path:
@@ -90,7 +87,7 @@ class Workspace:
         return self.root / f"{name}.svg"
 
     def snapshot(self, step: int) -> Path:
-        """The draft after so many steps."""
+        """The draft after so many optimiser steps."""
         return self.root / "snapshots" / str(step)
 
 
@@ -127,7 +124,7 @@ def file_hash(path: Path) -> str:
 
 
 def lock_for(path: Path) -> FileLock:
-    """A lock for a file, kept in an empty one beside it.
+    """Return the lock of a file, which is an empty file beside it.
 
     Holding it twice in one process takes the same lock twice: another one for the same file is
     another writer.
@@ -137,14 +134,14 @@ def lock_for(path: Path) -> FileLock:
 
 @contextmanager
 def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
-    """Write alone.
+    """Hold a lock while the block writes.
 
     Args:
         lock: of `what`.
         what: is written, for the message.
 
     Raises:
-        InvalidRequest: another process writes there, or nobody can.
+        InvalidRequest: another process writes there, or the folder is not writable.
     """
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)

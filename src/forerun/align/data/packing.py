@@ -1,7 +1,4 @@
-"""Samples laid into rows of one width, and the rows as an endless shuffled stream.
-
-Samples cut to the width of a packed row.
-"""
+"""Packs samples into rows of equal width, in an endless stream that is shuffled in every epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = ["Packing", "cut"]
 
 
 class Packing:
-    """Rows of an endless stream of epochs, each shuffled anew.
+    """Packed rows in an endless stream of epochs, each shuffled anew.
 
     A row of the stream is a pure function of the samples, the window, the seed and the row's
     number: ranks and resumed runs need no state to agree.
@@ -50,16 +47,16 @@ class Packing:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows after which every sample has been seen once."""
+        """Number of rows that hold every sample once."""
         return len(self._rows)
 
     @property
     def num_learned(self) -> int:
-        """Learned tokens of an epoch."""
+        """Number of learned tokens in an epoch."""
         return sum(sample.num_learned for sample in self.samples)
 
     def batch(self, first_row: int, num_rows: int) -> PackedBatch:
-        """Rows `first_row` to `first_row + num_rows - 1` of the stream."""
+        """Return rows `first_row` to `first_row + num_rows - 1` of the stream."""
         shape = (num_rows, self.window)
         ids = torch.zeros(shape, dtype=torch.int64)
         # Padding counts its positions like one more sample.
@@ -81,14 +78,14 @@ class Packing:
         return PackedBatch(ids=ids, positions=positions, samples=samples, predicts=predicts)
 
     def _samples_in(self, stream_row: int) -> list[int]:
-        """Samples in a row of the stream."""
+        """Return the indices of the samples in one row of the stream."""
         epoch, row = divmod(stream_row, self.rows_per_epoch)
         key = finalise(self.seed) + epoch * INCREMENT
         return self._rows[permuted(row, self.rows_per_epoch, key)]
 
 
 def rows_of(lengths: Sequence[int], window: int) -> list[list[int]]:
-    """Samples by row: longest first, each into the fullest row that has room for it.
+    """Assign samples to rows: the longest first, each to the fullest row that has room.
 
     Args:
         lengths: of every sample, at most the window.
@@ -109,7 +106,7 @@ def rows_of(lengths: Sequence[int], window: int) -> list[list[int]]:
 
 
 def cut(sample: Sample, window: int) -> Sample:
-    """The sample in at most `window` tokens, of which as many as sensible are learned.
+    """Cut a sample to at most `window` tokens and keep as many learned ones as sensible.
 
     What follows the last learned token teaches nothing and goes first. Then the beginning goes, as
     far as it has to for all learned tokens to stay, but never so far that fewer than half a window
@@ -134,7 +131,7 @@ def cut(sample: Sample, window: int) -> Sample:
 
 
 def kept_logprobs(sample: Sample, start: int, end: int) -> TopLogprobs:
-    """Of the learned tokens from `start` to before `end`."""
+    """Return the log-probabilities of the learned tokens from index `start` to `end` - 1."""
     learned = (index for a, b in sample.spans for index in range(a, b))
     assert sample.top_logprobs is not None
     pairs = zip(learned, sample.top_logprobs, strict=True)

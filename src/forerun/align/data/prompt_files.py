@@ -58,7 +58,7 @@ Rows = Iterable[tuple[str, object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEntry:
-    """One record; it has either a text or messages.
+    """One record of a prompt file: a text or a conversation.
 
     Attributes:
         where: file and line, for error messages.
@@ -76,7 +76,7 @@ class PromptEntry:
 
     @property
     def num_characters(self) -> int:
-        """Length of its texts."""
+        """Total length of its texts."""
         contents = sum(len(message["content"]) for message in self.messages)
         return len(self.text or "") + contents + len(self.response or "")
 
@@ -243,7 +243,7 @@ def texts_of(file: Path) -> Iterator[PromptEntry]:
 
 
 def entry_of(row: object, where: str) -> PromptEntry:
-    """Check a record of any of the three forms.
+    """Check a record of any of the three forms and turn it into an entry.
 
     Raises:
         InvalidRequest: it has neither or both of a prompt and messages, or a field of another type.
@@ -299,7 +299,7 @@ def own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def checked_messages(messages: object, where: str) -> tuple[Message, ...]:
-    """Check a conversation.
+    """Check the messages of a conversation.
 
     Raises:
         InvalidRequest: it is no list of messages, or begins with the assistant's answer.

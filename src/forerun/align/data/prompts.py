@@ -1,7 +1,4 @@
-"""Prompts as tokens, and the responses some records bring along.
-
-Conversations through a chat template: which tokens the assistant wrote.
-"""
+"""Prompts as token ids, and the responses that some records already have."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ __all__ = ["PromptRecord", "learned_text", "read_prompts", "shortened"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """One prompt of a data set.
+    """One prompt of a data set, as token ids.
 
     Attributes:
         prompt_ids: tokens to be continued, at most as many as were asked for.
@@ -29,7 +26,7 @@ class PromptRecord:
         where: file and line, for errors.
         messages: the conversation it was rendered from; empty for plain text.
         brought: texts with the response, or all answers of a conversation, that records of this
-            prompt bring along; their prompt is whole.
+            prompt have; their prompt is not cut.
     """
 
     prompt_ids: tuple[int, ...]
@@ -41,10 +38,10 @@ class PromptRecord:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[PromptRecord]:
-    """Prompts of a file or folder, each once, in the order of their first records.
+    """Read the prompts of a file or folder, each once, in the order of their first records.
 
     Texts are continued as they are. Conversations go through the tokenizer's chat template and are
-    continued with the assistant's last answer, which is what the record brings along if it has it.
+    continued with the assistant's last answer, which the record may have.
 
     Args:
         path: see `read_entries`.
@@ -77,7 +74,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
 
 
 def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
-    """An entry in tokens.
+    """Turn an entry into token ids.
 
     Raises:
         InvalidRequest: its prompt is empty, or its conversation cannot be rendered.
@@ -107,7 +104,7 @@ def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) 
 
 
 def messages_of(entry: PromptEntry) -> tuple[Message, ...]:
-    """The conversation of an entry, with the response it brings; empty for plain text."""
+    """Return an entry's conversation with its response appended; empty for plain text."""
     if not entry.messages or entry.response is None:
         return entry.messages
     if entry.messages[-1]["role"] == "assistant":
@@ -120,7 +117,7 @@ Text = tuple[list[int], list[tuple[int, int]]]
 
 
 def continued(prompt_ids: Sequence[int], response: str | None, tokenizer: Tokenizer) -> Text | None:
-    """A plain prompt with the response the record brings; where that ends, the text need not."""
+    """Append the record's response to a plain prompt; the text may go on after the response."""
     if response is None:
         return None
     ids = [*prompt_ids, *tokenizer.encode(response, add_special_tokens=False)]
@@ -128,7 +125,7 @@ def continued(prompt_ids: Sequence[int], response: str | None, tokenizer: Tokeni
 
 
 def sample_of(text: Text, own_hash: str, tag: str) -> Sample:
-    """A text that came with its prompt, as a sample."""
+    """Make a sample of a text that came with its prompt."""
     token_ids, spans = text
     return Sample(
         prompt_hash=own_hash,
@@ -140,7 +137,7 @@ def sample_of(text: Text, own_hash: str, tag: str) -> Sample:
 
 
 def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int, ...]:
-    """The end of a prompt, behind the start tokens if it had them."""
+    """Return the last `most` tokens of a prompt, behind its start tokens if it had them."""
     if len(ids) <= most:
         return tuple(ids)
     kept = tuple(start) if len(start) < most and list(ids[: len(start)]) == list(start) else ()
@@ -150,7 +147,7 @@ def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int,
 def learned_text(
     messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """A conversation as tokens, and the ranges of the assistant's answers.
+    """Render a conversation as token ids and find the ranges that the assistant wrote.
 
     What is asked and what is answered are made into tokens one by one, so that tokens end where a
     prompt ends, as they do when the draft is used. An answer includes the token that ends it. A
@@ -184,13 +181,13 @@ def learned_text(
     if done < len(whole):
         raise InvalidRequest(
             "the chat template does not render the answer behind its prompt, so that the answer's "
-            "tokens cannot be told; give prompts without answers"
+            "tokens cannot be found; give prompts without answers"
         )
     return ids, spans
 
 
 def length_to_end(answer: Sequence[int], eos_token_id: int | None) -> int:
-    """Tokens of an answer up to the one that ends it; templates may put a line end behind."""
+    """Return the number of tokens up to the end token; some templates write a line end after it."""
     if eos_token_id in answer:
         return answer.index(eos_token_id) + 1
     return len(answer)

@@ -1,4 +1,4 @@
-"""Where the draft was wrong in service: rejected positions from traces that kept tokens."""
+"""Samples from traces of a served pair: the positions at which the draft was rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HashOfPrompt = Callable[[Sequence[int]], str]
 def replayed(
     path: Path, *, target_hash: str, tokenizer_hash: str, hash_of_prompt: HashOfPrompt = prompt_hash
 ) -> list[Sample]:
-    """One sample per request of a trace, of which the rejected positions are learned.
+    """Make one sample per request of a trace, in which the rejected positions are learned.
 
     The rejected position of a step is the one behind the accepted ones: the target's own token
     stands there instead of the draft's. Positions after it were never looked at.
@@ -61,7 +61,7 @@ def replayed(
 
 
 def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_hash: str) -> None:
-    """Refuse a trace of other models.
+    """Refuse a trace of another target or tokenizer.
 
     Raises:
         InvalidRequest: it is.
@@ -74,14 +74,14 @@ def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_ha
     if header.target_hash != target_hash:
         raise InvalidRequest(
             f"the trace {path} is of another target ({header.target}, {header.target_hash}, not "
-            f"{target_hash}); what it rejected tells nothing of this one: record it anew"
+            f"{target_hash}); record a trace with this target"
         )
 
 
 def sample_of(
     request: RequestRecord, steps: list[StepRecord], hash_of_prompt: HashOfPrompt
 ) -> Sample | None:
-    """The text of a request and where its draft was wrong; None where steps are missing."""
+    """Make the sample of one request; None where steps of it are missing."""
     assert request.prompt_token_ids is not None
     token_ids = list(request.prompt_token_ids)
     spans: list[tuple[int, int]] = []

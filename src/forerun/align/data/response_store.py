@@ -1,4 +1,4 @@
-"""Responses on disk: a line each, appended as they finish, none twice, none lost."""
+"""Responses on disk, one line each, appended as they finish; an interrupted run loses none."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ FORMAT = 2
 FREE = ("n", "logprobs")
 """Parameters that decide nothing: every response is a single sample."""
 DEFAULTS = SamplingParams()
-"""What is not said of a maker; so a parameter that is new makes no other maker of an old one."""
+"""Left out of an origin, so that a new parameter does not make an old origin another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOrigin:
-    """All that decides what a response is like: other responses are never taken for these.
+    """Everything that decides what responses are like: responses of another origin are not used.
 
     Attributes:
         source: target or draft.
@@ -47,7 +47,7 @@ class ResponseOrigin:
     params: SamplingParams
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON keeps it."""
+        """Return it as JSON values."""
         params = {
             field.name: value
             for field in fields(self.params)
@@ -71,13 +71,13 @@ class ResponseOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What was said to a prompt once.
+    """One response to a prompt.
 
     Attributes:
         prompt_hash: of the prompt.
         index: which of the prompt's samples.
         token_ids: of the response, the token that ended it included.
-        finish_reason: as the engine or the server said.
+        finish_reason: as the engine or the server gave it.
         top_logprobs: of every token, where a server offers them.
     """
 
@@ -89,14 +89,14 @@ class Response:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What there is one response of."""
+        """Prompt hash and index, under which the store has one response."""
         return self.prompt_hash, self.index
 
 
 class ResponseStore:
-    """The responses of one maker in one file, whose name is the maker's hash.
+    """The responses of one origin in a file that is named by the hash of that origin.
 
-    Lines are handed to the system whole, so a killed process loses the one it was writing at most;
+    Lines are written whole, so a killed process loses at most the one it was writing;
     what is left of that is removed by the next. One process at a time writes, see `writing`.
 
     Args:
@@ -104,7 +104,7 @@ class ResponseStore:
         origin: of the responses.
 
     Raises:
-        InvalidRequest: the file is another maker's, or cannot be read, or has to be made or mended
+        InvalidRequest: the file is of another origin, cannot be read, or has to be written
             while another process writes it.
     """
 
@@ -123,7 +123,7 @@ class ResponseStore:
     def missing(
         self, prompts: Iterable[PromptRecord], samples_per_prompt: int
     ) -> list[tuple[PromptRecord, int]]:
-        """Prompts and sample indices without a response, first samples of all prompts first."""
+        """Return prompts and sample indices that have no response, lowest indices first."""
         return [
             (prompt, index)
             for index in range(samples_per_prompt)
@@ -133,7 +133,7 @@ class ResponseStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Alone, and knowing whatever others have written before.
+        """Hold the file's lock while the block writes, after reading what other processes wrote.
 
         Raises:
             InvalidRequest: another process writes.
@@ -143,7 +143,7 @@ class ResponseStore:
             yield
 
     def add(self, response: Response) -> None:
-        """Keep a response; one that is there already stays.
+        """Write a response; an existing one with the same key stays.
 
         Raises:
             CacheTooLarge: it cannot be written, as on a full disk; those before are safe.
@@ -160,7 +160,7 @@ class ResponseStore:
         self._responses[response.key] = response
 
     def samples(self, prompts: Iterable[PromptRecord], samples_per_prompt: int) -> list[Sample]:
-        """Prompts with their responses; empty responses teach nothing and are left out."""
+        """Return prompts with their responses as samples; empty responses are left out."""
         found = (
             (prompt, self._responses.get((prompt.prompt_hash, index)))
             for prompt in prompts
@@ -173,11 +173,11 @@ class ResponseStore:
         ]
 
     def response(self, prompt_hash: str, index: int) -> Response | None:
-        """One response, None where it is missing."""
+        """Return one response, None where it is missing."""
         return self._responses.get((prompt_hash, index))
 
     def _append(self, line: str) -> None:
-        """Append a line; on failure the file ends where it ended before."""
+        """Append a line; if that fails, restore the length of the file."""
         with self.path.open("ab", buffering=0) as file:
             end = file.tell()
             remaining = memoryview(line.encode() + b"\n")
@@ -203,12 +203,12 @@ class ResponseStore:
             self._take(line, number)
 
     def _whole(self) -> bytes:
-        """The lines of the file: what was cut off is removed, and the header is there."""
+        """Return the whole lines of the file: remove a part of a line, write a missing header."""
         content = self._content()
         if content.endswith(b"\n"):
             return content
         with exclusive_access(self._lock, self.path):
-            content = self._content()  # whoever was writing it has ended
+            content = self._content()  # the process that wrote it has ended
             whole = content[: content.rfind(b"\n") + 1]
             if len(whole) < len(content):
                 os.truncate(self.path, len(whole))
@@ -229,7 +229,7 @@ class ResponseStore:
 
 
 def response_of(row: Any) -> Response:
-    """A line's response.
+    """Parse the response of one line.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
@@ -252,7 +252,7 @@ def response_of(row: Any) -> Response:
 
 
 def sample_of(prompt: PromptRecord, response: Response, source: Source) -> Sample:
-    """A prompt and what was said to it."""
+    """Join a prompt and its response to a sample."""
     length = len(prompt.prompt_ids)
     return Sample(
         prompt_hash=prompt.prompt_hash,

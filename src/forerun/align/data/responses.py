@@ -1,7 +1,4 @@
-"""Responses by an engine: the target's own, or the draft's where it is the engine's target.
-
-The draft's own texts, for the target to score: what it will be asked about when it drafts.
-"""
+"""Responses written by an engine: by the target, or by the draft for the target to score."""
 
 from __future__ import annotations
 
@@ -34,13 +31,13 @@ def write_responses(
     samples_per_prompt: int = 1,
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
-    """Have the engine write the responses the store lacks.
+    """Write the responses that the store lacks, with an engine.
 
     Every sample has its own seed, from the parameters' seed, its prompt and its index alone: what
-    it says depends on neither the batch nor on where an earlier run was interrupted.
+    is generated depends neither on the batch nor on where an earlier run was interrupted.
 
     Args:
-        engine: over the store's maker; with a drafter it is faster and says the same.
+        engine: of the store's origin; with a drafter it is faster and the text is the same.
         prompts: to respond to.
         store: gains the responses one by one, as they finish.
         samples_per_prompt: responses per prompt.
@@ -74,7 +71,7 @@ def write_responses(
 
 
 def ask(engine: Engine, prompt: PromptRecord, index: int, params: SamplingParams) -> str:
-    """Queue one sample; returns the request's id."""
+    """Queue one request and return its id."""
     seed = seed_of(prompt.prompt_hash, index, params.seed or 0)
     own = replace(params, n=1, seed=seed, logprobs=None)
     try:
@@ -84,7 +81,7 @@ def ask(engine: Engine, prompt: PromptRecord, index: int, params: SamplingParams
 
 
 def finished(engine: Engine, request_id: str, prompt: PromptRecord, index: int) -> Response:
-    """The response of a request that has ended."""
+    """Return the response of a finished request."""
     completion = engine.take_output(request_id).completions[0]
     return Response(
         prompt_hash=prompt.prompt_hash,
@@ -95,7 +92,7 @@ def finished(engine: Engine, request_id: str, prompt: PromptRecord, index: int) 
 
 
 def seed_of(prompt_hash: str, index: int, seed: int) -> int:
-    """The seed of one sample; another for every prompt, index and base seed."""
+    """Return the seed of one sample: another for every prompt, index and base seed."""
     mixed = finalise(finalise(seed) ^ int(prompt_hash, 16))
     return finalise(mixed + (index + 1) * INCREMENT) >> 64 - SEED_BITS
 
@@ -103,7 +100,7 @@ def seed_of(prompt_hash: str, index: int, seed: int) -> int:
 def draft_writer(
     draft: str | Path, target: Engine, params: SamplingParams, folder: Path
 ) -> tuple[Engine, ResponseStore]:
-    """An engine whose target is the draft, and where its responses are kept.
+    """Load an engine that decodes with the draft alone, and the store of its responses.
 
     They are kept by the draft's weights: a draft that has learned meanwhile writes anew.
 

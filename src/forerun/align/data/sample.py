@@ -1,4 +1,4 @@
-"""One text to learn from: tokens, which of them are learned, and where it comes from."""
+"""The training text: token ids, the ranges that are learned, and the source of the response."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def num_learned(self) -> int:
-        """Learned tokens."""
+        """Number of learned tokens."""
         return sum(end - start for start, end in self.spans)
 
 
@@ -52,7 +52,7 @@ def prompt_hash(token_ids: Sequence[int]) -> str:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Hash of texts and of what is learned of them, whatever their order.
+    """Hash texts and their learned ranges, independent of their order.
 
     Returns:
         The first 16 hexadecimal digits of a SHA-256.

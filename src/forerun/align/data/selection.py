@@ -1,12 +1,8 @@
-"""Which prompts are learned from and which are kept for judging.
+"""Which prompts are held out, and in which shares the sources of text are mixed.
 
-Samples of several sources in fixed shares of the learned tokens.
-
-Shuffling without state: the place of one index in a permutation, from a key.
-
-A balanced Feistel network permutes the numbers of an even number of bits, whatever its round
-function is. Numbers outside the range are sent through it again until one falls inside, which keeps
-it a permutation of the range ("cycle walking", Black and Rogaway 2002).
+Shuffling needs no state: a balanced Feistel network permutes the numbers of an even number of bits
+for any round function. Numbers outside the range pass through it again until one falls inside,
+which keeps it a permutation of the range ("cycle walking", Black and Rogaway 2002).
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ HASH_BITS = 64
 
 
 def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
-    """Whether a prompt is kept for judging: its hash, as a number from 0 to 1, is below the share.
+    """Return whether a prompt is held out: its hash, as a number in [0, 1), is below the share.
 
     So a prompt stays on its side whatever else the data holds, and whatever is done to make its
     responses; a larger share adds prompts to those held out and takes none away.
@@ -35,7 +31,7 @@ def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
 def split(
     prompts: Iterable[PromptRecord], held_out_share: float
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """Prompts to train on and prompts held out, each in their order.
+    """Split prompts into those for training and those held out, each in their order.
 
     Raises:
         InvalidRequest: the share is no share, or one side is empty.
@@ -58,7 +54,7 @@ def split(
 
 
 def shares_of(*, on_policy_share: float, fixed_share: float) -> dict[Source, float]:
-    """Share of every source that has one; the target writes what is left.
+    """Return the share of each source of text; the target writes what the others leave.
 
     Raises:
         InvalidRequest: a share is negative, or together they are more than 1.
@@ -74,7 +70,7 @@ def shares_of(*, on_policy_share: float, fixed_share: float) -> dict[Source, flo
 
 
 def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int) -> list[Sample]:
-    """As many samples as there are for these shares, none of them twice.
+    """Select as many samples as the shares allow, none of them twice.
 
     The source that runs out first decides how many. Of the others a shuffled selection is taken up
     to its share, so that every share is met to within the length of a sample. Sources without a
@@ -105,7 +101,7 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
 
 
 def selection(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
-    """Shuffled samples until so many tokens are learned; the last one may go beyond."""
+    """Yield shuffled samples until so many tokens are learned; the last may exceed the number."""
     num_taken = 0
     for index in range(len(samples)):
         # Half a token of slack: shares of a whole are met exactly, not short of rounding.
@@ -120,7 +116,7 @@ NUM_ROUNDS = 6
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where the permutation of `key` sends an index.
+    """Return where the permutation of `key` sends an index.
 
     Args:
         index: 0 to size - 1.
@@ -135,7 +131,7 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 def shuffled_bits(number: int, half_bits: int, key: int) -> int:
-    """One pass of the network over numbers of twice `half_bits` bits."""
+    """Apply the Feistel network once to a number of twice `half_bits` bits."""
     mask = (1 << half_bits) - 1
     left, right = number >> half_bits, number & mask
     for number_of_round in range(1, NUM_ROUNDS + 1):

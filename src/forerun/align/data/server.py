@@ -1,4 +1,4 @@
-"""Responses from an OpenAI-compatible server: patient with it, resumed where it broke off."""
+"""Responses from an OpenAI-compatible server, with retries and limits."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseServerConfig:
-    """An OpenAI-compatible server and how patient to be with it.
+    """Address of an OpenAI-compatible server, and how often and how long it is tried.
 
     Attributes:
         url: such as http://localhost:8000/v1, asked for completions of tokens; one that ends in
             /chat/completions is asked to answer conversations, through its own template.
-        model: name the server knows the target by.
+        model: name of the target on the server.
         num_logprobs: most likely tokens to report with every token, 0 for none.
         max_concurrent: requests at once.
         num_tries: of a request, before the server counts as broken.
         first_wait_s: before the second try; doubled for every further one.
-        max_wait_s: most seconds between two tries, also where the server asks for more.
+        max_wait_s: most seconds between two tries, also if the server asks for more.
         timeout_s: seconds to wait for an answer.
     """
 
@@ -100,7 +100,7 @@ class ResponseServerConfig:
 
     @property
     def endpoint(self) -> str:
-        """The address requests go to."""
+        """The address that requests are sent to."""
         base = self.url.rstrip("/")
         if base.endswith(COMPLETIONS):
             return base
@@ -108,13 +108,13 @@ class ResponseServerConfig:
 
     @property
     def chat(self) -> bool:
-        """Whether conversations are sent."""
+        """Whether conversations are sent, not token ids."""
         return self.endpoint.endswith(CHAT)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ResponseServer:
-    """Asks one server; from several threads at once, if need be.
+    """Client of one server; several threads may use it at once.
 
     The environment's OPENAI_API_KEY is sent where it is set.
 
@@ -122,7 +122,7 @@ class ResponseServer:
         config: which server.
         tokenizer: of the target.
         client: what carries the requests.
-        closing: set when nobody wants its answers any more; waiting ends at once.
+        closing: set when the answers are not needed any more; all waiting then ends.
         tells_ids: whether it may be asked for token ids; False once it has refused to be.
     """
 
@@ -134,7 +134,7 @@ class ResponseServer:
 
     @classmethod
     def connect(cls, config: ResponseServerConfig, tokenizer: Tokenizer) -> ResponseServer:
-        """A server by its address; nothing is sent yet."""
+        """Create the client of a server; nothing is sent yet."""
         key = os.environ.get(API_KEY)
         authorization = {"Authorization": f"Bearer {key}"} if key else {}
         client = httpx.Client(
@@ -145,7 +145,7 @@ class ResponseServer:
         return cls(config=config, tokenizer=tokenizer, client=client)
 
     def respond(self, prompt: PromptRecord, index: int, params: SamplingParams) -> Response:
-        """One response, asked for until it comes.
+        """Ask for one response, with retries.
 
         Raises:
             InvalidRequest: the server refuses the request, or has another tokenizer.
@@ -208,19 +208,19 @@ class ResponseServer:
             )
 
     def _problem(self, reply: Reply, prompt: PromptRecord) -> str:
-        """What is wrong, where asking again may help.
+        """Return what is wrong with an answer if a retry may help.
 
         Raises:
             InvalidRequest: it will not.
         """
-        said = f"status {reply.status_code}: {reply.start}"
+        problem = f"status {reply.status_code}: {reply.start}"
         if reply.status_code >= 500 or reply.status_code in BUSY:
-            return said
-        raise InvalidRequest(f"{prompt.where}: {self.config.endpoint} refuses it with {said}")
+            return problem
+        raise InvalidRequest(f"{prompt.where}: {self.config.endpoint} refuses it with {problem}")
 
 
 def parsed(reply: Reply) -> Any:
-    """The JSON of an answer.
+    """Parse the body of an answer as JSON.
 
     Raises:
         BrokenReply: it is not JSON, or nests too deeply.
@@ -232,7 +232,7 @@ def parsed(reply: Reply) -> Any:
 
 
 def asked_wait_s(reply: Reply, otherwise: float) -> float:
-    """Seconds the server asks to wait, where it does so as a number."""
+    """Return the seconds in the Retry-After header if it is a number, else `otherwise`."""
     try:
         asked_s = float(otherwise if reply.retry_after is None else reply.retry_after)
     except ValueError:  # a date
@@ -248,7 +248,7 @@ def write_responses_from(
     samples_per_prompt: int = 1,
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
-    """Have the server write the responses the store lacks.
+    """Ask the server for the responses that the store lacks.
 
     Args:
         server: with the store's maker behind it; of no use afterwards.
@@ -287,7 +287,7 @@ def write_responses_from(
 
 
 def add_finished(asked: Sequence[Future[Response]], store: ResponseStore) -> None:
-    """Keep what came beside the failure."""
+    """Store the responses that had arrived when another request failed."""
     for response in asked:
         if response.done() and not response.cancelled() and response.exception() is None:
             store.add(response.result())

@@ -1,9 +1,9 @@
-"""The OpenAI completions and chat protocols: what a server is asked, and what its answer says.
+"""The OpenAI completions and chat protocols: bodies of requests, and responses in the answers.
 
-Tokens are exact where the server says their ids: vLLM does if asked (`return_token_ids`,
-`return_tokens_as_token_ids`), llama.cpp beside log-probabilities. From any other server there is
-text, whose tokens the target's tokenizer has to guess; and no log-probabilities, because their
-tokens are named by text that several tokens may share.
+Tokens are exact where the answer has their ids: vLLM sends them on request (`return_token_ids`,
+`return_tokens_as_token_ids`), llama.cpp beside log-probabilities. Any other server sends text,
+which the target's tokenizer turns into tokens; its log-probabilities are not used, because several
+tokens may have the same text.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ EXTENSIONS = (
     "include_stop_str_in_output",
     "allowed_token_ids",
 )
-"""Sent where they are not at their defaults: beyond the first two not every server knows them."""
+"""Sent where they differ from their defaults: not every server accepts all but the first two."""
 MAX_TOKEN_CHARACTERS = 1024
 """Of one token, generously: the longest in use are runs of some hundred spaces."""
 DEFAULTS = SamplingParams()
 
 
 class BrokenReply(Exception):
-    """An answer that makes no sense; asking again may help."""
+    """The answer of a server makes no sense; a retry may help."""
 
 
 def check_params(params: SamplingParams) -> None:
-    """Refuse what cannot be asked of a server.
+    """Refuse sampling parameters that no server takes.
 
     Raises:
         InvalidRequest: there is no limit to the response, or a parameter no protocol has.
@@ -63,7 +63,7 @@ def check_params(params: SamplingParams) -> None:
 def request_body(
     prompt: PromptRecord, params: SamplingParams, *, chat: bool, num_logprobs: int
 ) -> dict[str, object]:
-    """Everything but model and seed.
+    """Return the body of a request without model and seed.
 
     Args:
         prompt: sent as tokens, or as messages to the chat endpoint.
@@ -102,7 +102,7 @@ def request_body(
 def response_of(
     reply: Any, prompt_hash: str, index: int, params: SamplingParams, tokenizer: Tokenizer
 ) -> Response:
-    """The response in a server's answer.
+    """Read the response from a server's answer.
 
     Raises:
         BrokenReply: there is none, or it was broken off.
@@ -175,7 +175,7 @@ Place = tuple[int, tuple[tuple[int, float], ...]]
 
 
 def places_of(logprobs: Any) -> list[Place] | None:
-    """Log-probabilities by place, in either protocol's form; None where ids are not told."""
+    """Return the ids and log-probabilities of every position; None where ids are not given."""
     try:
         if logprobs.get("content") is not None:
             return [
@@ -192,7 +192,7 @@ def places_of(logprobs: Any) -> list[Place] | None:
 
 
 def ranked(pairs: Any) -> tuple[tuple[int, float], ...]:
-    """Ids with log-probabilities, each id once, best first."""
+    """Return ids with log-probabilities, each id once, the most likely first."""
     found = {token: float(value) for token, value in pairs}
     if any(math.isnan(value) for value in found.values()):
         raise ValueError("a log-probability is not a number")
@@ -200,12 +200,12 @@ def ranked(pairs: Any) -> tuple[tuple[int, float], ...]:
 
 
 def id_of(entry: Mapping[str, Any]) -> int:
-    """The id of a token in the chat form: llama.cpp says it, vLLM writes it into the name."""
+    """Return the id of a token in the chat form: a field in llama.cpp, part of the name in vLLM."""
     return int(entry["id"]) if "id" in entry else named_id(entry["token"])
 
 
 def named_id(name: str) -> int:
-    """The id in a name such as "token_id:17".
+    """Return the id in a name such as "token_id:17".
 
     Raises:
         ValueError: the name is text.
@@ -216,15 +216,15 @@ def named_id(name: str) -> int:
 
 
 def ids_of(choice: Mapping[str, Any], places: Sequence[Place] | None) -> list[int] | None:
-    """The response's ids where the server tells them."""
-    told = choice.get("token_ids")
-    if isinstance(told, list) and all(type(token) is int for token in told):
-        return told
+    """Return the response's token ids if the answer has them."""
+    given = choice.get("token_ids")
+    if isinstance(given, list) and all(type(token) is int for token in given):
+        return given
     return None if places is None else [token for token, _ in places]
 
 
 def tops_of(places: Sequence[Place], num_tokens: int) -> TopLogprobs | None:
-    """The most likely tokens at every place, if there are some at every place."""
+    """Return the most likely tokens of every position, if every position has some."""
     tops = tuple(top for _, top in places)
     return tops if len(tops) == num_tokens and all(tops) else None
 
@@ -232,7 +232,7 @@ def tops_of(places: Sequence[Place], num_tokens: int) -> TopLogprobs | None:
 def encoded(
     text: str, choice: Mapping[str, Any], params: SamplingParams, tokenizer: Tokenizer
 ) -> list[int]:
-    """Tokens of a text, with the one that ended it where nothing else can have."""
+    """Tokenise a text, and add the end token if nothing else can have ended the text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     by_itself = choice["finish_reason"] == "stop" and choice.get("stop_reason") is None
     if by_itself and not params.stop and tokenizer.eos_token_id is not None:
@@ -241,7 +241,7 @@ def encoded(
 
 
 def spells(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
-    """Whether these tokens write the text; a stop string may have been cut off it.
+    """Return whether tokens decode to a text, from which a stop string may have been cut.
 
     Servers differ in how they write spaces at the ends and characters that are cut off.
     """
@@ -249,5 +249,5 @@ def spells(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
 
 
 def squeezed(text: str) -> str:
-    """A text without white space and replacement characters."""
+    """Return a text without white space and replacement characters."""
     return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())

@@ -1,7 +1,4 @@
-"""What a draft is worth: tau, beta, alpha and predicted speedup, over all prompts and by tag.
-
-Two drafts on the same prompts: what rose, what fell, and what was not shown.
-"""
+"""Figures of a draft (tau, beta, alpha, predicted speedup), and comparisons of two drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceFigures:
-    """What some prompts say about a draft; intervals are of 95%, over prompts.
+    """Figures of a draft over some prompts, with 95% intervals over prompts.
 
     Attributes:
         num_prompts: judged.
@@ -59,7 +56,7 @@ class AcceptanceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFigures:
-    """A draft, judged under one set of parameters.
+    """All figures of a draft that was judged under one set of parameters.
 
     Attributes:
         draft: which, in words.
@@ -93,7 +90,7 @@ def judge_figures(
     *,
     seed: int = 0,
 ) -> DraftFigures:
-    """Figures over all prompts, and over those of each tag where there are several."""
+    """Compute the figures over all prompts and over those of each tag."""
 
     def over(chosen: Sequence[JudgedPrompt]) -> AcceptanceFigures:
         return figures_of(chosen, num_speculative_tokens, costs, seed=seed)
@@ -118,7 +115,7 @@ def figures_of(
     *,
     seed: int,
 ) -> AcceptanceFigures:
-    """Figures over some prompts, at least one."""
+    """Compute the figures over some prompts, at least one."""
     counts = [prompt.acceptance for prompt in prompts]
     num_steps = sum(count.num_steps for count in counts)
     contexts = sum(prompt.num_context_tokens for prompt in prompts)
@@ -153,7 +150,7 @@ def figures_of(
 def beta_of(
     prompts: Sequence[JudgedPrompt], num_speculative_tokens: int, seed: int
 ) -> tuple[Interval, ...]:
-    """Share of the steps accepted through each position, as far as any step drafted."""
+    """Return the share of steps accepted through each position (beta), as far as steps drafted."""
     found = []
     for position in range(1, num_speculative_tokens + 1):
         drafted, accepted = [], []
@@ -188,23 +185,23 @@ class FigureChange:
 
     @property
     def finding(self) -> Finding:
-        """Whether the figure differs."""
+        """Whether the figure is higher, lower, or not shown to differ."""
         return finding(self.before, self.after)
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return it as JSON values."""
         return {**asdict(self), "finding": self.finding}
 
 
 def finding(before: Interval, after: Interval) -> Finding:
-    """A difference is shown by 95% intervals that have nothing in common."""
+    """Compare two 95% intervals: a difference is shown where they do not overlap."""
     if after.is_above(before.high):
         return "higher"
     return "lower" if after.is_below(before.low) else "not shown"
 
 
 def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ...]:
-    """tau, alpha and predicted speedup, over all prompts and then by tag.
+    """Compare tau, alpha and predicted speedup of two drafts, over all prompts and by tag.
 
     Raises:
         ValueError: they were judged at another temperature or K, or over other prompts.
@@ -227,7 +224,7 @@ def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ..
 def changes_of(
     tag: str | None, before: AcceptanceFigures, after: AcceptanceFigures
 ) -> Iterator[FigureChange]:
-    """Figures that both have."""
+    """Yield the comparison of each figure that both have."""
     pairs = {
         "acceptance_length": (before.acceptance_length, after.acceptance_length),
         "acceptance_probability": (before.acceptance_probability, after.acceptance_probability),
@@ -239,5 +236,5 @@ def changes_of(
 
 
 def speedup_of(figures: AcceptanceFigures) -> Interval | None:
-    """Predicted at the K that was judged: at the best K, drafts that do not pay are all alike."""
+    """Return the speedup at the judged K: at their best K, drafts that do not pay are equal."""
     return None if figures.speedup is None else figures.speedup.at_max_k

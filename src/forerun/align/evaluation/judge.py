@@ -1,7 +1,7 @@
-"""Judge a draft by the engine's own verifier, on prompts kept for it.
+"""Judges a draft with the engine's own verifier on held-out prompts.
 
-What is reported is counted, not modelled: every draft continues the same prompts under the deployed
-parameters. Looping text flatters every drafter, so a text counts up to its first repeated 32-gram.
+Figures are counted, not modelled: every draft continues the same prompts under the deployed
+parameters. Looping text is easy to draft, so a text counts up to its first repeated 32-gram.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forerun.align.evaluation.figures import DraftFigures, judge_figures
-from forerun.align.evaluation.judged import HeldOutPrompt, JudgedPrompt
+from forerun.align.evaluation.judged import EvaluationPrompt, JudgedPrompt
 from forerun.align.evaluation.teacher_forced import acceptance_probabilities
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
@@ -31,7 +31,7 @@ __all__ = ["Judge"]
 
 
 class Judge:
-    """Judges drafts of one target under one set of parameters.
+    """Judges drafts of one target under one set of sampling parameters.
 
     The target answers every prompt once, at the first judgement that needs it. Draws without a seed
     of the user's are keyed by prompt, so that a judgement is a function of its arguments.
@@ -52,7 +52,7 @@ class Judge:
         self,
         *,
         engine: Engine,
-        prompts: Sequence[HeldOutPrompt],
+        prompts: Sequence[EvaluationPrompt],
         params: SamplingParams,
         num_speculative_tokens: int,
         costs: CostTable | None = None,
@@ -67,7 +67,7 @@ class Judge:
         self.seed = seed
 
     def at(self, temperature: float, costs: CostTable | None = None) -> Judge:
-        """A judge of the same prompts at another temperature, where the target answers anew."""
+        """Return a judge of the same prompts at another temperature."""
         return Judge(
             engine=self.engine,
             prompts=[replace(prompt, response_ids=None) for prompt in self.prompts],
@@ -84,7 +84,7 @@ class Judge:
         name: str | None = None,
         max_prompts: int | None = None,
     ) -> DraftFigures:
-        """Figures of one draft.
+        """Decode the held-out prompts with a draft and return its figures.
 
         Args:
             draft: a folder or a name, loaded here, or a drafter.
@@ -122,7 +122,7 @@ class Judge:
         )
 
     def responses(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
-        """What the target itself answers the prompts of these indices; asked once."""
+        """Return the target's own responses to the prompts of these indices, generated once."""
         missing = [index for index in chosen if self.prompts[index].response_ids is None]
         outputs = alone(self.engine).generate(
             [self.prompts[index].prompt_ids for index in missing],
@@ -134,7 +134,7 @@ class Judge:
         return [self.prompts[index].response_ids or () for index in chosen]
 
     def _alphas(self, engine: Engine, chosen: Sequence[int]) -> list[tuple[float, ...]]:
-        """Teacher-forced acceptance probabilities, per prompt and position."""
+        """Return the teacher-forced acceptance probabilities of every prompt and position."""
         draft = draft_model_of(engine)
         if draft is None:
             return [()] * len(chosen)
@@ -153,7 +153,7 @@ class Judge:
         ]
 
     def _params_of(self, index: int) -> SamplingParams:
-        """Those deployed, with noise of this prompt's own but the same verifier."""
+        """Return the deployed parameters with a seed per prompt and the same verifier."""
         params = replace(self.params, n=1, logprobs=None)
         if params.greedy or params.seed is not None:
             return params
@@ -162,7 +162,7 @@ class Judge:
 
 
 def alone(engine: Engine) -> Engine:
-    """The same target, plainly decoding; no request finds what another has left in the KV.
+    """Return an engine of the same target that decodes without a draft and shares no prefixes.
 
     A prompt found there drafts one step earlier, and figures would depend on what ran before.
     """
@@ -181,7 +181,7 @@ def judged_prompt(
     num_speculative_tokens: int,
     alphas: tuple[float, ...],
 ) -> JudgedPrompt:
-    """One prompt's counts, from the steps of its request."""
+    """Count the steps of one prompt's request."""
     tokens = output.token_ids
     end = first_repeat(tokens)
     num_prompt = len(output.prompt_token_ids)
@@ -202,7 +202,7 @@ def judged_prompt(
 
 
 def draft_model_of(engine: Engine) -> LanguageModel | None:
-    """The draft's own model; None where there is none beside the target."""
+    """Return the draft's own model; None where the drafter has none beside the target."""
     drafter = engine.drafter if engine.drafter is not None else None
     if isinstance(drafter, DraftModel) and drafter.model.store is not engine.target.store:
         return drafter.model
@@ -210,18 +210,18 @@ def draft_model_of(engine: Engine) -> LanguageModel | None:
 
 
 def evenly_spaced(num_prompts: int, most: int | None) -> list[int]:
-    """Indices of at most so many prompts, evenly over all: sources often come one after another."""
+    """Return at most `most` indices, evenly spaced: files often have one source after another."""
     count = num_prompts if most is None else min(most, num_prompts)
     return [index * num_prompts // count for index in range(count)]
 
 
 def named(draft: str | Path | Drafter) -> str:
-    """How figures call a draft."""
+    """Return the name of a draft in the figures."""
     return str(draft) if isinstance(draft, str | Path) else draft.method
 
 
-def check(engine: Engine, prompts: Sequence[HeldOutPrompt], num_speculative_tokens: int) -> None:
-    """Refuse what would end in figures that say nothing."""
+def check(engine: Engine, prompts: Sequence[EvaluationPrompt], num_speculative_tokens: int) -> None:
+    """Refuse too few prompts, and a K that the engine was not loaded for."""
     if len(prompts) < 2:
         raise InvalidRequest(
             f"{len(prompts)} held-out prompts; an interval takes two or more: give more prompts, "

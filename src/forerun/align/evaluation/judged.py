@@ -1,6 +1,6 @@
-"""What judging one held-out prompt yields: counts of steps, and alpha at every position.
+"""The results of one held-out prompt, and intervals over prompts.
 
-Intervals over prompts: whole prompts are resampled, for steps within one are not independent.
+Whole prompts are resampled, because the steps of one prompt are not independent.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, bootstrap_ratio
 
-__all__ = ["HeldOutPrompt", "JudgedPrompt", "over_prompts"]
+__all__ = ["EvaluationPrompt", "JudgedPrompt", "over_prompts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOutPrompt:
-    """A prompt that no draft learns from.
+class EvaluationPrompt:
+    """A prompt that no draft is trained on.
 
     Attributes:
         prompt_ids: its tokens, chat template included.
@@ -32,7 +32,7 @@ class HeldOutPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedPrompt:
-    """How a draft did on one prompt.
+    """The results of a draft on one prompt.
 
     Only steps that could draft all K tokens count, so that tau is 1 + the sum of beta: neither the
     step that ends the prefill nor the last ones, whose K is cut to what the request has left. Nor
@@ -58,7 +58,7 @@ class JudgedPrompt:
     alphas: tuple[float, ...]
 
     def num_emitted_at(self, num_speculative_tokens: int) -> int:
-        """Tokens the same steps emit if no more than so many are drafted.
+        """Return the tokens that the same steps emit if at most so many are drafted.
 
         A little low: longer steps accept more, so the next one begins at a harder place, and block
         verification of a chain cut short may accept more of it.
@@ -76,7 +76,7 @@ def over_prompts(
     *,
     seed: int,
 ) -> Interval | None:
-    """sum(numerators) / sum(denominators) with its 95% bootstrap interval.
+    """Return sum(numerators) / sum(denominators) with a 95% bootstrap interval over prompts.
 
     Args:
         numerators: one per prompt.

@@ -1,9 +1,9 @@
-"""The acceptance ledger: where the tokens go that a step could have emitted and did not.
+"""The acceptance ledger: why a step emits fewer than K + 1 tokens, in tokens per step.
 
-From the measured expected length one thing after another is supposed otherwise, always in the same
-order and each on top of those before: only the tag the draft was made for; a temperature of 1; the
-draft reading the target's text instead of its own. What is missing to K + 1 then is capacity: no
-data and no setting but a better draft wins it. Items add up by construction.
+Starting from the measured length, one assumption after another is added, always in the same order:
+only prompts of the tag the draft was made for; temperature 1; the draft reads the target's text
+instead of its own. What is then missing to K + 1 is capacity, which only a better draft provides.
+The items add up by construction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Length = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerItem:
-    """What one supposition is worth.
+    """The gain in tokens per step under one more assumption.
 
     Attributes:
         name: what is supposed otherwise.
@@ -38,7 +38,7 @@ class LedgerItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Measured plus all gains plus capacity is the limit.
+    """The acceptance ledger of a draft: measured length, gains and capacity add up to the limit.
 
     Attributes:
         draft: which, in words.
@@ -56,7 +56,7 @@ class Ledger:
 
 
 def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) -> Ledger:
-    """The ledger of one draft. Resamples keep the number of prompts in the domain and outside.
+    """Compute the ledger of one draft.
 
     Token by token verification is what the last supposition reckons with. Block verification
     accepts a little more, so under it that item is a little low, and capacity as much high.
@@ -100,7 +100,7 @@ def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | No
 
 
 def check(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) -> None:
-    """Refuse figures that cannot be set against each other."""
+    """Refuse figures of different prompts or K."""
     if sampled.temperature != 1:
         raise ValueError(f"the sampled figures are at temperature {sampled.temperature}, not 1")
     tags = [prompt.tag for prompt in deployed.prompts]
@@ -116,7 +116,7 @@ def check(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) 
 def assumptions(
     deployed: Sequence[JudgedPrompt], sampled: Sequence[JudgedPrompt], k: int
 ) -> tuple[list[str], list[list[Length]]]:
-    """Names of the suppositions and, under each, the lengths of the prompts of the domain."""
+    """Return the names of the assumptions and, under each, the lengths of the in-domain prompts."""
     names = ["in-domain prompts", "temperature 1"]
     lengths = [[*map(measured_length, deployed)], [*map(measured_length, sampled)]]
     if any(prompt.alphas for prompt in sampled):
@@ -126,18 +126,18 @@ def assumptions(
 
 
 def measured_length(prompt: JudgedPrompt) -> Length:
-    """What the verifier counted."""
+    """Return the emitted tokens and the steps that the verifier counted."""
     return float(prompt.acceptance.num_emitted), float(prompt.acceptance.num_steps)
 
 
 def mean_length(lengths: Sequence[Length]) -> float:
-    """Tokens per step; 1, as in plain decoding, where no step could draft."""
+    """Return tokens per step; 1, as in plain decoding, where no step could draft."""
     num_steps = sum(steps for _, steps in lengths)
     return sum(emitted for emitted, _ in lengths) / num_steps if num_steps else 1.0
 
 
 def teacher_forced_length(alphas: Sequence[float], num_speculative_tokens: int) -> Length:
-    """Expected tokens and expected steps if every position accepts with its alpha, and no other.
+    """Return the expected tokens and steps if every position is accepted with its alpha.
 
     The text is the target's. A step begins behind the token that ended the one before; the first
     begins at the second token, for the prefill yields the first. With alphas of 0 and 1, which

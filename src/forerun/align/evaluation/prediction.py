@@ -1,4 +1,4 @@
-"""What acceptance is worth in time: speedup at every K by the cost table, and the best of them."""
+"""Speedup predicted from acceptance counts and a cost table, for every K and at the best one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["PredictedSpeedup", "predicted_speedup"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedSpeedup:
-    """Decoding against plain decoding, by counts and cost table.
+    """Predicted speedup of speculative over plain decoding.
 
     Attributes:
-        num_speculative_tokens: the K in 0..max of highest speedup; 0 says that drafting costs more
+        num_speculative_tokens: the K in 0..max of highest speedup; 0 if drafting costs more
             than it saves.
         best: speedup at the best K, which the one half of the prompts chooses for the other.
         per_k: speedup at K = 1, 2, ...
@@ -35,7 +35,7 @@ class PredictedSpeedup:
 
     @property
     def best_drafting(self) -> float:
-        """The highest of any K that drafts: what checkpoints are ranked by.
+        """The highest speedup of any K above 0, by which drafts are ranked.
 
         Not `best`, which is 1 of all drafts that do not pay yet.
         """
@@ -44,7 +44,7 @@ class PredictedSpeedup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleCost:
-    """kappa of K drafted tokens, in plain steps; K = 0 is plain decoding."""
+    """Cost of a step with K drafted tokens, in plain steps (kappa)."""
 
     num_speculative_tokens: int
     cost: Interval
@@ -53,7 +53,7 @@ class CycleCost:
 def predicted_speedup(
     prompts: Sequence[JudgedPrompt], table: CostTable, max_k: int, *, seed: int
 ) -> PredictedSpeedup | None:
-    """tau over kappa at the mean context of the steps, one sequence at a time.
+    """Predict the speedup, tau over kappa, for one sequence at the mean context of the steps.
 
     The best of several K is flattered by the prompts it won on. So every second prompt chooses the
     K that the others are scored at, and the other way round.
@@ -88,7 +88,7 @@ def predicted_speedup(
 
 
 def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> CycleCost:
-    """The cycle of highest speedup; the shortest of equals."""
+    """Return the cycle of the highest speedup; the shortest of equals."""
 
     def speedup(cycle: CycleCost) -> float:
         emitted = sum(prompt.num_emitted_at(cycle.num_speculative_tokens) for prompt in prompts)
@@ -98,7 +98,7 @@ def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> Cyc
 
 
 def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost], seed: int) -> Interval:
-    """Tokens over plain steps' time, every prompt at its own cycle.
+    """Return emitted tokens over the time of as many plain steps, with a K per prompt.
 
     The errors of prompts and table are independent of each other, so they add up in quadrature.
     """
@@ -111,10 +111,10 @@ def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost], see
     )
     found = over_prompts(emitted, spent, bounds, seed=seed)
     assert found is not None
-    dearer = max(cycle.cost.high / cycle.cost.estimate for cycle in cycles)
-    cheaper = min(cycle.cost.low / cycle.cost.estimate for cycle in cycles)
-    below = math.hypot(found.estimate - found.low, found.estimate * (1 - 1 / dearer))
-    above = math.hypot(found.high - found.estimate, found.estimate * (1 / cheaper - 1))
+    slower = max(cycle.cost.high / cycle.cost.estimate for cycle in cycles)
+    faster = min(cycle.cost.low / cycle.cost.estimate for cycle in cycles)
+    below = math.hypot(found.estimate - found.low, found.estimate * (1 - 1 / slower))
+    above = math.hypot(found.high - found.estimate, found.estimate * (1 / faster - 1))
     return Interval(
         estimate=found.estimate,
         low=max(0.0, found.estimate - below),

@@ -1,4 +1,4 @@
-"""Acceptance probability at every position of a text the target wrote, by the rule deployed."""
+"""Acceptance probability at every position of a text that the target wrote."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def acceptance_probabilities(
     params: SamplingParams,
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> list[float]:
-    """Sum of min(target, draft) at every token of the response, both laws as the engine makes them.
+    """Return the acceptance probability at every token of the target's response.
 
-    A greedy law has all its mass on one token. So a greedy draft is judged by the target's
+    A greedy distribution has all its mass on one token, so a greedy draft is judged by the target's
     probability of that token, and under greedy parameters by whether the two agree.
 
     Args:
@@ -53,7 +53,7 @@ def acceptance_probabilities(
 
     Returns:
         One probability per token of the response, as far as both contexts reach and the draft
-        knows the ids.
+        has the ids.
     """
     ids = [*prompt_ids, *response_ids]
     # The last token need not be read.
@@ -85,7 +85,7 @@ def acceptance_probabilities(
 def logits_of(
     model: LanguageModel, ids: Sequence[int], first: int, chunk: int | None = None
 ) -> Iterator[Float[Tensor, "rows vocab"]]:
-    """Logits of rows `first` to the last but one, in the same chunks whatever the model.
+    """Yield the logits of the rows from `first` to the last but one, chunk by chunk.
 
     Args:
         model: with a free slot.
@@ -109,26 +109,26 @@ def logits_of(
 
 
 def num_known(model: LanguageModel, ids: Sequence[int]) -> int:
-    """How many of these ids come before the first that the model does not know."""
+    """Return how many ids come before the first one outside the model's vocabulary."""
     return next((i for i, token in enumerate(ids) if token >= model.vocab_size), len(ids))
 
 
 def overlap(one: Float[Tensor, "*rows vocab"], other: Float[Tensor, "*rows vocab"]) -> Tensor:
-    """Sum of min: the acceptance probability of two laws.
+    """Return the sum of min(one, other): the acceptance probability of two distributions.
 
-    A draft without a law drafts nothing, so nothing of it is accepted: 0 where one is NaN.
+    The result is 0 where one is NaN: a draft whose probabilities are NaN drafts nothing.
     """
     return torch.minimum(one, other).sum(-1).nan_to_num(0.0)
 
 
 def along(history: History, tokens: Sequence[int]) -> list[RowHistory]:
-    """What the law of each of these tokens depends on."""
+    """Return the history of each token, as far as its distribution depends on it."""
     return history.along(TokenTree.chain(len(tokens) - 1), tokens[:-1])
 
 
 def probs_of_rows(
     logits: Float[Tensor, "rows vocab"], params: SamplingParams, histories: Sequence[RowHistory]
 ) -> Float[Tensor, "rows vocab"]:
-    """The law of every row under the same parameters."""
+    """Return the distribution of every row under the same sampling parameters."""
     rows = pack_params([params], logits.device, [0] * len(logits))
     return target_probs(logits, rows, histories)

@@ -1,9 +1,9 @@
-"""The loss of hidden rows through the draft's head, a chunk of logits at a time.
+"""Loss of hidden rows through the draft's output head, one chunk of logits at a time.
 
-Logits of a whole pass are the largest tensor of training (8,192 rows x 152k tokens are 5 GB in
-fp32), and their gradient is as large again. Here a chunk's logits, loss and gradient exist together
-and are gone before the next: the gradients of hidden rows and head are formed on the way forward,
-and backward only hands them out.
+The logits of a whole pass are the largest tensor of training (8,192 rows x 152k tokens are 5 GB in
+fp32), and their gradient is as large again. Here the logits, loss and gradient of one chunk exist
+at a time: the gradients of hidden rows and head are computed in the forward pass, and the backward
+pass only scales them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHUNK_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftHead:
-    """The draft's last layer, from hidden rows to logits."""
+    """The draft's last layer, from hidden states to logits."""
 
     weight: Float[Tensor, "vocab hidden"]
     bias: Float[Tensor, " vocab"] | None = None
@@ -44,12 +44,12 @@ class DraftHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LearnedRows:
-    """The learned rows of one pass.
+    """Hidden states, labels and teacher of the learned rows of one pass.
 
     Attributes:
         hidden: the draft's, after its final norm.
         labels: the tokens of the text.
-        teacher: the target's law at these rows; None for objectives that need none.
+        teacher: the target's distribution at these rows; None for objectives that need none.
         weights: of each row in the sum; None weighs all 1.
     """
 
@@ -64,7 +64,7 @@ class LearnedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossSum:
-    """A sum over rows: dividing is for whoever knows the rows of all processes.
+    """Loss summed over rows; the caller divides by the number of rows of all processes.
 
     Attributes:
         loss: differentiable in hidden rows and head.
@@ -85,7 +85,7 @@ def chunked_loss(
     temperature: float,
     with_acceptance: bool = False,
 ) -> LossSum:
-    """Weighted sum of the objective over rows.
+    """Return the weighted sum of the objective over rows.
 
     Under autocast products are in its dtype, and everything between logits and their gradient in
     fp32 (in fp64 where the hidden rows are).
@@ -119,7 +119,7 @@ def chunked_loss(
 def chunked_acceptance(
     rows: LearnedRows, head: DraftHead, *, temperature: float
 ) -> Float32[Tensor, " rows"]:
-    """Alpha at every row, under the deployed rule; without a gradient."""
+    """Return alpha of every row under the deployed rule, without a gradient."""
     if rows.teacher is None:
         raise ValueError("acceptance needs a teacher, and there is none")
     dtype = _product_dtype(rows.hidden)
@@ -136,7 +136,7 @@ def chunked_acceptance(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Asked:
-    """All a pass depends on but the three tensors that autograd has to see."""
+    """The arguments of a pass that autograd need not see."""
 
     rows: LearnedRows
     objective: Objective
@@ -147,7 +147,7 @@ class _Asked:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Forward makes the gradients too; backward scales them by what comes from above."""
+    """Autograd function whose forward also computes the gradients, which backward scales."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients) -> Tensor:
-    """Loss and acceptance of some rows, summed; their gradients go where they belong."""
+    """Return loss and acceptance of some rows, summed, and add their gradients."""
     rows = asked.rows
     distribution = None
     if rows.teacher is not None and (asked.objective.needs_teacher or asked.with_acceptance):
@@ -195,7 +195,7 @@ def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients
 
 
 class _Layer:
-    """The head in the dtype of its products."""
+    """The output head in the dtype of its products."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -205,14 +205,14 @@ class _Layer:
         self.bias = None if bias is None else bias.to(dtype)
 
     def logits(self, chunk: slice, temperature: float) -> Tensor:
-        """In fp32, or fp64 where the hidden rows are; divided by the temperature but if greedy."""
+        """Return fp32 logits (fp64 for fp64 rows), divided by the temperature unless it is 0."""
         logits = F.linear(self.hidden[chunk], self.weight, self.bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if temperature in (0, 1) else logits / temperature
 
 
 class _Gradients:
-    """Of hidden rows, weight and bias, each only if wanted; sums are kept in fp32."""
+    """Gradients of hidden rows, weight and bias, each if wanted, summed in fp32."""
 
     def __init__(self, layer: _Layer, wanted: Sequence[bool]) -> None:
         hidden, weight, bias = wanted
@@ -224,7 +224,7 @@ class _Gradients:
         self.bias = layer.weight.new_zeros(len(layer.weight), dtype=exact) if bias else None
 
     def add(self, chunk: slice, of_logits: Tensor, temperature: float) -> None:
-        """What the logits of some rows pass on."""
+        """Add the gradients that the logits of some rows pass on."""
         if temperature not in (0, 1):
             of_logits = of_logits / temperature
         if self.bias is not None:

@@ -1,8 +1,8 @@
-"""What may be minimised at a row: each divergence a function of both laws, for autograd to derive.
+"""Divergences between the draft's and the target's distribution, as differentiable losses.
 
-All take the draft's log-probabilities and the target's probabilities, and work where the target's
-law is 0 at some or all tokens but one. Gradients in closed form, with respect to the draft's
-logits, are what the tests hold them to. Below, p is the target's law and q the draft's.
+All take the draft's log-probabilities and the target's probabilities; the latter may be 0 at all
+tokens but one. The tests compare their gradients with closed forms in the draft's logits. Below, p
+is the target's distribution and q the draft's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "total_variation",
 ]
 
-Laws = Float[Tensor, "rows vocab"]
+Probs = Float[Tensor, "rows vocab"]
 PerRow = Float[Tensor, " rows"]
 
 PROBABILITY_FLOOR = 1e-8
@@ -33,27 +33,27 @@ PROBABILITY_FLOOR = 1e-8
 18 nats, not infinitely many."""
 
 
-def overlap(log_draft: Laws, target_probs: Laws) -> PerRow:
-    """sum min(p, q): the probability that a token drawn from the draft is accepted (alpha)."""
+def overlap(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return sum min(p, q), the probability that a sampled token is accepted (alpha)."""
     alpha: PerRow = _Overlap.apply(  # type: ignore[no-untyped-call]  # torch has no annotations here
         log_draft, target_probs
     )
     return alpha
 
 
-def forward_kl(log_draft: Laws, target_probs: Laws) -> PerRow:
-    """sum p log(p / q): covers all the target may say."""
+def forward_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return KL(p || q) = sum p log(p / q), large where the draft misses likely tokens."""
     return _mean_log(target_probs) - (target_probs * log_draft).sum(-1)
 
 
-def reverse_kl(log_draft: Laws, target_probs: Laws) -> PerRow:
-    """sum q log(q / p): says nothing the target would not, p at least `PROBABILITY_FLOOR`."""
+def reverse_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return KL(q || p) = sum q log(q / p), with p at least `PROBABILITY_FLOOR`."""
     log_target = target_probs.clamp(min=PROBABILITY_FLOOR).log()
     return (log_draft.exp() * (log_draft - log_target)).sum(-1)
 
 
-def jensen_shannon(log_draft: Laws, target_probs: Laws, beta: float) -> PerRow:
-    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
+def jensen_shannon(log_draft: Probs, target_probs: Probs, beta: float) -> PerRow:
+    """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
     draft_probs = log_draft.exp()
     mixture = beta * target_probs + (1 - beta) * draft_probs
     log_mixture = mixture.clamp(min=torch.finfo(mixture.dtype).tiny).log()
@@ -62,19 +62,19 @@ def jensen_shannon(log_draft: Laws, target_probs: Laws, beta: float) -> PerRow:
     return beta * to_target + (1 - beta) * to_draft
 
 
-def total_variation(log_draft: Laws, target_probs: Laws) -> PerRow:
-    """1 - alpha: the probability that a drafted token is rejected."""
+def total_variation(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return 1 - alpha: the probability that a drafted token is rejected."""
     return 1 - overlap(log_draft, target_probs)
 
 
-def negative_log_acceptance(log_draft: Laws, target_probs: Laws) -> PerRow:
-    """-log alpha: total variation with the gradient scaled up where acceptance is rare."""
+def negative_log_acceptance(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return -log alpha: as total variation, with larger gradients where acceptance is rare."""
     alpha = overlap(log_draft, target_probs)
     return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log()
 
 
-def likelihood_hybrid(log_draft: Laws, target_probs: Laws, eta: float) -> PerRow:
-    """w KL(p || q) + (1 - w) TV(p, q) with w = exp(-eta alpha): KL early, TV late.
+def likelihood_hybrid(log_draft: Probs, target_probs: Probs, eta: float) -> PerRow:
+    """Return w KL(p || q) + (1 - w) TV(p, q) with w = exp(-eta alpha): KL early, TV late.
 
     The weight is no part of the gradient. LK losses, arXiv 2602.23881.
     """
@@ -83,13 +83,13 @@ def likelihood_hybrid(log_draft: Laws, target_probs: Laws, eta: float) -> PerRow
     return weight * forward_kl(log_draft, target_probs) + (1 - weight) * (1 - alpha)
 
 
-def _mean_log(probs: Laws) -> PerRow:
-    """sum p log p, no more than a constant to the draft; `xlogy` takes twice as long."""
+def _mean_log(probs: Probs) -> PerRow:
+    """Return sum p log p, a constant for the draft; `xlogy` takes twice as long."""
     return (probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(-1)
 
 
 class _Overlap(torch.autograd.Function):
-    """sum min(p, q), with derivative q where q < p and 0 elsewhere, ties included.
+    """Autograd function of sum min(p, q): its derivative is q where q < p, else 0.
 
     Autograd's own derivative of `minimum` is masked, which is five times as slow on a CPU.
     """

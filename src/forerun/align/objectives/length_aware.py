@@ -1,11 +1,11 @@
-"""Weights of positions by what they add to the expected accepted length.
+"""Weights of rows by their contribution to the expected accepted length.
 
 Of K drafted tokens starting at row s, E_s = sum over k of a_s ... a_(s+k-1) are accepted on
 average, with a the acceptance probability of a row: a position behind an unlikely one is seldom
-reached, and the first decides over all that follow. The part of E_s that goes through row j, over
-E_s, is d log E_s / d log a_j. Summed over the windows a row lies in, that is its weight: with
--log alpha as the objective, the weighted gradient is that of -sum log E_s. The idea of weighing by
-path is D-PACE's (arXiv 2605.18810), which smooths instead of taking shares.
+reached, and the first one decides about all that follow. The weight of row j is the sum, over the
+windows that contain it, of d log E_s / d log a_j: the part of E_s that goes through j, over E_s.
+With -log alpha as the objective, the weighted gradient is that of -sum log E_s. D-PACE (arXiv
+2605.18810) weights by path too, and smooths instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def length_weights(
     positions: Int64[Tensor, " rows"],
     num_speculative_tokens: int,
 ) -> Float[Tensor, " rows"]:
-    """Weight of every learned row: from 1, where nothing before it is accepted, to (K + 1) / 2.
+    """Return the weight of every learned row, from 1 to (K + 1) / 2.
 
     A window starts at every row and ends after K rows, or where its text does.
 
@@ -48,7 +48,7 @@ def length_weights(
 
 
 def _reached(alphas: Tensor, samples: Tensor, positions: Tensor, window: int) -> Tensor:
-    """How likely the window starting at a row is accepted through each of its places."""
+    """Return the probability that the window starting at a row is accepted through each place."""
     columns = []
     so_far = torch.ones_like(alphas)
     for offset in range(window):

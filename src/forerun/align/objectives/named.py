@@ -1,7 +1,4 @@
-"""Objectives by name: which divergence, and what it asks of a teacher.
-
-The contract of objectives: one loss per row from draft logits and the target's law.
-"""
+"""The training objectives by name, and their contract."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ PerRow = Float[Tensor, " rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
-    """-log q(label): learns from text alone, and from who wrote it."""
+    """Cross-entropy -log q(label), which needs the text alone."""
 
     name: ObjectiveName = "ce"
     linear: bool = True
@@ -51,14 +48,14 @@ class CrossEntropy:
         distribution: TargetDistribution | None,
         labels: Int64[Tensor, " rows"],
     ) -> PerRow:
-        """In nats."""
+        """Return the loss of every row in nats."""
         log_draft = draft_logits.log_softmax(-1)
         return -log_draft.gather(1, labels[:, None])[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """A divergence between the two laws at a row.
+    """A divergence between the target's and the draft's distribution.
 
     Attributes:
         function: from the draft's log-probabilities and the target's probabilities to a loss.
@@ -75,14 +72,14 @@ class Divergence:
         distribution: TargetDistribution | None,
         labels: Int64[Tensor, " rows"],
     ) -> PerRow:
-        """In nats; of total variation, in probability."""
+        """Return the loss of every row in nats; of total variation, in probability."""
         target_probs = dense_probs(_given(distribution), draft_logits.shape[-1])
         return self.function(draft_logits.log_softmax(-1), target_probs.to(draft_logits.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardKL:
-    """KL(p || q), linear in p: of a sparse law it reads the named ids alone."""
+    """KL(p || q), linear in p: of a sparse distribution it reads the named ids alone."""
 
     name: ObjectiveName = "fkl"
     linear: bool = True
@@ -94,7 +91,7 @@ class ForwardKL:
         distribution: TargetDistribution | None,
         labels: Int64[Tensor, " rows"],
     ) -> PerRow:
-        """In nats."""
+        """Return the loss of every row in nats."""
         distribution = _given(distribution)
         log_draft = draft_logits.log_softmax(-1)
         if isinstance(distribution, SparseDistribution):
@@ -105,18 +102,19 @@ class ForwardKL:
 
 
 def suited_objective(temperature: float) -> ObjectiveName:
-    """What "auto" takes for a draft deployed at this temperature.
+    """Return the objective that "auto" takes at this temperature of the draft.
 
-    A greedy draft is accepted where its most likely token is what the target says, so it learns the
-    target's law as it is (FKL; at a greedy target that is CE on its choices). A sampled one is
-    accepted with probability alpha, whose likelihood NLA maximises; in benchmarks/align none went
-    surely further, and JSD, as far, took twice as long a step.
+    A greedy draft is accepted where its most likely token is the target's, so it learns the
+    target's distribution itself (forward KL; for a greedy target that is cross-entropy on its
+    choices). A sampled draft is accepted with probability alpha, whose likelihood NLA maximises. In
+    benchmarks/align no objective was shown to be better, and a step of JSD, as good, took twice as
+    long.
     """
     return "fkl" if temperature == 0 else "nla"
 
 
 def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
-    """The objective of a configuration.
+    """Build the objective that the settings name.
 
     Args:
         config: by name, with the name's own parameters.
@@ -139,25 +137,25 @@ def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
 
 def _given(distribution: TargetDistribution | None) -> TargetDistribution:
     if distribution is None:
-        raise ValueError("this objective compares with the target's law, and none was given")
+        raise ValueError("this objective needs the target's distribution, and no teacher was given")
     return distribution
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss per learned row, differentiable in the draft's logits."""
+    """The contract of an objective: a loss per row, differentiable in the draft's logits."""
 
     @property
     def name(self) -> str:
-        """As in `ObjectiveName`."""
+        """Name, as in `ObjectiveName`."""
 
     @property
     def linear(self) -> bool:
-        """Whether it is linear in the target's law: ids drawn from it do as well, unbiased."""
+        """Whether the loss is linear in the target's probabilities: drawn ids are unbiased."""
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether it reads the target's law at all (CE reads labels alone)."""
+        """Whether the loss needs the target's distribution (cross-entropy needs labels alone)."""
 
     def losses(
         self,
@@ -165,7 +163,7 @@ class Objective(Protocol):
         distribution: TargetDistribution | None,
         labels: Int64[Tensor, " rows"],
     ) -> Float[Tensor, " rows"]:
-        """Loss of every row, in nats or in probability.
+        """Return the loss of every row, in nats or in probability.
 
         Args:
             draft_logits: already divided by the temperature the draft is deployed at.

@@ -1,7 +1,4 @@
-"""The teacher's contract: the target's law at every learned row of a batch.
-
-Which part of a common work is this process's, and how the others are waited for.
-"""
+"""The contract of teachers: the target's distribution at every learned row of a batch."""
 
 from __future__ import annotations
 
@@ -18,39 +15,39 @@ __all__ = ["ALONE", "ProcessShare", "Teacher", "TeacherRows"]
 
 @runtime_checkable
 class TeacherRows(Protocol):
-    """The target's law at the learned rows of one batch, made chunk by chunk.
+    """The target's distribution at the learned rows of one batch, computed chunk by chunk.
 
     Full-vocabulary rows are large (256 rows x 152k are 156 MB in fp32), so no more than a chunk of
     them is ever asked for at once.
     """
 
     def __len__(self) -> int:
-        """Learned rows of the batch."""
+        """Number of learned rows in the batch."""
 
     def distribution(self, rows: slice) -> TargetDistribution:
-        """The law at some of them, under the deployed temperature and truncation."""
+        """Return the distribution at some rows, under the deployed temperature and truncation."""
 
 
 @runtime_checkable
 class Teacher(Protocol):
-    """Knows the target's probabilities."""
+    """A source of the target's distributions."""
 
     @property
     def truncated(self) -> bool:
-        """Whether mass is missing (a server's top-k)."""
+        """Whether probability mass is missing, as in a server's top-k."""
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Make ready for batches over these samples, whose indices `PackedBatch.samples` are.
+        """Prepare for batches over these samples, which `PackedBatch.samples` indexes.
 
         A cache computes and stores what it has not yet; what is there already is kept. Where
         several processes share that work, all of them must call.
 
         Raises:
-            CacheTooLarge: it would not fit, said before anything is written.
+            CacheTooLarge: it would not fit; nothing is written then.
         """
 
     def rows(self, batch: PackedBatch) -> TeacherRows:
-        """The law at the learned rows of a batch over prepared samples."""
+        """Return the distributions at the learned rows of a batch over prepared samples."""
 
 
 Part = TypeVar("Part")
@@ -58,7 +55,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessShare:
-    """One process of several that fill a cache together, over a common disk.
+    """One of several processes that fill a cache together on a shared disk.
 
     Attributes:
         index: of this process.
@@ -71,7 +68,7 @@ class ProcessShare:
     wait: Callable[[], None] = lambda: None
 
     def of(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
-        """The parts of this process, and whether it is to keep them.
+        """Yield the parts of this process, and whether it is to keep each of them.
 
         All processes get equally many, as a target whose weights are spread over them needs: where
         the parts run out, the first is done again for nothing.
@@ -85,4 +82,4 @@ class ProcessShare:
 
 
 ALONE = ProcessShare()
-"""One process, which waits for nobody."""
+"""A single process, which waits for no other."""

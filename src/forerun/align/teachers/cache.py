@@ -1,8 +1,8 @@
-"""What a teacher worked out once, kept on disk: rows of tensors per sample, in safetensors shards.
+"""A teacher's cache on disk: rows of tensors per sample, in safetensors shards.
 
-A shard is written whole or not at all, and its name ends in the hash of what it holds: a process
-killed in between loses the shard it was filling, a damaged one is known and made again. The folder
-is named by all that decides its content, so a cache of a changed target is never found.
+A shard is written whole or not at all, and its name ends in the hash of its content: a process that
+is killed loses only the shard it was filling, and a damaged shard is computed again. The name of
+the folder has everything that decides its content, so the cache of a changed target is never used.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Columns = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheIdentity:
-    """All that decides what a cache holds for a given sample.
+    """Everything that decides what a cache holds for a given sample.
 
     Attributes:
         kind: "hidden" or "sampled".
         target_hash: of the target's weights.
         tokenizer_hash: of the target's tokenizer.
         template_hash: of its chat template.
-        settings: whatever else, such as the dtype or the law that was drawn from.
+        settings: all else, such as the dtype or the sampling parameters of drawn ids.
     """
 
     kind: str
@@ -62,31 +62,31 @@ class CacheIdentity:
     settings: Mapping[str, str | int | float]
 
     def to_json(self) -> str:
-        """The same text for the same content."""
+        """Return the same text for the same content."""
         return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1) + "\n"
 
     @property
     def folder_name(self) -> str:
-        """Of the cache, inside the folder of all caches."""
+        """Name of the cache's folder inside the folder of all caches."""
         return f"{self.kind}-{hash_of(self.to_json().encode())}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """Where the rows of one sample are: a shard, and a range of every column."""
+    """Place of a sample's rows: a shard, and a range in every column."""
 
     shard: Path
     ranges: Mapping[str, tuple[int, int]]
 
 
 def key_of(sample: Sample) -> str:
-    """Under what the rows of a sample are kept: its text, and which of it is learned."""
+    """Return the key of a sample's rows: the hash of its text and of its learned ranges."""
     content = json.dumps([sample.prompt_hash, sample.token_ids, sample.spans])
     return hash_of(content.encode())
 
 
 class RowCache:
-    """Rows of tensors by key; see the module's description.
+    """Rows of tensors by key, in shards on disk.
 
     Args:
         root: folder of all caches; made when something is kept.
@@ -102,7 +102,7 @@ class RowCache:
 
     @cached_property
     def _entries(self) -> dict[str, CacheEntry]:
-        """What the shards say they hold."""
+        """Entries of all shards by key."""
         self._check_identity()
         found: dict[str, CacheEntry] = {}
         for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
@@ -118,7 +118,7 @@ class RowCache:
             )
 
     def lacking(self, keys: Sequence[str]) -> list[str]:
-        """Keys without whole rows, each once. Reads every shard that is needed, to be sure of it.
+        """Return the keys without undamaged rows, each once, after reading every shard needed.
 
         Raises:
             InvalidCache: the folder holds the cache of something else.
@@ -130,19 +130,19 @@ class RowCache:
         return [key for key in wanted if key not in self._entries]
 
     def _drop(self, shard: Path) -> None:
-        logger.warning("%s is damaged; what it held is worked out again", shard)
+        logger.warning("%s is damaged; its content is computed again", shard)
         for key in [key for key, entry in self._entries.items() if entry.shard == shard]:
             del self._entries[key]
         with suppress(OSError):
             shard.unlink()
 
     def look_again(self) -> None:
-        """See what other processes have written meanwhile."""
+        """Read the shards that other processes have written meanwhile."""
         for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
             self._entries.update(entries_of(shard))
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """The rows under a key, copied from disk.
+        """Return the rows of a key, copied from disk.
 
         Raises:
             InvalidCache: there are none, or their shard cannot be read any more.
@@ -155,12 +155,12 @@ class RowCache:
             return {name: file.get_slice(name)[a:b] for name, (a, b) in entry.ranges.items()}
         except (OSError, SafetensorError) as error:
             raise InvalidCache(
-                f"{entry.shard} cannot be read any more: {error}; start again, and what it held is "
-                "worked out again"
+                f"{entry.shard} cannot be read any more: {error}; start again, and its content is "
+                "computed again"
             ) from error
 
     def _opened(self, shard: Path) -> Any:
-        """A shard whose header has been read; the one opened first makes room."""
+        """Return an open shard; the one that was opened first is closed to make room."""
         if shard not in self._open:
             if len(self._open) == MAX_OPEN:
                 del self._open[next(iter(self._open))]
@@ -168,7 +168,7 @@ class RowCache:
         return self._open[shard]
 
     def put(self, key: str, columns: Columns) -> None:
-        """Keep rows under a key; on disk once a shard is full, or after `flush`.
+        """Add rows under a key; they are on disk once a shard is full, or after `flush`.
 
         Raises:
             CacheTooLarge: the disk is full; shards written before are whole and stay.
@@ -179,7 +179,7 @@ class RowCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending as one more shard.
+        """Write the pending rows as one more shard.
 
         Raises:
             CacheTooLarge: the disk is full.
@@ -204,7 +204,7 @@ class RowCache:
 def packed(
     pending: Mapping[str, Columns],
 ) -> tuple[bytes, dict[str, dict[str, tuple[int, int]]]]:
-    """A shard's bytes: columns end to end, and in the header where the rows of every key are."""
+    """Pack rows into the bytes of a shard, whose header has the ranges of every key."""
     ends: dict[str, int] = {}
     ranges: dict[str, dict[str, tuple[int, int]]] = {}
     for key, columns in pending.items():
@@ -218,7 +218,7 @@ def packed(
 
 
 def entries_of(shard: Path) -> dict[str, CacheEntry]:
-    """What a shard holds by its header; nothing if that is damaged."""
+    """Return the entries in a shard's header; none if it is damaged."""
     try:
         with safe_open(shard, framework="pt") as file:
             ranges: dict[str, dict[str, Any]] = json.loads(file.metadata()[ENTRIES])
@@ -227,7 +227,7 @@ def entries_of(shard: Path) -> dict[str, CacheEntry]:
             for key, places in ranges.items()
         }
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        logger.warning("%s is damaged; what it held is worked out again", shard)
+        logger.warning("%s is damaged; its content is computed again", shard)
         with suppress(OSError):
             shard.unlink()
         return {}
@@ -235,13 +235,13 @@ def entries_of(shard: Path) -> dict[str, CacheEntry]:
 
 @contextmanager
 def full_disk_named(folder: Path) -> Iterator[None]:
-    """A full disk in our own words; other errors of the disk as they are."""
+    """Raise a full disk as CacheTooLarge; other errors of the disk pass."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise CacheTooLarge(
-            f"the disk of {folder} is full; what was finished is kept and is not worked out again: "
+            f"the disk of {folder} is full; finished shards are kept and are not computed again: "
             "make room, or name another folder for caches, and start again"
         ) from error

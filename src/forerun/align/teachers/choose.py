@@ -1,4 +1,4 @@
-"""From settings to a teacher: which kind, where its cache is, what may be learned from it."""
+"""Builds the teacher that the settings ask for, and refuses what it cannot teach."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ logger = logging.getLogger("forerun.preparation")
 SHARDED = "sharded"
 """As a device: the target is spread over all GPUs there are, for it is larger than one."""
 PARTIAL = ("sampled", "top-k")
-"""Teachers that know a part of a law, unless it is greedy."""
+"""Teachers that have a part of a distribution, unless it is greedy."""
 
 
 @runtime_checkable
 class LearnedObjective(Protocol):
-    """What of an `Objective` decides which teachers it may have; objectives are built on teachers.
+    """The properties of an `Objective` that decide which teachers it may have.
 
     So they are not imported here.
     """
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the objective, for messages."""
 
     @property
     def linear(self) -> bool:
-        """Whether it is linear in the target's law."""
+        """Whether the objective is linear in the target's distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSource:
-    """Where a teacher comes from and what it is to teach.
+    """The target, its deployment, and where a teacher may run and store its cache.
 
     Attributes:
         target: folder, name or shipped model.
@@ -63,7 +63,7 @@ class TeacherSource:
         cache_dir: folder of all caches.
         device: as for the engine, or "sharded" to spread the target over all GPUs.
         dtype: of the target.
-        on_progress: told how far a cache is filled.
+        on_progress: called while a cache is filled.
         share: this process's part of filling it. With several processes all must then prepare the
             teacher together; or one fills it first, alone, and the others find it filled.
     """
@@ -81,9 +81,9 @@ class TeacherSource:
 def make_teacher(
     config: TeacherConfig, objective: LearnedObjective, source: TeacherSource, num_rows: int
 ) -> Teacher:
-    """The teacher asked for; for "auto" the cheapest whose rows are exact and that fits.
+    """Build the teacher; for "auto" the cheapest one that is exact and fits the disk.
 
-    A greedy law is one id, so its cache holds that; else last hidden states are cached if they fit
+    A greedy distribution is one id, which is cached; else last hidden states are cached if they fit
     the disk, and where they do not the target is rerun.
 
     Args:
@@ -121,8 +121,8 @@ def check_objective(
     if kind not in PARTIAL or objective.linear or sampling.greedy:
         return
     reason = {
-        "sampled": "ids drawn from the target stand for its law only in",
-        "top-k": "a truncated law biases all but",
+        "sampled": "ids drawn from the target are unbiased only in",
+        "top-k": "a truncated distribution biases all but",
     }[kind]
     raise InvalidRequest(
         f'objective "{objective.name}" cannot be learned from the teacher "{kind}": {reason} '
@@ -131,7 +131,7 @@ def check_objective(
 
 
 def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> TeacherKind:
-    """For "auto": ids at temperature 0, hidden states if they fit, else the target itself."""
+    """Choose for "auto": ids at temperature 0, else hidden states if they fit, else the target."""
     if source.sampling.greedy:
         return "sampled"
     sizes = state_sizes(source)
@@ -143,14 +143,14 @@ def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> Tea
 
 
 def hidden_teacher(config: TeacherConfig, source: TeacherSource) -> HiddenTeacher:
-    """A teacher over cached hidden states."""
+    """Build the teacher over cached hidden states."""
     settings = {"dtype": str(state_dtype(source))}
     filler = filler_of("hidden", settings, state_sizes(source), config, source)
     return HiddenTeacher(filler=filler, sampling=source.sampling, device=probs_device(source))
 
 
 def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
-    """A teacher over cached ids."""
+    """Build the teacher over cached ids."""
     sampling = source.sampling
     num_ids = 1 if sampling.greedy else config.num_sampled_ids
     if not 1 <= num_ids <= torch.iinfo(torch.int16).max:
@@ -175,7 +175,7 @@ def filler_of(
     config: TeacherConfig,
     source: TeacherSource,
 ) -> CacheFiller:
-    """What fills the cache of a target and its settings."""
+    """Build what fills the cache of a target under these settings."""
     checkpoint = read_checkpoint(model_folder(source.target))
     identity = CacheIdentity(
         kind=kind,
@@ -195,14 +195,14 @@ def filler_of(
 
 
 def load(source: TeacherSource) -> TargetModel:
-    """The target, whole on a device or spread over several."""
+    """Load the target, on one device or spread over several."""
     if source.device != SHARDED:
         return load_target(source.target, dtype=source.dtype, device=source.device)
     return load_sharded(source.target, dtype=source.dtype, device="auto", share=source.share)
 
 
 def state_sizes(source: TeacherSource) -> RowSizes:
-    """Disk that hidden states of this target take, by its configuration."""
+    """Return the disk space that hidden states of this target take, from its configuration."""
     settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
     return RowSizes.of_states(
         width=settings.get("word_embed_proj_dim") or architecture.hidden_size,
@@ -212,10 +212,10 @@ def state_sizes(source: TeacherSource) -> RowSizes:
 
 
 def state_dtype(source: TeacherSource) -> torch.dtype:
-    """What the target is loaded in."""
+    """Return the dtype in which the target is loaded."""
     return choose_dtype(source.dtype, read_checkpoint(model_folder(source.target)))
 
 
 def probs_device(source: TeacherSource) -> torch.device:
-    """Where laws are made of what was cached."""
+    """Return the device on which distributions are computed from the cache."""
     return choose_device("auto" if source.device == SHARDED else source.device)

@@ -1,7 +1,4 @@
-"""Run the target once over every sample that a cache lacks.
-
-How much disk a teacher's cache takes, said before anything is written.
-"""
+"""Runs the target once over every sample that a cache lacks, after checking the disk space."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows hidden"]], Mapp
 
 
 class CacheFiller:
-    """Fills a cache, and goes on where an earlier run was interrupted.
+    """Fills a cache, and resumes where an earlier run was interrupted.
 
     Args:
         cache: to fill.
         load: gives the target; called only if something is lacking.
         sizes: of the rows.
         max_bytes: most bytes to write; None: nine tenths of what the disk has free.
-        on_progress: told after every pass how many learned rows of this process's share is done.
+        on_progress: called after every pass with the learned rows done, of this process's share.
         share: of the samples; all processes fill together.
     """
 
@@ -63,13 +60,13 @@ class CacheFiller:
         self.share = share
 
     def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
-        """Work out and keep what is lacking.
+        """Compute and store the rows that are lacking.
 
         Returns:
             The target if it had to be loaded.
 
         Raises:
-            CacheTooLarge: it does not fit, said before the target is loaded; or the disk filled up.
+            CacheTooLarge: it does not fit (before the target is loaded), or the disk is full.
             InvalidRequest: samples hold ids the target does not know, or are too long for it.
             NumericalError: the target's hidden states are not finite.
         """
@@ -78,14 +75,14 @@ class CacheFiller:
         if lacking:
             num_rows = sum(sample.num_learned for sample in lacking)
             check_room(self.cache.folder, num_rows, self.sizes, self.max_bytes)
-        self.share.wait()  # nobody writes before all have seen the same lacking, and room for it
+        self.share.wait()  # no process writes before all have listed what is lacking
         if not lacking:
             return None
         target = self.load()
         check_samples(lacking, target)
         try:
             self._run(target, lacking, make_columns)
-        finally:  # whatever ended it: what is worked out is kept
+        finally:  # keep what was computed, also after an error
             self.cache.flush()
         self.share.wait()
         self.cache.look_again()
@@ -110,7 +107,7 @@ class CacheFiller:
 
 
 def check_finite(sample: Sample, hidden: Float[Tensor, "rows hidden"]) -> None:
-    """Refuse to keep what nobody can learn from.
+    """Refuse hidden states that are not finite.
 
     Raises:
         NumericalError: a hidden state holds NaN or infinity.
@@ -129,7 +126,7 @@ ID_BYTES, COUNT_BYTES = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSizes:
-    """Disk that a cache takes.
+    """Disk space of a cache.
 
     Attributes:
         what: is cached, for people.
@@ -143,7 +140,7 @@ class RowSizes:
 
     @classmethod
     def of_states(cls, *, width: int, vocab_size: int, itemsize: int) -> RowSizes:
-        """Hidden states, and the head that makes logits of them."""
+        """Return the sizes for hidden states and the head that turns them into logits."""
         return cls(
             what="last hidden states",
             row_bytes=width * itemsize,
@@ -152,16 +149,16 @@ class RowSizes:
 
     @classmethod
     def of_ids(cls, num_ids: int) -> RowSizes:
-        """Drawn ids with counts, and how many of them are distinct."""
+        """Return the sizes for drawn ids, their counts, and how many ids a row has."""
         return cls(what="drawn ids", row_bytes=num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES)
 
     def total_bytes(self, num_rows: int) -> int:
-        """Of so many rows."""
+        """Return the bytes of so many rows."""
         return self.fixed_bytes + num_rows * self.row_bytes
 
 
 def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | None) -> None:
-    """Say what will be written, and refuse what does not fit.
+    """Log how much will be written, and refuse what does not fit.
 
     Args:
         folder: of the cache, there or not.
@@ -191,7 +188,7 @@ def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | No
 
 
 def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
-    """What may be written: never more than nine tenths of what the disk has free."""
+    """Return how many bytes may be written: at most nine tenths of the free space."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free * 9 // 10
     return free if max_bytes is None else min(free, max_bytes)

@@ -1,8 +1,8 @@
-"""The teacher that ran the target once: its last hidden states are kept, logits made of them anew.
+"""A teacher that caches the target's last hidden states and recomputes logits from them.
 
-A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the head makes of
-it what it made of it in the target, so any objective may learn from it, at any temperature. States
-are kept in the dtype of the target, and the head beside them: training needs nothing else of it.
+A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the cached head
+gives the same logits as the target, so every objective may learn from them at any temperature. Both
+are stored in the target's dtype, and training does not need the target itself.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STATES = "states"
 
 
 class HiddenTeacher:
-    """See `Teacher`.
+    """Teacher over cached hidden states; see `Teacher`.
 
     Args:
         filler: of the cache.
         sampling: of the deployment.
-        device: where laws are made.
+        device: on which distributions are computed.
     """
 
     truncated = False
@@ -54,7 +54,7 @@ class HiddenTeacher:
         self._head: TargetHead | None = None
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose states are not there yet.
+        """Run the target over the samples whose hidden states are not cached.
 
         Raises:
             CacheTooLarge: they would not fit, or the disk filled up.
@@ -65,10 +65,10 @@ class HiddenTeacher:
         self._samples = samples
 
     def _find_head(self, target: TargetModel | None) -> TargetHead:
-        """The head from beside the states; from the target, where it is not there yet."""
+        """Return the head from the cache folder, or from the target if it is not there."""
         folder, share = self._filler.cache.folder, self._filler.share
         head = read_head(folder)
-        share.wait()  # nobody writes before all have looked
+        share.wait()  # no process writes before all have read
         if head is None:
             head = (target or self._filler.load()).head
             if share.index == 0:
@@ -77,7 +77,7 @@ class HiddenTeacher:
         return head
 
     def rows(self, batch: PackedBatch) -> HeadRows:
-        """The law at the learned rows of a batch.
+        """Return the distributions at the learned rows of a batch.
 
         Raises:
             InvalidCache: a row was not prepared.
@@ -94,12 +94,12 @@ class HiddenTeacher:
 def states_column(
     target: TargetModel, sample: Sample, hidden: Float[Tensor, "rows hidden"]
 ) -> dict[str, Tensor]:
-    """Hidden states as they are."""
+    """Return hidden states as the column of a cache."""
     return {STATES: hidden.cpu()}
 
 
 def write_head(folder: Path, head: TargetHead) -> None:
-    """Keep a head beside the states it belongs to.
+    """Write a head beside its hidden states.
 
     Raises:
         CacheTooLarge: the disk is full.
@@ -113,7 +113,7 @@ def write_head(folder: Path, head: TargetHead) -> None:
 
 
 def read_head(folder: Path) -> TargetHead | None:
-    """The head kept beside the states; None if there is none, or it is damaged."""
+    """Read the head beside the hidden states; None if there is none, or it is damaged."""
     path = find_kept(folder, HEAD, SUFFIX)
     if path is None:
         return None

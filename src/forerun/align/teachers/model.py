@@ -1,4 +1,4 @@
-"""The teacher that reruns the target in every step: no cache, no preparation."""
+"""A teacher that runs the target at every training step and stores nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["HeadRows", "ModelTeacher"]
 
 
 class HeadRows:
-    """Laws made from hidden states, a chunk of rows at a time; see `TeacherRows`.
+    """Distributions computed from hidden states, a chunk of rows at a time; see `TeacherRows`.
 
     Args:
         hidden: last hidden states of the learned rows.
@@ -33,16 +33,16 @@ class HeadRows:
         self._sampling = sampling
 
     def __len__(self) -> int:
-        """Learned rows."""
+        """Number of learned rows."""
         return len(self._hidden)
 
     def distribution(self, rows: slice) -> TargetDistribution:
-        """The law at some of them, on the device of the head."""
+        """Return the distribution at some rows, on the device of the head."""
         return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
 
 
 class ModelTeacher:
-    """See `Teacher`. Takes whatever batch it is given: text need not be known before.
+    """Teacher that runs the target over every batch; see `Teacher`.
 
     Args:
         target: the target.
@@ -56,7 +56,7 @@ class ModelTeacher:
         self._sampling = sampling
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Nothing is stored; samples the target cannot read are refused.
+        """Refuse samples that the target cannot read; nothing is stored.
 
         Raises:
             InvalidRequest: an id is outside its vocabulary, or a text longer than its context.
@@ -64,7 +64,7 @@ class ModelTeacher:
         check_samples(samples, self._target)
 
     def rows(self, batch: PackedBatch) -> HeadRows:
-        """The law at the learned rows of a batch."""
+        """Return the distributions at the learned rows of a batch."""
         return HeadRows(
             hidden=self._target.hidden(batch), head=self._target.head, sampling=self._sampling
         )

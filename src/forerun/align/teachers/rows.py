@@ -1,4 +1,4 @@
-"""Learned rows in order: of a sample, and of a batch back to its samples."""
+"""The order of learned rows in a sample, and the way from a batch back to its samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["learned_places", "one_per_row", "passes", "sample_runs"]
 
 
 def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
-    """Places whose next token is learned, ascending: the rows that are cached of a sample."""
+    """Return the places whose next token is learned, ascending: the cached rows of a sample."""
     ranges = [torch.arange(start - 1, end - 1) for start, end in sample.spans]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
@@ -24,7 +24,7 @@ def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
 def sample_runs(
     batch: PackedBatch, samples: Sequence[Sample]
 ) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
-    """The learned rows of a batch, sample by sample in the order of the rows.
+    """Yield the learned rows of a batch, sample by sample in the order of the rows.
 
     Args:
         batch: over these samples.
@@ -51,7 +51,7 @@ def sample_runs(
 
 
 def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
-    """Samples that are read together, every one once, those of like length together.
+    """Yield groups of samples of similar length to read in one pass, every sample once.
 
     Args:
         samples: in any order.
@@ -71,7 +71,7 @@ def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
 
 
 def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
-    """A sample per row; padding counts on, so that a row stays one text, read up to its end."""
+    """Lay one sample in each row; the positions of padding go on counting."""
     width = max(len(samples[index].token_ids) for index in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     owners = torch.full((len(rows), width), -1)

@@ -1,10 +1,10 @@
-"""The teacher that keeps ids drawn from the target: a few hundred bytes per position.
+"""A teacher that caches token ids drawn from the target: a few hundred bytes per position.
 
 Shares of drawn ids are unbiased estimates of the target's probabilities, so an objective that is
-linear in these has an unbiased gradient; for any other it is wrong. The draws of a row are
-equidistant on the running sum of its law, with one random offset: the share of an id then differs
-from its probability by less than one draw, where independent draws would differ by the root of
-their number. A greedy law is one id, kept as it is.
+linear in these has an unbiased gradient; any other objective would be biased. The draws of a row
+are equidistant on the cumulative sum of its probabilities, with one random offset: the share of an
+id then differs from its probability by less than one draw, where independent draws would differ by
+the root of their number. A greedy distribution is one id, stored as it is.
 
 Source: arXiv 2503.16870 on drawn ids; Kitagawa 1996 on equidistant draws.
 """
@@ -33,32 +33,32 @@ __all__ = ["SampledTeacher", "SparseRows", "draw_ids"]
 
 
 class SparseRows:
-    """Laws over some ids; see `TeacherRows`.
+    """Sparse distributions of learned rows; see `TeacherRows`.
 
     Args:
         distribution: of all learned rows.
     """
 
     def __init__(self, distribution: SparseDistribution) -> None:
-        self._law = distribution
+        self._whole = distribution
 
     def __len__(self) -> int:
-        """Learned rows."""
-        return len(self._law.ids)
+        """Number of learned rows."""
+        return len(self._whole.ids)
 
     def distribution(self, rows: slice) -> SparseDistribution:
-        """The law at some of them."""
-        return SparseDistribution(ids=self._law.ids[rows], shares=self._law.shares[rows])
+        """Return the distribution at some rows."""
+        return SparseDistribution(ids=self._whole.ids[rows], shares=self._whole.shares[rows])
 
 
 class SampledTeacher:
-    """See `Teacher`.
+    """Teacher over cached ids; see `Teacher`.
 
     Args:
         filler: of the cache.
         sampling: of the deployment.
         num_ids: draws per row.
-        device: where laws are made.
+        device: on which distributions are computed.
     """
 
     truncated = False
@@ -78,7 +78,7 @@ class SampledTeacher:
         self._samples: Sequence[Sample] = ()
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose ids are not there yet.
+        """Run the target over the samples whose ids are not cached.
 
         Raises:
             CacheTooLarge: they would not fit, or the disk filled up.
@@ -88,7 +88,7 @@ class SampledTeacher:
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        """The law at the learned rows of a batch.
+        """Return the distributions at the learned rows of a batch.
 
         Raises:
             InvalidCache: a row was not prepared.
@@ -109,7 +109,7 @@ class SampledTeacher:
     def _columns(
         self, target: TargetModel, sample: Sample, hidden: Float[Tensor, "rows hidden"]
     ) -> dict[str, Tensor]:
-        """Distinct ids of all rows end to end, the draws of each, and how many a row has."""
+        """Return the cache's columns: distinct ids of all rows, their counts, and ids per row."""
         key = request_key(int(key_of(sample), 16), 0)
         keys = torch.tensor([position_key(key, row) for row in range(len(hidden))])
         parts = []
@@ -127,7 +127,7 @@ class SampledTeacher:
 def draw_ids(
     probs: Float[Tensor, "rows vocab"], offsets: Float64[Tensor, " rows"], num_ids: int
 ) -> Int64[Tensor, "rows num_ids"]:
-    """Ids at equal distances on the running sums of laws: of each, its probability times `num_ids`.
+    """Draw ids at equal distances on the cumulative sums: each `num_ids` times its probability.
 
     Args:
         probs: of every row; need not sum to 1 exactly.
@@ -148,7 +148,7 @@ def draw_ids(
 
 
 def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids that differ from the one before, how often each was drawn, and how many rows have.
+    """Return the distinct ids of sorted rows, their counts, and the number of ids per row.
 
     Args:
         drawn: ascending in every row.
@@ -169,7 +169,7 @@ def distinct(drawn: Int64[Tensor, "rows draws"]) -> tuple[Tensor, Tensor, Tensor
 def padded(
     columns: dict[str, Tensor],
 ) -> tuple[Int64[Tensor, "rows some"], Float[Tensor, "rows some"]]:
-    """Ids and shares of all rows of a sample, id 0 of share 0 behind those of shorter rows."""
+    """Return ids and probabilities of a sample's rows, padded with id 0 of probability 0."""
     sizes = columns["sizes"].to(torch.int64)
     width = int(sizes.max())
     filled = torch.arange(width) < sizes[:, None]
@@ -181,7 +181,7 @@ def padded(
 
 
 def joined(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-    """Rows of several samples in one width."""
+    """Join the rows of several samples, padded to one width."""
     if not parts:
         return torch.zeros(0, width, dtype=dtype)
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

@@ -1,9 +1,4 @@
-"""The target as a teacher runs it: packed rows to hidden states, in transformers' own modules.
-
-The end of a model: hidden states after the final norm to logits.
-
-A target whose weights are spread over the devices of one process, or of several.
-"""
+"""The target as a teacher runs it, in transformers' own modules: packed rows to hidden states."""
 
 from __future__ import annotations
 
@@ -40,11 +35,11 @@ __all__ = [
 
 
 class TargetModel:
-    """Body and head of the target.
+    """The target's decoder and its output head.
 
     Args:
         body: token ids and positions to hidden states after the final norm; rows of several samples
-            are told apart by their positions, which begin at 0 with each.
+            are recognised by their positions, which begin at 0 with each.
         head: hidden states to logits.
         model_type: of its configuration.
         max_positions: longest text the target was made for.
@@ -68,7 +63,7 @@ class TargetModel:
 
     @torch.no_grad()
     def hidden(self, batch: PackedBatch) -> Float[Tensor, "learned hidden"]:
-        """Last hidden states at the learned rows of a batch: what the head makes logits of."""
+        """Return the last hidden states at the learned rows of a batch, the input of the head."""
         on_device = batch.to(self.device)
         outputs = self.body(**packed_inputs(on_device, self.model_type))
         states: Tensor = outputs.last_hidden_state
@@ -76,7 +71,7 @@ class TargetModel:
 
 
 def adopt_target(model: Any) -> TargetModel:
-    """A transformers model as a teacher's target: frozen, and in evaluation mode.
+    """Use a transformers model as a teacher's target, frozen and in evaluation mode.
 
     Args:
         model: a causal language model of a supported family, on its device or devices.
@@ -93,7 +88,7 @@ def adopt_target(model: Any) -> TargetModel:
 
 
 def check_samples(samples: Sequence[Sample], target: TargetModel) -> None:
-    """Refuse what the target cannot read.
+    """Refuse samples that the target cannot read.
 
     Raises:
         InvalidRequest: an id is outside its vocabulary, or a text longer than its context.
@@ -113,7 +108,7 @@ def check_samples(samples: Sequence[Sample], target: TargetModel) -> None:
 
 
 def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto") -> TargetModel:
-    """Load a target for scoring; nothing is generated with it, so it has no KV store.
+    """Load a target that only scores text; it needs no KV store.
 
     Args:
         source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:code-11m".
@@ -143,7 +138,7 @@ def load_target(source: str | Path, *, dtype: str = "auto", device: str = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetHead:
-    """A projection to the vocabulary, and what a family does to its logits afterwards.
+    """An output projection, with the scaling and capping that some families apply to logits.
 
     Attributes:
         weight: one row per token.
@@ -159,7 +154,7 @@ class TargetHead:
 
     @property
     def width(self) -> int:
-        """Of a hidden state."""
+        """Width of a hidden state."""
         return self.weight.shape[1]
 
     @property
@@ -168,12 +163,12 @@ class TargetHead:
         return self.weight.shape[0]
 
     def to(self, device: torch.device | str) -> TargetHead:
-        """The same head on another device."""
+        """Copy the head to another device."""
         bias = None if self.bias is None else self.bias.to(device)
         return replace(self, weight=self.weight.to(device), bias=bias)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """Logits in the dtype of the weights, on their device."""
+        """Return logits in the dtype of the weights, on their device."""
         states = hidden.to(device=self.weight.device, dtype=self.weight.dtype)
         logits = nn.functional.linear(states, self.weight, self.bias)
         if self.divisor != 1.0:
@@ -182,7 +177,7 @@ class TargetHead:
 
 
 def head_of(model: Any) -> TargetHead:
-    """The head of a transformers model; weights are shared, not copied.
+    """Return the head of a transformers model, which shares its weights.
 
     Args:
         model: a causal language model of a supported family.
@@ -235,9 +230,9 @@ def load_sharded(
 
 
 def split(model: Any, device: torch.device, number: int) -> TargetModel:
-    """Every decoder layer, and what is outside of them, split over all processes.
+    """Split every decoder layer, and what is outside of them, over all processes.
 
-    The head stays whole everywhere: laws are made of its rows in chunks of any size.
+    The head stays whole in every process: it is applied to chunks of any size.
     """
     target = adopt_target(model)
     weight = target.head.weight.to(device, copy=True)  # it may be the embedding, which is split
@@ -258,7 +253,7 @@ def split(model: Any, device: torch.device, number: int) -> TargetModel:
 
 
 def refuse_offloaded(source: str, model: nn.Module) -> None:
-    """Layers read from CPU memory or disk in every pass would take days without saying so."""
+    """Refuse a model of which some layers would be read from CPU memory or disk in every pass."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise NotEnoughMemory(
             f"the GPUs here together do not hold {source}; take its log-probabilities from a "

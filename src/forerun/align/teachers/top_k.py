@@ -1,8 +1,8 @@
-"""The teacher that is a server: the log-probabilities it gave with its responses, truncated.
+"""A teacher from a server's log-probabilities, which are truncated to the most likely tokens.
 
-All tokens it did not name count as one more token with the mass that is missing. So shares are true
-at temperature 1, somewhat too small below it and too large above, and exact at any temperature
-where the deployment's own truncation drops what is not named.
+All tokens that are not named count as one more token with the missing mass. The probabilities are
+therefore exact at temperature 1, somewhat too small below it and too large above, and exact at any
+temperature where the deployment's own truncation drops the tokens that are not named.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["TopKTeacher", "known_shares"]
 
 
 class TopKTeacher:
-    """See `Teacher`.
+    """Teacher over log-probabilities in the samples; see `Teacher`.
 
     Args:
         sampling: of the deployment.
-        device: where laws are made.
+        device: on which distributions are computed.
     """
 
     def __init__(self, *, sampling: SamplingParams, device: torch.device | str) -> None:
@@ -39,11 +39,11 @@ class TopKTeacher:
 
     @property
     def truncated(self) -> bool:
-        """Mass is missing, except from a greedy law."""
+        """Whether probability mass is missing: always, unless decoding is greedy."""
         return not self._sampling.greedy
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Nothing is stored: samples carry what the server said.
+        """Check that the samples have log-probabilities; nothing is stored.
 
         Raises:
             InvalidRequest: a sample does not, or not for every learned token.
@@ -59,7 +59,7 @@ class TopKTeacher:
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> SparseRows:
-        """The law at the learned rows of a batch.
+        """Return the distributions at the learned rows of a batch.
 
         Raises:
             InvalidCache: a row was not prepared.
@@ -84,7 +84,7 @@ class TopKTeacher:
 def known_shares(
     logprobs: Float64[Tensor, "rows known"], sampling: SamplingParams
 ) -> Float64[Tensor, "rows known"]:
-    """The deployed law of the tokens that are known, from their probabilities at temperature 1.
+    """Return the deployed probabilities of the named tokens, from those at temperature 1.
 
     Args:
         logprobs: natural logarithms, best first; -inf is padding.
@@ -116,7 +116,7 @@ def known_shares(
 def nucleus(
     known: Float64[Tensor, "rows known"], rest: Float64[Tensor, "rows 1"], top_p: float
 ) -> tuple[Float64[Tensor, "rows known"], Float64[Tensor, "rows 1"]]:
-    """The most likely tokens with the mass `top_p`; where the known have less, some of the rest."""
+    """Keep the most likely tokens with mass `top_p`; part of the rest if the named have less."""
     wanted = top_p * (known.sum(-1, keepdim=True) + rest)
     before = known.cumsum(-1) - known
     kept = known * (before < wanted)

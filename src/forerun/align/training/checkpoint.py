@@ -1,8 +1,8 @@
-"""Where a training can go on: weights, optimiser state and step, in one file replaced at once.
+"""Checkpoint of a training: weights, optimiser state and step in one file with a hash.
 
-The file is the same whatever trained it, one process or many with sharded weights, so a run may go
-on with another number of processes. There is no random state: order and schedule are functions of
-the step.
+The file does not depend on the number of processes or on sharding, so a run may continue with
+another number of processes. There is no random state: order and schedule are functions of the
+step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by the names they have without wrappers."""
+    """Return the trained parameters by their names without wrappers."""
     found = {}
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
@@ -42,16 +42,16 @@ def named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, shards gathered: all processes must ask for the same one."""
+    """Return a tensor with its shards gathered; all processes must ask for the same one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def trained_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Whole trained weights on the CPU, by name.
+    """Return the trained weights on the CPU by name, shards gathered.
 
     Args:
         module: sharded or not.
-        keep: whether this process wants them; it takes part in the gathering in any case.
+        keep: whether to return them here; every process takes part in the gathering.
     """
     gathered = {}
     for name, parameter in named_trained(module).items():
@@ -70,7 +70,7 @@ def save_checkpoint(
     identity: Mapping[str, str],
     is_writer: bool,
 ) -> None:
-    """Write the state after `step` steps; an earlier file is there until the new one is whole.
+    """Write the state after `step` steps; an earlier file stays until the new one is whole.
 
     Args:
         path: of the file.
@@ -118,7 +118,7 @@ def check_hash(file: Any, metadata: Mapping[str, str]) -> None:
 
 
 def state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the state by its name in the file."""
+    """Yield every tensor of the state with its name in the file."""
     for name, parameter in named_trained(module).items():
         yield f"weights/{name}", parameter
         for key, value in optimiser.state[parameter].items():
@@ -133,7 +133,7 @@ def load_checkpoint(
     identity: Mapping[str, str],
     defaults: Mapping[str, str],
 ) -> int:
-    """Restore a state if there is one.
+    """Restore the state if there is a checkpoint.
 
     Args:
         path: of the file.
@@ -173,7 +173,7 @@ def load_checkpoint(
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as a parameter is: on its device, and cut as it is cut."""
+    """Move a tensor to a parameter's device and split it in the same way."""
     tensor = tensor.to(like.device)
     if isinstance(like, DTensor):
         return distribute_tensor(tensor, like.device_mesh, like.placements)
@@ -183,7 +183,7 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 def check_identity(
     path: Path, found: Mapping[str, str], wanted: Mapping[str, str], defaults: Mapping[str, str]
 ) -> None:
-    """Refuse the state of another run.
+    """Refuse the checkpoint of a run with other settings.
 
     Raises:
         InvalidCheckpoint: naming what differs.
@@ -199,7 +199,7 @@ def check_identity(
 def differences(
     found: Mapping[str, str], wanted: Mapping[str, str], defaults: Mapping[str, str]
 ) -> list[str]:
-    """Parts of an identity that differ, each by its name and both values.
+    """Return the parts of two identities that differ, with both values.
 
     Args:
         found: what was kept.

@@ -1,7 +1,4 @@
-"""The draft as it is trained: loaded or made, checked against its target, written to be served.
-
-Whether a model can be trained as a draft of a target, tried out before anything is trained.
-"""
+"""The draft under training: loaded or made, checked against its target, and saved."""
 
 from __future__ import annotations
 
@@ -62,11 +59,11 @@ class DraftConfig:
 
 
 class Draft:
-    """A draft under training.
+    """A draft model under training.
 
     Args:
         config: which.
-        model: of transformers, in fp32; with adapters put into its layers if `lora_rank` asks.
+        model: of transformers, in fp32; with adapters in its layers if `lora_rank` is above 0.
     """
 
     def __init__(self, config: DraftConfig, model: Any) -> None:
@@ -74,7 +71,7 @@ class Draft:
         self.model = model
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a Hugging Face folder in bf16: weights, configuration, the target's tokenizer.
+        """Write a Hugging Face folder in bf16: weights, configuration and the target's tokenizer.
 
         The folder is there as a whole or not at all; an earlier one is replaced.
 
@@ -106,7 +103,7 @@ def load_draft(config: DraftConfig) -> Draft:
 
 
 def base_model(config: DraftConfig) -> Any:
-    """The draft to begin with, in fp32 and in the width of the target's vocabulary."""
+    """Return the draft to start from, in fp32, with the width of the target's vocabulary."""
     target = read_object(config.target / "config.json")
     if config.draft is None:
         return fresh_model(config, target)
@@ -115,13 +112,13 @@ def base_model(config: DraftConfig) -> Any:
     model = read_weights(checkpoint, torch.float32)
     model.set_attn_implementation(ATTENTION)
     if model.config.vocab_size != target["vocab_size"]:
-        # Tokens are the same, padding ids are not: the target's law covers the target's.
+        # Tokens are the same, padding ids are not: the target's distribution covers the target's.
         model.resize_token_embeddings(target["vocab_size"], mean_resizing=False)
     return model
 
 
 def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
-    """Fresh weights in a given shape; whatever concerns tokens is the target's."""
+    """Make a model of a given shape with fresh weights and the target's vocabulary."""
     if config.init is None:
         raise InvalidModel("neither a draft to begin with nor a config.json to make one from")
     settings = read_object(config.init)
@@ -143,7 +140,7 @@ def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
 
 
 def with_adapters(model: Any, config: DraftConfig) -> Any:
-    """The model, with adapters in all its linear layers but the head if a rank is given."""
+    """Add adapters to all linear layers but the head, if the settings give a rank."""
     if config.lora_rank == 0:
         return model
     from peft import LoraConfig, inject_adapter_in_model
@@ -163,7 +160,7 @@ def with_adapters(model: Any, config: DraftConfig) -> Any:
 
 
 def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
-    """A whole model with the trained weights in place, adapters merged.
+    """Build a whole model with the trained weights and merged adapters.
 
     The model under training may be sharded, or compiled; this one is made anew.
     """
@@ -184,7 +181,7 @@ def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
 
 
 def copy_tokenizer(target: Path, folder: Path) -> None:
-    """The target's tokenizer, chat template and generation settings, for the draft to bring."""
+    """Copy the target's tokenizer, chat template and generation settings to the draft."""
     for name in TARGET_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
@@ -224,7 +221,7 @@ def check_trainable(model: Any) -> None:
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:
-    """Refuse a draft that means other text by its tokens.
+    """Refuse a draft whose token ids mean other text than the target's.
 
     Raises:
         IncompatibleDraft: naming the first tokens that differ.

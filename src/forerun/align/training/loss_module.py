@@ -1,4 +1,4 @@
-"""Draft and loss as one module, so that whatever shards or replicates it sees one forward pass."""
+"""Draft and loss as one module, so that sharding and replication see one forward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DraftLoss"]
 
 
 class DraftLoss(nn.Module):
-    """The summed loss of packed rows; logits of the whole vocabulary exist chunk by chunk only.
+    """The loss of packed rows, summed; logits exist one chunk at a time.
 
     The head is not called but read, inside this module's own forward pass: the root of a sharded
     module holds what its layers do not, so the head's rows are whole while they are needed. That is
@@ -49,20 +49,20 @@ class DraftLoss(nn.Module):
         self.objective = objective
         self.temperature = temperature
         self.weighed_for = weighed_for
-        # Accelerate looks here for the layers to shard one by one.
+        # Accelerate reads here which layers to shard one by one.
         self._no_split_modules = list(model._no_split_modules or ())
 
     def forward(
         self, batch: PackedBatch, teacher_rows: TeacherRows | None
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Sums over the learned rows of a batch.
+        """Return the loss and the acceptance probability, summed over the learned rows of a batch.
 
         Args:
             batch: on the device of the model.
-            teacher_rows: the target's law at its learned rows; None for objectives without need.
+            teacher_rows: the target's distributions; None for objectives that need no teacher.
 
         Returns:
-            The loss, differentiable, and the acceptance probability (alpha), 0 without a law.
+            The loss, differentiable, and the acceptance probability (alpha), 0 without a teacher.
         """
         hidden = self.model.get_decoder()(
             input_ids=batch.ids, position_ids=batch.positions, use_cache=False
@@ -86,7 +86,7 @@ class DraftLoss(nn.Module):
     def _weighed(
         self, rows: LearnedRows, head: DraftHead, batch: PackedBatch, k: int
     ) -> LearnedRows:
-        """The same rows with their shares of the expected accepted length."""
+        """Weight the rows by their contribution to the expected accepted length."""
         alphas = chunked_acceptance(rows, head, temperature=self.temperature)
         learned = batch.predicts
         weights = length_weights(alphas, batch.samples[learned], batch.positions[learned], k)

@@ -1,4 +1,4 @@
-"""What a training step measured, and where it is kept: JSON lines and TensorBoard."""
+"""Metrics of training steps, in a file of JSON lines and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["MetricsLog", "StepMetrics", "read_metrics"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimiser step, over all processes.
+    """Metrics of one optimiser step, over all processes.
 
     Attributes:
         step: steps done, this one included.
         loss: mean over learned rows, as the objective counts.
-        acceptance_probability: alpha, mean over learned rows; None where no law was asked for.
+        acceptance_probability: alpha, mean over learned rows; None without a teacher.
         num_learned: rows both are means over.
         num_tokens: places of the packed rows, padding included.
         grad_norm: before clipping.
@@ -40,7 +40,7 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Steps as lines of JSON, one file for a run however often it was interrupted.
+    """Writes the metrics of a run, to one file however often the run is interrupted.
 
     What a killed process had logged after its last checkpoint is done again when the run goes on,
     so those lines are dropped and every step is there once.
@@ -56,7 +56,7 @@ class MetricsLog:
         self._writer: SummaryWriter | None = None
 
     def open_at(self, step: int) -> MetricsLog:
-        """Begin, or go on behind a step; use as a context manager."""
+        """Start the log, or continue it after a step; use as a context manager."""
         write_lines(self.path, (row for row in read_metrics(self.path) if row.step <= step))
         if self.events is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -65,7 +65,7 @@ class MetricsLog:
         return self
 
     def append(self, metrics: StepMetrics) -> None:
-        """Keep one step."""
+        """Write the metrics of one step."""
         append_line(self.path, metrics)
         if self._writer is not None:
             for name, value in asdict(metrics).items():
@@ -81,5 +81,5 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps of a log."""
+    """Read the metrics of a run."""
     return read_lines(path, StepMetrics)

@@ -1,7 +1,4 @@
-"""Which processes train together, and on what.
-
-Ctrl-C and SIGTERM as a wish that is granted between two steps.
-"""
+"""The processes that train together, and how signals stop them between two steps."""
 
 from __future__ import annotations
 
@@ -19,25 +16,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = ["StopSignal", "configure_sharding", "make_accelerator"]
 
-PATIENCE = timedelta(days=7)
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Other processes wait while the main one generates and judges, however long that takes."""
 
 
 def make_accelerator(
     device: str = "auto", mixed_precision: Literal["no", "bf16"] = "bf16"
 ) -> Accelerator:
-    """The processes `accelerate launch` or torchrun started, or this one alone.
+    """Return the accelerator of the processes that were launched, or of this one alone.
 
     Args:
         device: "cpu" keeps to the CPU; anything else takes a GPU where there is one.
         mixed_precision: of the passes; weights are fp32 in any case.
     """
-    # Processes without GPUs do not find each other unless Accelerate is told that they have none.
+    # Processes without GPUs connect only if Accelerate is given cpu=True.
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
         cpu=on_cpu,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
     )
     if accelerator.is_fsdp2:
         configure_sharding(accelerator.state.fsdp_plugin, mixed_precision)
@@ -45,14 +42,14 @@ def make_accelerator(
 
 
 def configure_sharding(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> None:
-    """What this training needs of FSDP2, whatever `accelerate config` says of it.
+    """Set the options of FSDP2 that this training needs, whatever `accelerate config` has.
 
     Every process reads the draft: the other way leaves all but one with empty models, and each of
     them checks the draft and reads the target. Gradients are added up in fp32, and the loss stays
     in it: by itself Accelerate rounds both to bf16.
     """
     plugin.cpu_ram_efficient_loading = False
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # transformers looks here
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # transformers reads this
     if mixed_precision == "bf16":
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -63,7 +60,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Notes the first signal; the second does what signals do.
+    """Notes the first SIGINT or SIGTERM; a second one acts as usual.
 
     Only the main thread may handle signals: elsewhere nothing is noted.
     """

@@ -1,6 +1,6 @@
-"""The training loop: packed rows in, steps out, the same steps whatever the number of processes.
+"""The training loop; its steps are the same for any number of processes.
 
-AdamW and its learning rate: a function of settings and step, so there is no schedule to save.
+Optimiser and learning rate are functions of settings and step, so there is no schedule to save.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ FREE_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 
 @runtime_checkable
 class RowSource(Protocol):
-    """An endless stream of packed rows, as `Packing` is."""
+    """An endless stream of packed rows, such as `Packing`."""
 
     def batch(self, first_row: int, num_rows: int) -> PackedBatch:
-        """Rows by their numbers: no state, so any process may ask for any."""
+        """Return rows by their numbers; there is no state, so any process may ask for any."""
 
 
 class Trainer:
-    """Optimises a draft, step by step, on this process's share of every step's rows.
+    """Trains a draft on this process's share of every step's rows.
 
     A step is the same mean over the same rows with one process or many: its rows are numbered,
     every process takes an equal run of them, and the loss is divided by the learned rows of all.
@@ -63,7 +63,7 @@ class Trainer:
     Args:
         config: how it is optimised.
         module: draft and objective, weights in fp32.
-        teacher: for objectives that need the target's law.
+        teacher: for objectives that need one.
         accelerator: which devices and processes, and in what precision.
         folder: for the checkpoint.
         identity: what else the run is a function of, such as hashes of data and target.
@@ -93,13 +93,13 @@ class Trainer:
 
     @property
     def rows_per_step(self) -> int:
-        """Packed rows of a step, over all processes: a multiple of their number."""
+        """Number of packed rows per step over all processes, a multiple of their number."""
         world: int = self.accelerator.num_processes
         wanted = max(1, self.config.tokens_per_step // self.config.window)
         return math.ceil(wanted / world) * world
 
     def resume(self, defaults: Mapping[str, str] = MappingProxyType({})) -> int:
-        """Go on from the checkpoint if there is one; returns the steps done.
+        """Resume from the checkpoint if there is one; returns the steps done.
 
         Args:
             defaults: what parts of the identity that the checkpoint does not name stood at.
@@ -118,12 +118,12 @@ class Trainer:
         return self.step
 
     def run(self, rows: RowSource, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
-        """Train until so many steps are done, and keep a checkpoint.
+        """Train until so many steps are done, and write a checkpoint.
 
         Args:
             rows: where the packed rows of the steps come from.
             until_step: steps done at the end, those before this call included.
-            on_step: told of every step, in every process.
+            on_step: called after every step, in every process.
 
         Raises:
             TrainingDiverged: loss or gradient is no number; the last checkpoint is left as it was.
@@ -138,7 +138,7 @@ class Trainer:
                 late = started_s - self._saved_s > self.config.checkpoint_every_s
                 batches = [rows.batch(first, number) for first, number in self._passes()]
                 mine = sum(int(batch.predicts.sum()) for batch in batches)
-                # One answer for all processes: what one of them wants, all do.
+                # All processes stop or save if one of them has to.
                 learned, requested, due = self._sum(mine, interruption.requested, late)
                 on_step(self._optimise(batches, int(learned), started_s))
                 if requested or due:
@@ -148,7 +148,7 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Keep a checkpoint; every process must call."""
+        """Write a checkpoint; every process must call."""
         save_checkpoint(
             self.path,
             self.module,
@@ -160,14 +160,14 @@ class Trainer:
         self._saved_s = time.monotonic()
 
     def weights(self) -> dict[str, Tensor]:
-        """Trained weights by name, whole and in fp32, in the main process; {} in the others.
+        """Return the trained weights by name, in fp32, in the main process; {} in the others.
 
         Every process must call.
         """
         return trained_weights(self.module, keep=self.accelerator.is_main_process)
 
     def _passes(self) -> Sequence[tuple[int, int]]:
-        """First row and number of rows of each pass of this process in the coming step."""
+        """Return first row and number of rows of each pass of this process in the next step."""
         share = self.rows_per_step // self.accelerator.num_processes
         first = self.step * self.rows_per_step + self.accelerator.process_index * share
         most = self.config.rows_per_pass
@@ -176,7 +176,7 @@ class Trainer:
     def _optimise(
         self, batches: Sequence[PackedBatch], learned: int, started_s: float
     ) -> StepMetrics:
-        """One step over this process's batches and everybody else's."""
+        """Do one step over the batches of all processes."""
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
         norm = self._clip()
@@ -203,7 +203,7 @@ class Trainer:
         )
 
     def _backward(self, batches: Sequence[PackedBatch], learned: int) -> tuple[float, float]:
-        """Accumulate gradients; sums of loss and alpha over this process's learned rows."""
+        """Accumulate gradients; returns the sums of loss and alpha over this process's rows."""
         # Gradients are averaged over processes; this makes them the sum over all their rows.
         scale = self.accelerator.num_processes / max(1, learned)
         sums = torch.zeros(2, device=self.accelerator.device)
@@ -228,7 +228,7 @@ class Trainer:
         return float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
 
     def _sum(self, *values: float) -> list[float]:
-        """Sums over all processes."""
+        """Return the sums over all processes."""
         if self.accelerator.num_processes == 1:
             return [float(value) for value in values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
@@ -237,7 +237,7 @@ class Trainer:
 
 
 def decisive(config: TrainingConfig) -> dict[str, str]:
-    """Settings that decide what the steps do, as text."""
+    """Return the settings that decide the result of the steps, as text."""
     return {name: str(v) for name, v in asdict(config).items() if name not in FREE_SETTINGS}
 
 
@@ -247,7 +247,7 @@ BETAS = (0.9, 0.95)
 
 
 def make_optimiser(module: nn.Module, config: TrainingConfig) -> AdamW:
-    """AdamW over what is trained; matrices decay, norms and biases do not."""
+    """Build AdamW; matrices have weight decay, norms and biases do not."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -258,7 +258,7 @@ def make_optimiser(module: nn.Module, config: TrainingConfig) -> AdamW:
 
 
 def learning_rate_at(step: int, config: TrainingConfig) -> float:
-    """Learning rate of a step counted from 0: up in a line, then down half a cosine to a tenth."""
+    """Return the learning rate of a step counted from 0: linear warm-up, cosine to a tenth."""
     warmup_steps = math.ceil(config.warmup_share * config.num_steps)
     if step < warmup_steps:
         return config.learning_rate * (step + 1) / warmup_steps
@@ -268,6 +268,6 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
 
 
 def set_learning_rate(optimiser: Optimizer, learning_rate: float) -> None:
-    """The same rate for all groups."""
+    """Set the learning rate of all parameter groups."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate

@@ -7,7 +7,7 @@ import torch
 from tests.tiny import PROMPTS, adapted, drafting, engine_over, network, tokenizer
 
 from forerun.align.evaluation.judge import Judge, evenly_spaced
-from forerun.align.evaluation.judged import HeldOutPrompt
+from forerun.align.evaluation.judged import EvaluationPrompt
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1, max_tokens=24, ignore_eos=True)
 FREE = CostTable(lines=(CostLine(rows=(1, K + 1), verify_s=(1.0, 1.0), plain_s=1.0, draft_s=0.0),))
 HELD_OUT = [
-    HeldOutPrompt(prompt_ids=tuple(tokenizer().encode(text)), tag="ab"[index % 2])
+    EvaluationPrompt(prompt_ids=tuple(tokenizer().encode(text)), tag="ab"[index % 2])
     for index, text in enumerate(PROMPTS)
 ]
 

@@ -174,8 +174,8 @@ def test_laws_without_anything_in_common_leave_gradients_finite(name: ObjectiveN
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ce"])
-def test_a_law_is_asked_for(name: ObjectiveName) -> None:
-    with pytest.raises(ValueError, match="target's law"):
+def test_a_teacher_is_needed(name: ObjectiveName) -> None:
+    with pytest.raises(ValueError, match="needs the target's distribution"):
         losses_of(name, normal(ROWS, VOCAB, seed=0), None)
 
 

@@ -175,7 +175,7 @@ def test_a_damaged_shard_is_named_and_made_again(kind, damage, make, on_disk, ca
     damage(shard)
     again = make(kind)
     again.prepare(packing.samples)
-    assert f"{shard} is damaged; what it held is worked out again" in caplog.text
+    assert f"{shard} is damaged; its content is computed again" in caplog.text
     torch.testing.assert_close(probs_of_rows(again, batch), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_finished(make, on_disk, mon
 
     original = cache.keep
     monkeypatch.setattr(cache, "keep", keep)
-    with pytest.raises(CacheTooLarge, match="is full; what was finished is kept"):
+    with pytest.raises(CacheTooLarge, match="is full; finished shards are kept"):
         make().prepare(packing.samples)
     assert shards(on_disk.source) == sorted(kept)
     monkeypatch.setattr(cache, "keep", original)
