@@ -22,7 +22,7 @@ TORCH_FREE = (
     "forerun.control.base",
     "forerun.diagnose.diagnosis",
     "forerun.diagnose.readers.trace.reader",
-    "forerun.diagnose.report.page",
+    "forerun.diagnose.page",
     "forerun.engine.config",
     "forerun.plan.advice",
     "forerun.plan.simulation.comparison",

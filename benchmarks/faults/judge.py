@@ -77,7 +77,7 @@ def judge(fault: Fault, seed: int, way: str, runs: Path) -> Judged:
     if way == WAYS[1]:
         evidence.include(read_facts(document["probe"], "the probe"))
     diagnosis = diagnose(evidence)
-    found = tuple(suspect.scored.cause.label for suspect in diagnosis.suspects)
+    found = tuple(ranked.scored.cause.label for ranked in diagnosis.causes)
     return Judged(fault=fault, seed=seed, way=way, found=found)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from mapping import evidence_of
 
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.facts.figures import DERIVED
+from forerun.diagnose.facts import GROUPS
 from forerun.provenance import collect
 
 SETTING = frozenset(
@@ -53,7 +53,7 @@ def main() -> None:
 
 def result_of(case: dict[str, object], said: list[str], diagnosis: Diagnosis) -> dict[str, object]:
     """What was expected and what was found."""
-    labels = [suspect.scored.cause.label for suspect in diagnosis.suspects]
+    labels = [ranked.scored.cause.label for ranked in diagnosis.causes]
     cause = "healthy" if case["cause"] == "no_fault" else str(case["cause"])
     allowed = {cause, *(str(label) for label in case.get("alt_causes", []))}  # type: ignore[attr-defined]
     return {
@@ -97,7 +97,7 @@ def show(case: dict[str, object], result: dict[str, object], diagnosis: Diagnosi
     mark = "  " if result["first"] else "3 " if result["top_three"] else "X "
     print(mark, result["id"], result["cause"], "->", result["found"][:4], "|", case["symptom"])  # type: ignore[index]
     print("      ", ", ".join(result["facts"]))  # type: ignore[arg-type]
-    derived = {kind.name for kind in DERIVED}
+    derived = {kind.name for kind in GROUPS["derived"]}
     print("      ", ", ".join(sorted(f.name for f in diagnosis.evidence if f.name in derived)))
 
 

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forerun.diagnose.causes.base import Cause, Sign
-from forerun.diagnose.causes.catalogue import CAUSES
+from forerun.diagnose.causes import CAUSES, Cause, Sign
 from forerun.diagnose.experiments import EXPERIMENTS
-from forerun.diagnose.facts.catalogue import GROUPS
+from forerun.diagnose.facts import GROUPS
 from forerun.diagnose.readers.facts_file import SCHEMA_PATH, described, schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"

@@ -1,7 +1,7 @@
-"""Where prepared things are kept between runs, and how they get there and back.
+"""The cache folder: files that are expensive to make are written once and found again.
 
-The name of a file says what it was made from and ends in the hash of what it holds. So nothing from
-another version is ever found, and what was cut short or written over is known for it and not used.
+The name of a file says what it was made from and ends in the hash of its content. A file of another
+version is therefore never found, and a damaged one is recognised and made again.
 """
 
 from __future__ import annotations
@@ -16,39 +16,44 @@ from pathlib import Path
 from typing import Any
 
 from forerun.atomic_write import atomic_write
+from forerun.bounded_documents import parse_json
+from forerun.bounded_read import ReadLimits, read_bytes
+from forerun.errors import UnreadableInput
 
 __all__ = [
     "HASH_LENGTH",
     "cache_folder",
-    "find_kept",
+    "cached_json",
+    "find_cached",
     "hash_of",
     "is_whole",
-    "keep",
-    "worked_out_once",
+    "write_cached",
 ]
 
 logger = logging.getLogger("forerun.cache")
 
 HASH_LENGTH = 16
-"""Of every hash here, in hexadecimal digits."""
+"""Hexadecimal digits of every hash here."""
+LIMITS = ReadLimits(max_bytes=1 << 34, max_seconds=600.0)
+"""Of a cached file; the largest are shards of a teacher's outputs."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """FORERUN_CACHE, or forerun in the user's cache folder."""
+    """Return FORERUN_CACHE, or `forerun` in the cache folder of the user."""
     if chosen := environment.get("FORERUN_CACHE"):
         return Path(chosen).expanduser()
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "forerun"
 
 
-def keep(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
-    """Write a file that is there whole or not at all, whoever is interrupted or writes it too.
+def write_cached(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
+    """Write a file atomically; several processes may write the same one.
 
     Args:
-        folder: made if need be.
-        stem: of the name: what the content was made from.
-        suffix: of the name, such as ".json".
-        content: what to keep.
+        folder: created if it does not exist.
+        stem: beginning of the name, which says what the content was made from.
+        suffix: end of the name, such as ".json".
+        content: of the file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -59,8 +64,8 @@ def keep(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
     return path
 
 
-def find_kept(folder: Path, stem: str, suffix: str) -> Path | None:
-    """Where a file made from the same is kept; None if it is not, or is not what was kept."""
+def find_cached(folder: Path, stem: str, suffix: str) -> Path | None:
+    """Return the path of a cached file; None if there is none, or it is damaged."""
     for path in sorted(folder.glob(f"{stem}-*{suffix}")):
         if is_whole(path):
             return path
@@ -70,35 +75,34 @@ def find_kept(folder: Path, stem: str, suffix: str) -> Path | None:
     return None
 
 
-def worked_out_once(
-    folder: Path, stem: str, work_out: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """A JSON object from the cache if it is there, worked out and kept otherwise.
+def cached_json(folder: Path, stem: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object from the cache; make and write it if it is not there.
 
     Args:
         folder: the cache.
-        stem: of the name: what the object is made from.
-        work_out: makes it.
+        stem: beginning of the name, which says what the object is made from.
+        make: makes it.
     """
-    if path := find_kept(folder, stem, ".json"):
-        known: dict[str, Any] = json.loads(path.read_bytes())
-        return known
-    found = work_out()
+    if path := find_cached(folder, stem, ".json"):
+        with suppress(UnreadableInput):
+            known: dict[str, Any] = parse_json(read_bytes(path), str(path))
+            return known
+    made = make()
     try:
-        keep(folder, stem, ".json", json.dumps(found).encode())
-    except OSError as error:  # nothing is lost but a second of every start
-        logger.debug("%s is not kept: %s", stem, error)
-    return found
+        write_cached(folder, stem, ".json", json.dumps(made).encode())
+    except OSError as error:  # only the time to make it again is lost
+        logger.debug("%s is not written to the cache: %s", stem, error)
+    return made
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file holds what its name says; one that cannot be read is of no use either."""
+    """Whether a file has the content that its name says; False if it cannot be read."""
     try:
-        return path.stem.endswith(f"-{hash_of(path.read_bytes())}")
-    except OSError:
+        return path.stem.endswith(f"-{hash_of(read_bytes(path, LIMITS))}")
+    except UnreadableInput:
         return False
 
 
 def hash_of(content: bytes) -> str:
-    """The first 16 hexadecimal digits of a SHA-256: what the name of a file ends in."""
+    """Return the first 16 hexadecimal digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]

@@ -1,4 +1,4 @@
-"""The values that numeric settings may take, said once and refused by name."""
+"""Ranges of numeric settings; a value outside is refused with the name of its setting."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from lab.dice import Dice
 from lab.laboratory import Lab
 from lab.run import run_fault
 
-from forerun.diagnose.causes.catalogue import CAUSES
+from forerun.diagnose.causes import CAUSES
 from forerun.diagnose.derive.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
@@ -64,4 +64,4 @@ def test_a_pass_per_row_is_named_for_what_it_is(tmp_path: Path):
     lab = Lab(tmp_path / "lab", num_prompts=3, num_tokens=48)
     run = run_fault(FAULTS["separate passes"], 1, tmp_path / "trace.jsonl", lab)
     diagnosis = diagnose(read_trace_evidence(run.trace))
-    assert diagnosis.suspects[0].scored.cause.label == "verify_not_parallel"
+    assert diagnosis.causes[0].scored.cause.label == "verify_not_parallel"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forerun import cache
-from forerun.cache import cache_folder, find_kept, keep, worked_out_once
+from forerun.cache import cache_folder, cached_json, find_cached, write_cached
 
 
 def test_where_the_cache_is():
@@ -24,38 +24,38 @@ def test_where_the_cache_is():
 
 def test_what_is_kept_is_found_and_nothing_else(tmp_path):
     folder = tmp_path / "not" / "there" / "yet"
-    assert find_kept(folder, "thing-1", ".bin") is None
-    path = keep(folder, "thing-1", ".bin", b"content")
+    assert find_cached(folder, "thing-1", ".bin") is None
+    path = write_cached(folder, "thing-1", ".bin", b"content")
     assert path.read_bytes() == b"content"
-    assert find_kept(folder, "thing-1", ".bin") == path
-    assert find_kept(folder, "thing-2", ".bin") is None
-    assert find_kept(folder, "thing-1", ".txt") is None
-    assert keep(folder, "thing-1", ".bin", b"content") == path
+    assert find_cached(folder, "thing-1", ".bin") == path
+    assert find_cached(folder, "thing-2", ".bin") is None
+    assert find_cached(folder, "thing-1", ".txt") is None
+    assert write_cached(folder, "thing-1", ".bin", b"content") == path
     assert os.listdir(folder) == [path.name]
 
 
 @pytest.mark.parametrize("content", [b"", b"conten", b"contenT", b"content\0", b"garbage " * 99])
 def test_a_damaged_file_is_not_found_and_goes(tmp_path, content, caplog):
-    path = keep(tmp_path, "thing", ".bin", b"content")
+    path = write_cached(tmp_path, "thing", ".bin", b"content")
     path.write_bytes(content)
-    assert find_kept(tmp_path, "thing", ".bin") is None
+    assert find_cached(tmp_path, "thing", ".bin") is None
     assert not path.exists()
     (message,) = caplog.messages
     assert message == f"{path} is damaged and is made again"
 
 
 def test_a_damaged_file_does_not_hide_a_whole_one(tmp_path):
-    paths = [keep(tmp_path, "thing", ".bin", content) for content in (b"one", b"other")]
+    paths = [write_cached(tmp_path, "thing", ".bin", content) for content in (b"one", b"other")]
     damaged, whole = sorted(paths)
     damaged.write_bytes(b"")
-    assert find_kept(tmp_path, "thing", ".bin") == whole
+    assert find_cached(tmp_path, "thing", ".bin") == whole
 
 
 def test_a_folder_in_the_place_of_a_file_is_not_found(tmp_path):
-    path = keep(tmp_path, "thing", ".bin", b"content")
+    path = write_cached(tmp_path, "thing", ".bin", b"content")
     path.unlink()
     path.mkdir()
-    assert find_kept(tmp_path, "thing", ".bin") is None
+    assert find_cached(tmp_path, "thing", ".bin") is None
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
@@ -64,17 +64,17 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        keep(tmp_path, "thing", ".bin", b"content")
+        write_cached(tmp_path, "thing", ".bin", b"content")
     assert os.listdir(tmp_path) == []
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from forerun.cache import keep
+from forerun.cache import write_cached
 
 Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
-keep(Path(sys.argv[1]), "thing", ".bin", b"content")
+write_cached(Path(sys.argv[1]), "thing", ".bin", b"content")
 """
 
 
@@ -82,24 +82,24 @@ def test_a_process_killed_while_writing_leaves_nothing_under_the_name(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert killed.returncode == -9
     assert len(os.listdir(tmp_path)) == 1  # unfinished, under another name
-    assert find_kept(tmp_path, "thing", ".bin") is None
-    assert find_kept(tmp_path, "thing", ".bin") is None
-    path = keep(tmp_path, "thing", ".bin", b"content")
-    assert find_kept(tmp_path, "thing", ".bin") == path
+    assert find_cached(tmp_path, "thing", ".bin") is None
+    assert find_cached(tmp_path, "thing", ".bin") is None
+    path = write_cached(tmp_path, "thing", ".bin", b"content")
+    assert find_cached(tmp_path, "thing", ".bin") == path
 
 
-def test_an_object_is_worked_out_once(tmp_path):
-    assert worked_out_once(tmp_path, "thing", lambda: {"a": ["ä", None]}) == {"a": ["ä", None]}
-    assert worked_out_once(tmp_path, "thing", lambda: pytest.fail("again")) == {"a": ["ä", None]}
-    assert worked_out_once(tmp_path, "other", lambda: {"b": 1}) == {"b": 1}
+def test_an_object_is_made_once(tmp_path):
+    assert cached_json(tmp_path, "thing", lambda: {"a": ["ä", None]}) == {"a": ["ä", None]}
+    assert cached_json(tmp_path, "thing", lambda: pytest.fail("again")) == {"a": ["ä", None]}
+    assert cached_json(tmp_path, "other", lambda: {"b": 1}) == {"b": 1}
 
 
 def test_a_damaged_object_is_worked_out_again(tmp_path):
-    worked_out_once(tmp_path, "thing", lambda: {"a": 1})
+    cached_json(tmp_path, "thing", lambda: {"a": 1})
     (path,) = tmp_path.iterdir()
     path.write_text(json.dumps({"a": 2}))
-    assert worked_out_once(tmp_path, "thing", lambda: {"a": 1}) == {"a": 1}
-    assert worked_out_once(tmp_path, "thing", lambda: pytest.fail("again")) == {"a": 1}
+    assert cached_json(tmp_path, "thing", lambda: {"a": 1}) == {"a": 1}
+    assert cached_json(tmp_path, "thing", lambda: pytest.fail("again")) == {"a": 1}
 
 
 def test_without_a_place_to_keep_it_an_object_is_worked_out_every_time(tmp_path, caplog):
@@ -107,7 +107,7 @@ def test_without_a_place_to_keep_it_an_object_is_worked_out_every_time(tmp_path,
     folder = tmp_path / "file"
     folder.write_text("")
     with caplog.at_level(logging.INFO):
-        assert [worked_out_once(folder, "thing", lambda n=n: {"a": n}) for n in (1, 2)] == [
+        assert [cached_json(folder, "thing", lambda n=n: {"a": n}) for n in (1, 2)] == [
             {"a": 1},
             {"a": 2},
         ]
@@ -115,10 +115,10 @@ def test_without_a_place_to_keep_it_an_object_is_worked_out_every_time(tmp_path,
 
 
 def test_what_cannot_be_read_is_not_whole(tmp_path, monkeypatch):
-    path = keep(tmp_path, "thing", ".bin", b"content")
+    path = write_cached(tmp_path, "thing", ".bin", b"content")
 
-    def refuse(self):
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("os.open", refuse)
     assert not cache.is_whole(path)

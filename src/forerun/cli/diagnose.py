@@ -117,7 +117,7 @@ def run(options: DiagnoseOptions) -> int:
 
     diagnosis = diagnose(gathered(options), costs_of(options))
     if options.html is not None:
-        from forerun.diagnose.report.page import page_of
+        from forerun.diagnose.page import page_of
 
         with atomic_write(options.html) as scratch:
             scratch.write_text(page_of(diagnosis), encoding="utf-8")
@@ -130,7 +130,7 @@ def run(options: DiagnoseOptions) -> int:
 
 def gathered(options: DiagnoseOptions) -> Evidence:
     """Evidence from the flags, then from the sources, then from before the problem."""
-    from forerun.diagnose.derive.changes import add_changes
+    from forerun.diagnose.derive.derive import add_changes
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source
 

@@ -16,7 +16,7 @@ from forerun.cli.command import Command
 from forerun.cli.flags import check_picture
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidTrace
-from forerun.trace.costs import MIN_PLAIN_STEPS, CycleCost
+from forerun.trace.costs import MIN_PLAIN_STEPS, MeasuredCycleCost
 from forerun.trace.summary import GroupSummary, TraceSummary
 
 __all__ = ["COMMAND", "TraceOptions", "print_summary"]
@@ -62,7 +62,7 @@ def run(options: TraceOptions) -> int:
     else:
         print_summary(summary)
     if options.plot is not None:
-        from forerun.trace.plot import plot
+        from forerun.trace.summary import plot
 
         plot(summary, options.file.name, options.plot)
     return 0
@@ -129,7 +129,7 @@ def drafting(summary: TraceSummary) -> Iterator[str]:
     )
 
 
-def kappa(cost: CycleCost | None, tau: float) -> str:
+def kappa(cost: MeasuredCycleCost | None, tau: float) -> str:
     """The cost of a step and the speedup that follows, or why there is none."""
     if cost is None:
         return f"unknown: fewer than {MIN_PLAIN_STEPS} plain steps to compare with"

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forerun.diagnose.attribution import Attribution, attribute
-from forerun.diagnose.causes.base import Remedy
-from forerun.diagnose.causes.catalogue import CAUSES
+from forerun.diagnose.causes import CAUSES, Remedy
 from forerun.diagnose.derive.derive import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.experiments import Experiment, best_experiment, experiment_for
 from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, outlook_of, predict
-from forerun.diagnose.scoring import MIN_ALSO, Scored, score_causes
+from forerun.diagnose.scoring import MIN_ALSO, ScoredCause, score_causes
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
 
-__all__ = ["Change", "Diagnosis", "Suspect", "Verdict", "diagnose"]
+__all__ = ["Change", "Diagnosis", "RankedCause", "Verdict", "diagnose"]
 
 Verdict = Literal["healthy", "problem", "insufficient evidence"]
-MAX_SUSPECTS = 5
+MAX_CAUSES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
+class RankedCause:
     """A cause as a candidate.
 
     Attributes:
@@ -50,7 +49,7 @@ class Suspect:
         changes: what helps if it is the cause.
     """
 
-    scored: Scored
+    scored: ScoredCause
     next_test: Experiment | None
     changes: tuple[Change, ...]
 
@@ -82,14 +81,14 @@ class Diagnosis:
     Attributes:
         verdict: healthy, problem, or that too little is known.
         attribution: where the time per token goes; None where tau or K is not known.
-        suspects: likely causes, the likeliest first; empty without enough evidence.
+        causes: likely causes, the likeliest first; empty without enough evidence.
         next_test: the test that tells the likeliest causes apart best for its time.
         evidence: everything it rests on, with what was derived.
     """
 
     verdict: Verdict
     attribution: Attribution | None
-    suspects: tuple[Suspect, ...]
+    causes: tuple[RankedCause, ...]
     next_test: Experiment | None
     evidence: Evidence
 
@@ -98,7 +97,7 @@ class Diagnosis:
         evidence, test = self.evidence, self.next_test
         return {
             "verdict": self.verdict,
-            "causes": [suspect.to_dict() for suspect in self.suspects],
+            "causes": [ranked.to_dict() for ranked in self.causes],
             "next_test": None
             if test is None
             else {"name": test.name, "how": test.how, "minutes": test.minutes},
@@ -131,19 +130,19 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
         "healthy": supported,
         "insufficient evidence": [],
     }[verdict]
-    suspects = tuple(
-        Suspect(
+    causes = tuple(
+        RankedCause(
             scored=item,
             next_test=experiment_for(item.cause, evidence),
             changes=changes_of(item, evidence, attribution, outlook),
         )
-        for item in named[:MAX_SUSPECTS]
+        for item in named[:MAX_CAUSES]
     )
     weights = {item.cause.label: item.score for item in scored}
     return Diagnosis(
         verdict=verdict,
         attribution=attribution,
-        suspects=suspects,
+        causes=causes,
         next_test=best_experiment(weights, CAUSES.values(), evidence),
         evidence=evidence,
     )
@@ -165,7 +164,7 @@ MIN_SCORE_OF_FEW = 0.5
 """Score of the likeliest cause below which few drafts, or a run as fast as plain, prove nothing."""
 
 
-def verdict_of(supported: Sequence[Scored], evidence: Evidence) -> Verdict:
+def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
     """The verdict by the likeliest cause that has support."""
     if not supported:
         return "insufficient evidence"
@@ -183,7 +182,7 @@ def verdict_of(supported: Sequence[Scored], evidence: Evidence) -> Verdict:
 
 
 def changes_of(
-    item: Scored, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
+    item: ScoredCause, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
 ) -> tuple[Change, ...]:
     """Remedies of a cause, those that are predicted to gain most first."""
     changes = [

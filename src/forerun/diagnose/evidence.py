@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from forerun.diagnose.facts.catalogue import FACTS
+from forerun.diagnose.facts import FACTS, current_name
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
@@ -118,6 +118,7 @@ class Evidence:
         """
         if value is None:
             return
+        name = current_name(name)
         fact = Fact(name=name, value=checked_value(name, value), source=source, interval=interval)
         known = self.facts.setdefault(name, fact)
         if known is not fact and not alike(known.value, fact.value):
@@ -156,7 +157,7 @@ class Evidence:
         return tuple(float(entry) for entry in value if not isinstance(entry, str))
 
     def flag(self, name: str) -> bool | None:
-        """Yes, no, or None where nobody looked."""
+        """Yes, no, or None where it was not observed."""
         value = self._value(name)
         return value if isinstance(value, bool) else None
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from forerun.diagnose.causes.base import Cause, Finding
+from forerun.diagnose.causes import Cause, Finding
 from forerun.diagnose.evidence import Evidence
 
-__all__ = ["MIN_ALSO", "MIN_SUPPORT", "Scored", "score_causes"]
+__all__ = ["MIN_ALSO", "MIN_SUPPORT", "ScoredCause", "score_causes"]
 
 MIN_SUPPORT = 1.3
 """Evidence for a cause, in nats (nearly a factor of four), below which nothing is said."""
@@ -18,7 +18,7 @@ MIN_ALSO = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredCause:
     """A cause and how it fares.
 
     Attributes:
@@ -49,7 +49,7 @@ class Scored:
         return self.support + min(0.0, self.cause.prior) >= support and self.support > against
 
 
-def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[Scored, ...]:
+def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCause, ...]:
     """Every cause, the likeliest first.
 
     The weights of facts add up as if facts were independent given the cause, which they are not
@@ -65,7 +65,7 @@ def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[Scored, .
     highest = max(log for log, _, _ in found)
     total = sum(math.exp(log - highest) for log, _, _ in found)
     scored = [
-        Scored(
+        ScoredCause(
             cause=cause,
             score=math.exp(log - highest) / total,
             evidence_for=tuple(f for f in findings if f.weight > 0.0),

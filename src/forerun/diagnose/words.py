@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forerun.diagnose.attribution import Attribution
-from forerun.diagnose.diagnosis import Change, Diagnosis, Suspect
+from forerun.diagnose.diagnosis import Change, Diagnosis, RankedCause
 from forerun.diagnose.evidence import Evidence, Fact
-from forerun.diagnose.facts.catalogue import FACTS
+from forerun.diagnose.facts import FACTS
 from forerun.terminal_text import printable
 
 __all__ = ["WATERFALL", "Section", "change_line", "figure_words", "headline", "sections"]
@@ -41,7 +41,7 @@ def headline(diagnosis: Diagnosis) -> str:
         speedup = diagnosis.evidence.number("speedup")
         known = "" if speedup is None else f"Decoding runs at {speedup:.2f}x the plain rate. "
         return f"Insufficient evidence. {known}What is known supports no cause clearly."
-    likeliest = diagnosis.suspects[0].scored
+    likeliest = diagnosis.causes[0].scored
     cause = likeliest.cause
     if diagnosis.verdict == "healthy" and "speedup" not in diagnosis.evidence:
         return "Healthy as far as is known. Whether it pays takes the rate without speculation."
@@ -50,7 +50,7 @@ def headline(diagnosis: Diagnosis) -> str:
     speedup = diagnosis.evidence.number("speedup")
     rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
     family = cause.family
-    alike = [s for s in diagnosis.suspects if s.scored.score > CLOSE * likeliest.score]
+    alike = [s for s in diagnosis.causes if s.scored.score > CLOSE * likeliest.score]
     if (
         len(alike) > 2
         and family in OF_FAMILY
@@ -77,8 +77,8 @@ def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         test = diagnosis.next_test
         line = f"{test.how} (about {test.minutes:g} min)"
         yield Section(heading=f"Next test: {test.name}", lines=(line,))
-    for number, suspect in enumerate(diagnosis.suspects, start=1):
-        yield Section(heading=suspect_heading(number, suspect), lines=tuple(suspect_words(suspect)))
+    for number, ranked in enumerate(diagnosis.causes, start=1):
+        yield Section(heading=cause_heading(number, ranked), lines=tuple(cause_words(ranked)))
     found = diagnosis.attribution
     if found is not None:
         yield Section(heading="What happens in a step", lines=tuple(step_words(found)))
@@ -160,28 +160,28 @@ def what_if(found: Attribution) -> Iterator[str]:
         yield f"{other.speedup:5.2f}x  if {other.name}"
 
 
-def suspect_heading(number: int, suspect: Suspect) -> str:
+def cause_heading(number: int, ranked: RankedCause) -> str:
     """Rank, label and score."""
-    return f"{number}. {suspect.scored.cause.label} (score {suspect.scored.score:.2f})"
+    return f"{number}. {ranked.scored.cause.label} (score {ranked.scored.score:.2f})"
 
 
-def suspect_words(suspect: Suspect) -> Iterator[str]:
+def cause_words(ranked: RankedCause) -> Iterator[str]:
     """What it is, why it costs, and what speaks for and against it."""
-    yield suspect.scored.cause.what
-    yield suspect.scored.cause.why
-    for finding in suspect.scored.evidence_for[:MAX_EVIDENCE]:
+    yield ranked.scored.cause.what
+    yield ranked.scored.cause.why
+    for finding in ranked.scored.evidence_for[:MAX_EVIDENCE]:
         yield f"for ({finding.weight:+.1f}): {finding.words}"
-    for finding in suspect.scored.evidence_against[:MAX_EVIDENCE]:
+    for finding in ranked.scored.evidence_against[:MAX_EVIDENCE]:
         yield f"against ({finding.weight:+.1f}): {finding.words}"
-    if suspect.next_test is not None:
-        yield f"to confirm or clear it: {suspect.next_test.how}"
+    if ranked.next_test is not None:
+        yield f"to confirm or clear it: {ranked.next_test.how}"
 
 
 def changes_of(diagnosis: Diagnosis) -> list[Change]:
     """The changes of the likeliest causes, each once: all of the first one's, then others'."""
     found: dict[str, Change] = {}
-    for suspect in diagnosis.suspects:
-        for change in suspect.changes:
+    for ranked in diagnosis.causes:
+        for change in ranked.changes:
             found.setdefault(change.remedy.change, change)
     return list(found.values())[:MAX_CHANGES]
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from forerun.cache import cache_folder, hash_of, worked_out_once
+from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel
 from forerun.models.architecture import check_layer_count
 from forerun.models.checkpoint import Checkpoint, read_object
@@ -33,9 +33,7 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
     check_layer_count(read_object(checkpoint.folder / "config.json"))
     content = (checkpoint.folder / "config.json").read_bytes()
     key = hash_of(content + b"\0" + version("transformers").encode())
-    return worked_out_once(
-        folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint)
-    )
+    return cached_json(folder or cache_folder(), f"settings-{key}", lambda: understood(checkpoint))
 
 
 def understood(checkpoint: Checkpoint) -> dict[str, Any]:

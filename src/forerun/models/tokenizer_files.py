@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from forerun.cache import cache_folder, hash_of, worked_out_once
+from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.tokenizers import Messages, Renderer, Tokenizer, TokenizerDefinition
 
@@ -33,7 +33,7 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
     Raises:
         InvalidModel: there is none, or it is of an unsupported kind.
     """
-    kept = worked_out_once(
+    kept = cached_json(
         cache or cache_folder(),
         f"tokenizer-{key_of(folder)}",
         lambda: asdict(definition_of(by_transformers(folder))),

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from forerun.cache import cache_folder, find_kept, hash_of, keep
+from forerun.cache import cache_folder, find_cached, hash_of, write_cached
 from forerun.errors import RunnerUnavailable
 
 __all__ = ["compiled_kernels"]
@@ -77,7 +77,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
             folder,
             danger,
         )
-    elif kept := find_kept(folder, stem, SUFFIX):
+    elif kept := find_cached(folder, stem, SUFFIX):
         try:
             if danger := unsafe(kept):
                 raise OSError(danger)
@@ -91,7 +91,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
         if danger:
             return library
         try:
-            keep(folder, stem, SUFFIX, built.read_bytes())
+            write_cached(folder, stem, SUFFIX, built.read_bytes())
         except OSError as error:
             logger.warning(
                 "compiled kernels cannot be kept in %s (%s): they are compiled again next time; "

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from forerun.theory.record import Json, StepRecord
 
-__all__ = ["MIN_PLAIN_STEPS", "CycleCost", "StepCosts"]
+__all__ = ["MIN_PLAIN_STEPS", "MeasuredCycleCost", "StepCosts"]
 
 MIN_PLAIN_STEPS = 8
 """Fewer plain steps say too little about what one takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CycleCost:
+class MeasuredCycleCost:
     """kappa, from the steps for which the trace has plain steps to compare with.
 
     Attributes:
@@ -59,7 +59,7 @@ class StepCosts:
 
     Attributes:
         drafting: steps that drafted.
-        plain: steps of cycles in which nobody drafted.
+        plain: steps of cycles without any draft.
     """
 
     drafting: Totals = field(default_factory=dict)
@@ -93,7 +93,7 @@ class StepCosts:
             if total.num_steps >= MIN_PLAIN_STEPS and total.seconds > 0.0
         }
 
-    def cycle_cost(self, plain_step_s: Mapping[int, float]) -> CycleCost | None:
+    def cycle_cost(self, plain_step_s: Mapping[int, float]) -> MeasuredCycleCost | None:
         """kappa of the drafting steps; None where no plain step is of their size.
 
         Args:
@@ -104,7 +104,7 @@ class StepCosts:
         if not num_steps:
             return None
         plain_s = sum(plain_step_s[size] * total.num_steps for size, total in compared.items())
-        return CycleCost(
+        return MeasuredCycleCost(
             estimate=sum(total.seconds for total in compared.values()) / plain_s,
             num_steps=num_steps,
             num_uncompared=sum(t.num_steps for t in self.drafting.values()) - num_steps,

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from forerun.diagnose.causes.base import Cause, Sign
-from forerun.diagnose.causes.catalogue import CAUSES
+from forerun.diagnose.causes import CAUSES, Cause, Sign
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.experiments import EXPERIMENTS, experiment_for
-from forerun.diagnose.facts.catalogue import FACTS
-from forerun.diagnose.facts.figures import DERIVED
+from forerun.diagnose.facts import FACTS, GROUPS
 from forerun.diagnose.scoring import score_causes
 
 ROOT = Path(__file__).parents[3]
@@ -106,12 +104,12 @@ def test_scores_add_up_to_one():
 
 def test_nothing_known_is_insufficient_and_names_a_cheap_test():
     found = diagnose(Evidence())
-    assert found.verdict == "insufficient evidence" and not found.suspects
+    assert found.verdict == "insufficient evidence" and not found.causes
     assert found.next_test is not None and found.next_test.minutes <= 5
 
 
 def test_a_derived_figure_is_no_experiment_of_its_own():
-    derived = {kind.name for kind in DERIVED}
+    derived = {kind.name for kind in GROUPS["derived"]}
     assert all(set(item.yields) - derived for item in EXPERIMENTS)
 
 

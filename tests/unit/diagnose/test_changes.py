@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.diagnose.derive.changes import add_changes
-from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.derive.derive import add_changes, derive
 from forerun.diagnose.diagnosis import Change, Diagnosis, diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.sources import as_reference
@@ -68,18 +67,18 @@ def compared(now: dict[str, object], before: dict[str, object]) -> Diagnosis:
 
 
 def change_of(found: Diagnosis, effect: str) -> Change:
-    return next(c for c in found.suspects[0].changes if c.remedy.effect == effect)
+    return next(c for c in found.causes[0].changes if c.remedy.effect == effect)
 
 
 def test_a_draft_that_was_swapped_is_not_called_stale():
     found = compared({**POOR, "target_hash": "t", "draft_hash": "new"}, GOOD)
-    labels = [suspect.scored.cause.label for suspect in found.suspects]
+    labels = [ranked.scored.cause.label for ranked in found.causes]
     assert labels[0] == "low_alignment" and "stale_draft" not in labels
 
 
 def test_a_target_that_was_swapped_makes_the_draft_stale():
     found = compared({**POOR, "target_hash": "new", "draft_hash": "d"}, GOOD)
-    assert found.suspects[0].scored.cause.label == "stale_draft"
+    assert found.causes[0].scored.cause.label == "stale_draft"
 
 
 def test_going_back_is_what_was_measured_there_and_the_best_k_is_named():

@@ -9,7 +9,7 @@ import pytest
 
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.report.page import page_of
+from forerun.diagnose.page import page_of
 from forerun.diagnose.words import headline, sections
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
@@ -31,7 +31,7 @@ def found_from(costs: CostTable | None = None, **facts: object) -> Diagnosis:
 def test_a_change_of_target_with_low_acceptance():
     found = found_from(**SLOW)
     assert found.verdict == "problem"
-    first = found.suspects[0]
+    first = found.causes[0]
     assert first.scored.cause.label == "stale_draft" and first.next_test is not None
     assert len(first.changes) >= 2
     kappa = 1.44 * 100 / 80
@@ -80,8 +80,8 @@ def test_a_cost_table_predicts_other_k():
     found = found_from(CostTable(lines=(line,)), **facts)
     k = found.evidence.number("best_k")
     assert k is not None and k > 4
-    assert found.suspects[0].scored.cause.label == "k_too_small"
-    prediction = found.suspects[0].changes[0].prediction
+    assert found.causes[0].scored.cause.label == "k_too_small"
+    prediction = found.causes[0].changes[0].prediction
     assert prediction is not None and prediction.basis == "cost table" and prediction.gain > 1.2
 
 
@@ -141,7 +141,7 @@ def test_a_page_of_nothing_is_a_page():
 def test_an_expensive_pass_is_the_batchs_or_the_kernels(facts: dict[str, object], label: str):
     known = {"k": 4, "batch": 8, "acceptance_length": 2.6, "cycle_cost": 3.4}
     found = found_from(**known, draft_cost=0.08, verify_cost=2.7, **facts)
-    assert found.suspects[0].scored.cause.label == label
+    assert found.causes[0].scored.cause.label == label
 
 
 def test_what_was_measured_outweighs_what_was_claimed():
@@ -151,12 +151,12 @@ def test_what_was_measured_outweighs_what_was_claimed():
     found = found_from(**facts, **slow, changed=["target"])
     share = found.evidence.number("gap_share_rejection")
     assert share is not None and share < 0.1
-    labels = [suspect.scored.cause.label for suspect in found.suspects]
+    labels = [ranked.scored.cause.label for ranked in found.causes]
     assert "stale_draft" not in labels
-    assert found.suspects[0].scored.cause.family == "cost"
+    assert found.causes[0].scored.cause.family == "cost"
     assert headline(found).startswith("Problem: A step with drafts costs too much.")
     low = {**facts, "acceptance_rate_per_position": [0.3, 0.1, 0.03, 0.01]}
-    assert found_from(**low, **slow, changed=["target"]).suspects[0].scored.cause.label == (
+    assert found_from(**low, **slow, changed=["target"]).causes[0].scored.cause.label == (
         "stale_draft"
     )
 
@@ -175,7 +175,7 @@ def test_what_was_measured_outweighs_what_was_claimed():
 def test_a_weak_cause_of_little_harm_is_insufficient_evidence(facts, verdict):
     found = found_from(**facts)
     assert found.verdict == verdict
-    assert bool(found.suspects) == (verdict == "problem")
+    assert bool(found.causes) == (verdict == "problem")
 
 
 def test_what_to_change_follows_the_verdict_in_words():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.facts.catalogue import FACTS, GROUPS
+from forerun.diagnose.facts import FACTS, GROUPS
 from forerun.theory.intervals import Interval
 
 

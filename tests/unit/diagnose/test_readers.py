@@ -409,7 +409,7 @@ def test_unrelated_processes_are_taken_apart():
     assert "process 2, which accepts 0%" in note and "process 1 99%" in note
     diagnosis = diagnose(evidence)
     assert diagnosis.evidence.flag("acceptance_zero")
-    assert diagnosis.suspects[0].scored.cause.label == "draft_weights_misloaded"
+    assert diagnosis.causes[0].scored.cause.label == "draft_weights_misloaded"
 
 
 @pytest.mark.parametrize(

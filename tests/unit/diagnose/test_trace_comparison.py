@@ -7,8 +7,13 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forerun.diagnose.readers.trace.comparison import Comparison, compare, student_quantile
-from forerun.diagnose.readers.trace.stretches import OUTCOMES, Stretches
+from forerun.diagnose.readers.trace.stretches import (
+    OUTCOMES,
+    Comparison,
+    Stretches,
+    compare,
+    student_quantile,
+)
 from forerun.diagnose.readers.trace.totals import with_previous
 
 K = 4

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.cache import cache_folder, find_kept, hash_of
+from forerun.cache import cache_folder, find_cached, hash_of
 from forerun.errors import RunnerUnavailable
 from forerun.native import compiler
 from forerun.native.compiler import compile_to, compiled_kernels, find_compiler, fingerprint
@@ -30,7 +30,7 @@ WriteCompiler = Callable[..., Path]
 @pytest.fixture(scope="module")
 def library() -> Path:
     """The kernels as conftest compiled them."""
-    kept = find_kept(cache_folder(), f"kernels-{fingerprint(find_compiler())}", ".so")
+    kept = find_cached(cache_folder(), f"kernels-{fingerprint(find_compiler())}", ".so")
     if kept is None:
         pytest.skip("no C++ compiler here")
     return kept
@@ -176,7 +176,7 @@ def test_a_whole_file_that_no_longer_opens_is_compiled_again(
     """What it was linked to may have gone."""
     path = write_compiler(copying(library))
     stem = f"kernels-{fingerprint(str(path))}"
-    compiler.keep(tmp_path / "cache", stem, ".so", b"no library")
+    compiler.write_cached(tmp_path / "cache", stem, ".so", b"no library")
     assert compiled_kernels(tmp_path / "cache").forerun_interface() != 0
     assert "cannot be loaded" in caplog.messages[0]
     assert num_compilations(path) == 1

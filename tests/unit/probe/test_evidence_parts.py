@@ -209,5 +209,5 @@ def test_probed_facts_decide_the_diagnosis():
     for name, value in (("alpha_1", 0.4), ("k", 4), ("replay_ratio", 0.6)):
         evidence.add(name, value, "planted")
     evidence.add("rollback_wrong", True, "planted")
-    suspects = Counter(s.scored.cause.label for s in diagnose(evidence).suspects[:1])
-    assert suspects == {"kv_position_misalignment": 1}
+    causes = Counter(s.scored.cause.label for s in diagnose(evidence).causes[:1])
+    assert causes == {"kv_position_misalignment": 1}

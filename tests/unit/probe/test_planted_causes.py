@@ -26,7 +26,7 @@ CONFIG = EvidenceConfig(num_prompts=8, num_tokens=40, num_self_prompts=0, costs_
 
 
 def named(evidence: Evidence) -> list[str]:
-    return [suspect.scored.cause.label for suspect in diagnose(evidence).suspects]
+    return [ranked.scored.cause.label for ranked in diagnose(evidence).causes]
 
 
 # ------------------------------------------------------------------------------------- the context

@@ -9,9 +9,8 @@ import pytest
 from tests.records import HEADER, REQUEST, STEP, plain, steps
 
 from forerun.theory.intervals import wilson_interval
-from forerun.trace.plot import lines_of, plot
 from forerun.trace.schema import Damage
-from forerun.trace.summary import MAX_DAMAGE, summarise
+from forerun.trace.summary import MAX_DAMAGE, lines_of, plot, summarise
 
 
 def drafted(cycle_id: int, accepted: int, depth: int = 3, **changes):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forerun.align.data.sample import Sample
 from forerun.atomic_write import atomic_write
-from forerun.cache import hash_of, is_whole, keep
+from forerun.cache import hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache
 
 __all__ = ["CacheIdentity", "RowCache", "full_disk_named", "key_of"]
@@ -189,7 +189,7 @@ class RowCache:
         content, ranges = packed(self._pending)
         with full_disk_named(self.folder):
             self._write_description()
-            shard = keep(self.folder, SHARD, SUFFIX, content)
+            shard = write_cached(self.folder, SHARD, SUFFIX, content)
         for key, places in ranges.items():
             self._entries[key] = CacheEntry(shard=shard, ranges=places)
         self._pending, self._pending_bytes = {}, 0

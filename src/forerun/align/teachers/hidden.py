@@ -24,7 +24,7 @@ from forerun.align.teachers.filling import CacheFiller
 from forerun.align.teachers.model import HeadRows
 from forerun.align.teachers.rows import sample_runs
 from forerun.align.teachers.target import TargetHead, TargetModel
-from forerun.cache import find_kept, keep
+from forerun.cache import find_cached, write_cached
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["HiddenTeacher"]
@@ -109,12 +109,12 @@ def write_head(folder: Path, head: TargetHead) -> None:
         tensors["bias"] = head.bias.cpu().contiguous()
     numbers = json.dumps({"divisor": head.divisor, "cap": head.cap})
     with full_disk_named(folder):
-        keep(folder, HEAD, SUFFIX, save(tensors, {"numbers": numbers}))
+        write_cached(folder, HEAD, SUFFIX, save(tensors, {"numbers": numbers}))
 
 
 def read_head(folder: Path) -> TargetHead | None:
     """Read the head beside the hidden states; None if there is none, or it is damaged."""
-    path = find_kept(folder, HEAD, SUFFIX)
+    path = find_cached(folder, HEAD, SUFFIX)
     if path is None:
         return None
     with safe_open(path, framework="pt") as file:

@@ -53,13 +53,13 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold(name="memory_pressure", figure="num_preemptions", yes=1.0, no=-1.0),
     Threshold(name="output_repetitive", figure="distinct_4gram_share", yes=0.4, no=0.6),
     Threshold(name="replay_accepts_more", figure="replay_ratio", yes=0.85, no=0.95),
-    Threshold(name="law_differs", figure="pit_p_value", yes=0.001, no=0.05),
+    Threshold(name="distribution_differs", figure="pit_p_value", yes=0.001, no=0.05),
     Threshold(name="output_differs_at_ties", figure="greedy_margin", yes=1.0, no=4.0),
 )
 
 
 def add_observations(evidence: Evidence) -> None:
-    """Observations that figures decide; what somebody saw stays."""
+    """Observations that figures decide; what was observed directly stays."""
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
@@ -74,7 +74,7 @@ def add_observations(evidence: Evidence) -> None:
 
 
 def add_unplaced_rate(evidence: Evidence) -> None:
-    """Accepted / drafted at a K nobody knows: position 1 is accepted at least as often."""
+    """Accepted / drafted at an unknown K: position 1 is accepted at least as often."""
     fact, rate = (
         evidence.facts.get("draft_acceptance_rate"),
         evidence.number("draft_acceptance_rate"),

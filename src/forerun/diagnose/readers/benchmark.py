@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from forerun.diagnose.readers.lines import NUMBER, matched_number
-from forerun.diagnose.readers.tally import Tally
+from forerun.diagnose.readers.tally import NUMBER, Tally, matched_number
 
 __all__ = ["BenchmarkOutput"]
 

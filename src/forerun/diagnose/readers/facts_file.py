@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from forerun.diagnose.evidence import MAX_LIST, MAX_WORD, Evidence, Reading, shown
-from forerun.diagnose.facts.catalogue import FACTS
-from forerun.diagnose.facts.kinds import FactKind
+from forerun.diagnose.facts import FACTS, FactKind
 from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
@@ -36,7 +35,7 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
 
     Raises:
         InvalidRequest: it is of a newer format, or holds no facts; a fact that is unknown or out of
-            range is named. A typing error must not pass for something nobody looked at.
+            range is named. A misspelled name must not be taken for a fact that was not observed.
     """
     version = document.get(KEY)
     if version != FORMAT:

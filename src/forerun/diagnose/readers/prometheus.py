@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from forerun.diagnose.readers.lines import positive
-from forerun.diagnose.readers.tally import MAX_POSITIONS, Tally
+from forerun.diagnose.readers.tally import MAX_POSITIONS, Tally, positive
 
 __all__ = ["Metrics", "PrometheusText", "is_metric_line", "metrics_of"]
 

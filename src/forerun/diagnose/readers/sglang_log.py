@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from forerun.diagnose.readers.lines import NUMBER, matched_number
-from forerun.diagnose.readers.tally import Tally
+from forerun.diagnose.readers.tally import NUMBER, Tally, matched_number
 
 __all__ = ["SglangLog", "num_draft_tokens_of"]
 

@@ -1,4 +1,4 @@
-"""Text of any engine: every line goes to whoever knows it; the others are counted.
+"""Text of any engine: every line goes to the readers of its format; unknown lines are counted.
 
 Time and memory are bounded whatever comes: bytes, lines and their lengths have limits, no pattern
 backtracks further than a line, and nothing of a line is kept but its numbers.
@@ -15,14 +15,13 @@ from forerun.bounded_documents import parse_json, parse_yaml
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.diagnose.readers.benchmark import BenchmarkOutput
 from forerun.diagnose.readers.documents import Documents
+from forerun.diagnose.readers.engine_messages import Remarks, TensorRtLlmLog
 from forerun.diagnose.readers.facts_file import KEY, read_facts
-from forerun.diagnose.readers.lines import LineReader
 from forerun.diagnose.readers.llamacpp_log import LlamaCppLog
 from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line
-from forerun.diagnose.readers.remarks import Remarks
 from forerun.diagnose.readers.sglang_log import SglangLog
 from forerun.diagnose.readers.spec_decoding_log import SpecDecodingLog
-from forerun.diagnose.readers.tensorrt_llm_log import TensorRtLlmLog
+from forerun.diagnose.readers.tally import LineReader
 from forerun.errors import InvalidRequest, UnreadableInput
 
 __all__ = ["MAX_BYTES", "Readable", "read_text"]
@@ -40,7 +39,7 @@ WORDS = (
     *("requests", "duration", "peak", "total", "===", "---", "removal", "guided", "grammar"),
     *("structured", "assist", "mtp", "eagle"),
 )
-"""A line with none of these is known to nobody: most of a log is passed over by this alone."""
+"""No reader knows a line with none of these words, so most of a log is skipped quickly."""
 MAX_DOCUMENT = 1 << 24
 ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 

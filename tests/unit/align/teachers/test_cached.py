@@ -219,12 +219,12 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_finished(make, on_disk, mon
         kept.append(original(folder, *arguments))
         return kept[-1]
 
-    original = cache.keep
-    monkeypatch.setattr(cache, "keep", keep)
+    original = cache.write_cached
+    monkeypatch.setattr(cache, "write_cached", keep)
     with pytest.raises(CacheTooLarge, match="is full; finished shards are kept"):
         make().prepare(packing.samples)
     assert shards(on_disk.source) == sorted(kept)
-    monkeypatch.setattr(cache, "keep", original)
+    monkeypatch.setattr(cache, "write_cached", original)
     told = []
     teacher = make(on_progress=lambda done, total: told.append(done))
     teacher.prepare(packing.samples)
@@ -237,7 +237,7 @@ def test_a_disk_too_full_for_the_head_is_named(make, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hidden, "keep", full)
+    monkeypatch.setattr(hidden, "write_cached", full)
     with pytest.raises(CacheTooLarge, match="is full"):
         make().prepare(texts(2))
 

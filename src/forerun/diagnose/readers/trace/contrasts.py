@@ -7,8 +7,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.readers.trace.comparison import Comparison, Mask, compare
-from forerun.diagnose.readers.trace.stretches import OUTCOMES, PAUSES, Places, Stretches
+from forerun.diagnose.readers.trace.stretches import (
+    OUTCOMES,
+    PAUSES,
+    Comparison,
+    Mask,
+    StretchCounts,
+    Stretches,
+    compare,
+)
 from forerun.diagnose.readers.trace.totals import PAUSING, Hits, Seconds, TraceTotals, merged
 from forerun.theory.record import RequestRecord
 
@@ -56,7 +63,7 @@ def add_contrasts(
     add_change(evidence, totals, source)
 
 
-def add_outcomes(evidence: Evidence, places: Places, source: str) -> None:
+def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
     """What the draft before came to.
 
     Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts at
@@ -69,7 +76,7 @@ def add_outcomes(evidence: Evidence, places: Places, source: str) -> None:
         add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
 
 
-def split(places: Places, high: str, low: str) -> Comparison | None:
+def split(places: StretchCounts, high: str, low: str) -> Comparison | None:
     """Two of the places that words name."""
     return compare(places, places.place == PAUSES.index(high), places.place == PAUSES.index(low))
 
@@ -106,7 +113,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
     evidence.conclude(name, answer, f"{source}: {words}")
 
 
-def ends(places: Places) -> Comparison | None:
+def ends(places: StretchCounts) -> Comparison | None:
     """The long end against the short one, cut where both sides have most steps."""
     best: tuple[float, Mask] | None = None
     for cut in np.unique(places.place)[1:]:
@@ -148,7 +155,7 @@ def asked(
 
 def add_tags(
     evidence: Evidence,
-    places: Places,
+    places: StretchCounts,
     by_stretch: Sequence[RequestRecord | None],
     source: str,
 ) -> None:
@@ -176,7 +183,7 @@ def add_tags(
             add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
 
 
-def alpha_1(places: Places, mask: Mask) -> tuple[float, float]:
+def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
     """Acceptance at the first position, and of how many steps."""
     num_steps = float(places.num_steps[mask].sum())
     return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
@@ -184,7 +191,7 @@ def alpha_1(places: Places, mask: Mask) -> tuple[float, float]:
 
 def add_temperatures(
     evidence: Evidence,
-    places: Places,
+    places: StretchCounts,
     by_stretch: Sequence[RequestRecord | None],
     source: str,
 ) -> None:

@@ -103,7 +103,7 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 MIN_CYCLES = 20
-DEARER, AS_DEAR = 1.3, 1.1
+COSTLIER, AS_COSTLY = 1.3, 1.1
 """kappa at many sequences over that at few: a good part of the gain goes, or none to speak of."""
 FAR = 2.0
 """Many are at least so many times few: nearer ones tell nothing."""
@@ -127,7 +127,7 @@ def add_batch(
     few, many = min(kappas, default=0), max(kappas, default=0)
     if few and many >= FAR * few:
         ratio = kappas[many] / kappas[few]
-        answer = True if ratio >= DEARER else False if ratio <= AS_DEAR else None
+        answer = True if ratio >= COSTLIER else False if ratio <= AS_COSTLY else None
         words = f"kappa {kappas[few]:.2f} for {few}, {kappas[many]:.2f} for {many}"
         evidence.conclude("slower_with_batch", answer, f"{source}: {words}")
 

@@ -1,14 +1,11 @@
-"""Acceptance of a trace's steps, stretch by stretch: neighbours in a text witness the same.
-
-What a step accepts depends on its text, so steps of one request tell less than as many of different
-ones. Every comparison is therefore made between stretches, a request or a long part of one: how far
-they scatter is how sure it can be.
-"""
+"""Acceptance of steps by stretch of a request, and whether it differs between places."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +13,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["OUTCOMES", "PAUSES", "Ints", "Places", "Reals", "Stretches", "summed"]
+__all__ = [
+    "OUTCOMES",
+    "PAUSES",
+    "Comparison",
+    "Ints",
+    "Reals",
+    "StretchCounts",
+    "Stretches",
+    "compare",
+    "summed",
+]
+
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
@@ -24,7 +32,7 @@ STRETCH_STEPS = 64
 OUTCOMES = ("none", "partial", "full")
 PAUSES = ("settled", "again")
 NO_PLACE = -1
-MIN_STEPS = 3
+MIN_NEIGHBOURS = 3
 """Of a stretch, to say what the others of a step are like."""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -32,7 +40,7 @@ Reals: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
+class StretchCounts:
     """Drafting steps counted by stretch and place, one entry per pair that occurs.
 
     Attributes:
@@ -52,7 +60,7 @@ class Places:
     squares: Reals
 
     @classmethod
-    def joined(cls, parts: Sequence[Places]) -> Places:
+    def joined(cls, parts: Sequence[StretchCounts]) -> StretchCounts:
         """Several blocks behind each other."""
         return cls(
             **{
@@ -62,7 +70,7 @@ class Places:
         )
 
 
-EMPTY = Places(
+EMPTY = StretchCounts(
     stretch=np.zeros(0, np.int64),
     place=np.zeros(0, np.int64),
     num_steps=np.zeros(0),
@@ -84,7 +92,7 @@ class Stretches:
 
     request_ids: list[str] = field(default_factory=list)
     starts_s: list[float] = field(default_factory=list)
-    parts: dict[str, list[Places]] = field(default_factory=dict)
+    parts: dict[str, list[StretchCounts]] = field(default_factory=dict)
 
     def add(self, drafting: pa.Table) -> None:
         """Count a block of drafting steps, ordered by request and step.
@@ -110,9 +118,9 @@ class Stretches:
         self.request_ids += drafting["request_id"].take(pa.array(first)).to_pylist()
         self.starts_s += drafting["t_s"].take(pa.array(first)).to_pylist()
 
-    def by(self, name: str) -> Places:
+    def by(self, name: str) -> StretchCounts:
         """Everything counted so far."""
-        return Places.joined(self.parts.get(name, [EMPTY]))
+        return StretchCounts.joined(self.parts.get(name, [EMPTY]))
 
 
 def column(table: pa.Table, name: str) -> Ints:
@@ -171,20 +179,20 @@ def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Rea
     known = np.zeros(len(stretch), np.bool_)
     known[1:] = stretch[1:] == stretch[:-1]
     num_steps = np.bincount(stretch)[stretch]
-    known &= num_steps >= MIN_STEPS
+    known &= num_steps >= MIN_NEIGHBOURS
     others = (np.bincount(stretch, share)[stretch] - before) / np.maximum(1, num_steps - 1)
     outcome = np.where(known, codes(drafting, "previous", OUTCOMES), NO_PLACE)
     return share - others, outcome
 
 
-def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> Places:
+def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> StretchCounts:
     """Steps by stretch and place; those without a place are left out."""
     used = place != NO_PLACE
     stretch, place, accepted, values = (a[used] for a in (stretch, place, accepted, values))
     width = int(place.max(initial=0)) + 1
     pairs, index = np.unique(stretch * width + place, return_inverse=True)
     size = len(pairs)
-    return Places(
+    return StretchCounts(
         stretch=pairs // width,
         place=pairs % width,
         num_steps=np.bincount(index, minlength=size).astype(np.float64),
@@ -197,3 +205,125 @@ def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> Places
 def summed(index: Ints, values: Reals, size: int) -> Reals:
     """Sums of values by index."""
     return np.bincount(index, values, size).astype(np.float64)
+
+
+MIN_STEPS = 40
+MIN_STRETCHES = 4
+"""On either side; from fewer it cannot be told how much stretches differ anyway."""
+NO_FALL = 0.1
+"""Of the draft: a difference that is surely smaller is none."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Steps of one side.
+
+    Attributes:
+        num_steps: how many.
+        num_stretches: that they are from.
+        mean: of their shares; of what they exceed others by, where those are compared.
+        num_first: those that accepted at least one token.
+    """
+
+    num_steps: int
+    num_stretches: int
+    mean: float
+    num_first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two sides and what lies between them.
+
+    Attributes:
+        high: where acceptance may be higher.
+        low: where it may be lower.
+        error: standard error of the difference of their means.
+        freedom: degrees of freedom of that error.
+    """
+
+    high: Side
+    low: Side
+    error: float
+    freedom: float
+
+    @property
+    def difference(self) -> float:
+        """Of the means."""
+        return self.high.mean - self.low.mean
+
+    @property
+    def t(self) -> float:
+        """The difference in standard errors."""
+        return self.difference / self.error if self.error > 0.0 else math.inf * self.difference
+
+    def is_lower(self, least: float, chance: float) -> bool | None:
+        """Whether the second side is lower; None where that is open.
+
+        Args:
+            least: difference that matters.
+            chance: how often one that is not there may be seen.
+        """
+        if self.difference >= least and self.t >= student_quantile(1.0 - chance, self.freedom):
+            return True
+        return False if self.difference + 2.0 * self.error < NO_FALL else None
+
+
+def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
+    """Two sets of entries; None where there are too few on either side.
+
+    The error is the larger of two: by the scatter between stretches, which is right however steps
+    of one hang together but vague where there are few, and by that between steps.
+    """
+    sides = [side_of(places, mask) for mask in (high, low)]
+    if any(s.num_steps < MIN_STEPS or s.num_stretches < MIN_STRETCHES for s in sides):
+        return None
+    spread: list[float] = []
+    shifts: list[Reals] = []
+    num_stretches = int(places.stretch.max()) + 1
+    for side, mask in zip(sides, (high, low), strict=True):
+        num_steps, total = places.num_steps[mask], places.total[mask]
+        shift = (total - num_steps * side.mean) / side.num_steps
+        shifts.append(summed(places.stretch[mask], shift, num_stretches))
+        variance = places.squares[mask].sum() / side.num_steps - side.mean**2
+        spread.append(max(0.0, float(variance)) / side.num_steps)
+    num = [side.num_stretches for side in sides]
+    parts = [float((s**2).sum()) * n / (n - 1) for s, n in zip(shifts, num, strict=True)]
+    between = sum(parts) - 2.0 * float((shifts[0] * shifts[1]).sum())
+    # Welch and Satterthwaite; with fewer stretches on a side it counts for less.
+    freedom = sum(parts) ** 2 / max(
+        1e-300, sum(part**2 / (n - 1) for part, n in zip(parts, num, strict=True))
+    )
+    return Comparison(
+        high=sides[0],
+        low=sides[1],
+        error=math.sqrt(max(0.0, between, sum(spread))),
+        freedom=max(1.0, freedom),
+    )
+
+
+def side_of(places: StretchCounts, mask: Mask) -> Side:
+    """The entries of one side."""
+    num_steps = int(places.num_steps[mask].sum())
+    return Side(
+        num_steps=num_steps,
+        num_stretches=len(np.unique(places.stretch[mask])),
+        mean=float(places.total[mask].sum()) / max(1, num_steps),
+        num_first=int(places.num_first[mask].sum()),
+    )
+
+
+def student_quantile(probability: float, freedom: float) -> float:
+    """Of Student's t, by the expansion of Cornish and Fisher; a little low below four degrees.
+
+    Args:
+        probability: above one half.
+        freedom: degrees.
+    """
+    z = NormalDist().inv_cdf(probability)
+    first = (z**3 + z) / (4.0 * freedom)
+    second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
+    third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / (384.0 * freedom**3)
+    return z + first + second + third

@@ -63,7 +63,7 @@ class Seconds:
 
 
 PAUSING = frozenset({"suffix"})
-"""Drafters that draft nothing where the text does not repeat itself, whoever chooses K."""
+"""Drafters that draft nothing where the text does not repeat itself, at any K."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,15 +1,21 @@
-"""A cause: what it is, which evidence speaks for and against it, and what helps."""
+"""Causes: what each is, which evidence speaks for and against it, and what helps.
+
+The causes themselves are in `tables/causes.toml`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forerun.diagnose.evidence import Evidence, Fact
-from forerun.diagnose.facts.catalogue import FACTS
-from forerun.diagnose.prediction import Effect
+import msgspec
 
-__all__ = ["Cause", "Finding", "Remedy", "Sign"]
+from forerun.diagnose.evidence import Evidence, Fact
+from forerun.diagnose.facts import FACTS
+from forerun.diagnose.prediction import Effect
+from forerun.diagnose.tables import load_table
+
+__all__ = ["CAUSES", "Cause", "Finding", "Remedy", "Sign"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,5 +126,12 @@ class Cause:
     what: str
     why: str
     prior: float = 0.0
-    signs: Sequence[Sign]
-    remedies: Sequence[Remedy]
+    signs: tuple[Sign, ...]
+    remedies: tuple[Remedy, ...]
+
+
+CAUSES: Mapping[str, Cause] = {
+    cause.label: cause
+    for cause in msgspec.convert(load_table("causes")["cause"], tuple[Cause, ...])
+}
+"""Every cause by its label, in the order of the documentation."""

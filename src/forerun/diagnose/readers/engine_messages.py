@@ -1,4 +1,4 @@
-"""What engines say in words about speculation: refusals, vocabularies, weights, graphs."""
+"""What engines say in words about speculation: refusals, vocabularies, weights, graphs, gates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from forerun.diagnose.readers.tally import Tally
 
-__all__ = ["REMARKS", "Remarks"]
+__all__ = ["REMARKS", "Remarks", "TensorRtLlmLog"]
 
 
 def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
@@ -85,6 +85,29 @@ class Remarks:
                 for fact in facts:
                     self.tally.say(fact, True)
         return found
+
+    def close(self) -> None:
+        """Nothing takes several lines."""
+
+
+GATE = re.compile(r"\[SpeculationGate\] Speculative decoding disabled: rolling acceptance avg")
+
+
+class TensorRtLlmLog:
+    """The gate is one-way: below its threshold nothing is drafted until a restart."""
+
+    kind = "TensorRT-LLM log"
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def read(self, line: str) -> bool:
+        """One line."""
+        if not GATE.search(line):
+            return False
+        for name in ("speculation_off", "adaptive_k", "adaptive_stuck", "acceptance_low"):
+            self.tally.say(name, True)
+        return True
 
     def close(self) -> None:
         """Nothing takes several lines."""
