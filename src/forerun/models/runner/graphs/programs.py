@@ -25,7 +25,7 @@ preparation = logging.getLogger("forerun.preparation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class ChainBucket:
     """A greedy chain as a shape.
 
     Attributes:
@@ -83,8 +83,8 @@ class Programs:
         self.recorder = recorder
         self.limits = limits
         self.unrecorded = unrecorded
-        self._programs: dict[Bucket | Chain, Program] = {}
-        self._refused: set[Bucket | Chain] = set()
+        self._programs: dict[Bucket | ChainBucket, Program] = {}
+        self._refused: set[Bucket | ChainBucket] = set()
         self._trusted: set[Bucket] = set()
 
     @property
@@ -123,11 +123,11 @@ class Programs:
         bucket = bucket_of(batch.spans, num_sequences, self.limits, num_tokens - 1)
         if bucket is None:
             return None
-        chain = Chain(bucket=bucket, num_tokens=num_tokens, vocab_size=vocab_size)
+        chain = ChainBucket(bucket=bucket, num_tokens=num_tokens, vocab_size=vocab_size)
         program = self._program(chain, batch)
         return None if program is None else program.run(batch)[:num_sequences].clone()
 
-    def _program(self, shape: Bucket | Chain, batch: RowBatch) -> Program | None:
+    def _program(self, shape: Bucket | ChainBucket, batch: RowBatch) -> Program | None:
         """The recording of a shape, made with `batch` if it is new."""
         if shape not in self._programs and shape not in self._refused:
             try:
@@ -136,7 +136,7 @@ class Programs:
                 self._refuse(shape, "no memory to record them; lower max_batch or max_context")
         return self._programs.get(shape)
 
-    def _record(self, shape: Bucket | Chain, batch: RowBatch) -> Program:
+    def _record(self, shape: Bucket | ChainBucket, batch: RowBatch) -> Program:
         started_s = time.perf_counter()
         bucket = shape if isinstance(shape, Bucket) else shape.bucket
         features = features_buffer(
@@ -159,12 +159,12 @@ class Programs:
             )
         return program
 
-    def _function(self, shape: Bucket | Chain, inputs: Inputs) -> Callable[[], Tensor]:
-        if isinstance(shape, Chain):
+    def _function(self, shape: Bucket | ChainBucket, inputs: Inputs) -> Callable[[], Tensor]:
+        if isinstance(shape, ChainBucket):
             return lambda: self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
         return lambda: self.passes.forward(inputs)
 
-    def _refuse(self, shape: Bucket | Chain, reason: str) -> None:
+    def _refuse(self, shape: Bucket | ChainBucket, reason: str) -> None:
         level = logging.INFO if self._refused else logging.WARNING
         logger.log(level, "%s run slower, unrecorded: %s", described(shape), reason)
         self._refused.add(shape)
@@ -185,9 +185,9 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 
-def described(shape: Bucket | Chain) -> str:
+def described(shape: Bucket | ChainBucket) -> str:
     """A shape in words."""
-    if isinstance(shape, Chain):
+    if isinstance(shape, ChainBucket):
         return f"chains of {shape.num_tokens} tokens after {described(shape.bucket)}"
     return (
         f"passes of {shape.num_sequences} x {shape.num_rows} rows over up to {shape.num_keys} keys"
