@@ -190,19 +190,20 @@ class EngineCore:
         return chunks
 
     def _step(self) -> None:
-        if not self.scheduler.is_settled:
-            self._arrange()
-        running = list(self.scheduler.running)
-        if not running:
-            return
+        running: list[Sequence] = []
         try:
+            if not self.scheduler.is_settled:
+                self._arrange()
+            running = list(self.scheduler.running)
+            if not running:
+                return
             self.stepper.run()
         except BaseException as error:
             if isinstance(error, NumericalError):
                 for sequence in running:
                     sequence.kv_invalid |= error.request_id in (None, sequence.request_id)
-            elif self.stepper.is_committing:
-                self._damage = error
+            elif self.stepper.is_committing or not isinstance(error, Exception):
+                self._damage = error  # an interrupt may come in the middle of any change
             raise
         finally:
             for sequence in self.scheduler.drop_finished():
@@ -221,7 +222,7 @@ class EngineCore:
     def _check_whole(self) -> None:
         if self._damage is not None:
             raise EngineStopped(
-                f"an exception broke off a step while its tokens were committed "
+                f"a step was broken off while the engine's state was being changed "
                 f"({self._damage!r}): call reset(), which aborts all requests"
             ) from self._damage
 
@@ -233,6 +234,7 @@ class EngineCore:
             for request_id in list(self._requests):
                 self.abort(request_id)
             self._chunks = []
+            self.stepper.is_committing = False
             self._damage = None
 
     def _arrange(self) -> None:

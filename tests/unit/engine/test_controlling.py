@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.simulated import Tables, table
 
-from forerun.control.base import Plan
+from forerun.control.base import Plan, Tree
 from forerun.control.config import GoodputConfig
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
@@ -21,8 +21,76 @@ from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
+from forerun.sampling.proposal import Choice, Proposal
+from forerun.theory.tree import TokenTree
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class PlansTrees:
+    """Plans a tree for every request."""
+
+    def __init__(self, shape: Tree) -> None:
+        self.plan = Plan(method="draft_model", shape=shape)
+
+    def decide(self, states, capacity):
+        return [self.plan] * len(states)
+
+    def observe(self, records):
+        pass
+
+
+class Bushy:
+    """Proposes a tree of the largest shape that its plan allows, and keeps the plans."""
+
+    method = "draft_model"
+    required_features: tuple[int, ...] = ()
+
+    def __init__(self, excess: int = 0) -> None:
+        self.excess = excess
+        self.plans: list[Plan] = []
+
+    def propose(self, requests, plans):
+        self.plans += plans
+        return [self.tree(plan.shape) for plan in plans]
+
+    def tree(self, shape: Tree) -> Proposal:
+        parents: list[int] = []
+        for level in range(shape.depth + self.excess):
+            parents += [-1 if level == 0 else (level - 1) * shape.width] * shape.width
+        parents = parents[: shape.num_nodes]
+        tokens = torch.arange(len(parents)) % 8
+        return Proposal(tokens=tokens, tree=TokenTree(tuple(parents)), choice=Choice.DETERMINISTIC)
+
+    def observe(self, outcomes):
+        pass
+
+    def forget(self, request_id):
+        pass
+
+
+@pytest.mark.parametrize(
+    "shape", [Tree(num_nodes=6, depth=3, width=2), Tree(num_nodes=90, depth=90, width=1)]
+)
+def test_a_plan_for_a_tree_is_cut_to_the_room_there_is(target, shape):
+    expected = tiny.engine_over(target).generate([[1, 2], [3]], PARAMS)
+    drafter = Bushy()
+    engine = tiny.engine_over(target, drafter, k=6, controller=PlansTrees(shape))
+    found = engine.generate([[1, 2], [3]], PARAMS)
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    assert all(o.completions[0].acceptance.num_drafted for o in found)
+    for plan in drafter.plans:
+        assert plan.shape.num_nodes <= 6
+        assert plan.shape.depth <= 7
+
+
+def test_a_tree_deeper_than_planned_is_not_verified(target, caplog):
+    engine = tiny.engine_over(
+        target, Bushy(excess=1), k=6, controller=PlansTrees(Tree(num_nodes=6, depth=2, width=2))
+    )
+    (output,) = engine.generate([[1, 2]], PARAMS)
+    assert output.completions[0].acceptance.num_drafted == 0
+    assert "a tree of depth 3 and width 2, but the plan allows depth 2" in caplog.text
 
 
 class Listening:
