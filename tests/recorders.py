@@ -13,7 +13,7 @@ from forerun.models.architecture import read_architecture
 from forerun.models.decoder import read_decoder
 from forerun.models.memory import geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
-from forerun.models.runner.graphs.recorder import Recorder
+from forerun.models.runner.graphs.recorder import GraphRecorder
 
 
 class Again:
@@ -65,7 +65,7 @@ class Starved:
 
 def torch_model(
     network: PreTrainedModel,
-    recorder: Recorder | None,
+    recorder: GraphRecorder | None,
     *,
     num_slots: int = 4,
     max_context: int | None = None,

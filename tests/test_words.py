@@ -28,6 +28,8 @@ CLEAN: tuple[str, ...] = (
     "diagnose",
     "drafters/base.py",
     "errors.py",
+    "models",
+    "native",
     "ranges.py",
     "terminal_text.py",
     "trace",

@@ -1,4 +1,4 @@
-"""Which models are supported, read from their configuration before any weight is."""
+"""Supported architectures, recognised from config.json before any weight is read."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Architecture:
 
 
 def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
-    """Sizes of a model, after making sure it is one whose output we reproduce.
+    """Check that a model is supported and return its sizes.
 
     Args:
         name: class of the model in transformers, such as "LlamaForCausalLM".
@@ -124,7 +124,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
 
 
 def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:
-    """A size under its usual name, or under the one GPT-2 has for it.
+    """Return a size stored under its usual name or under GPT-2's.
 
     Raises:
         InvalidModel: it is missing, or no integer from 1 to its limit.
@@ -134,7 +134,7 @@ def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:
 
 
 def optional_size(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """A size that may be left out.
+    """Return an optional size, or `default` if the configuration has none.
 
     Raises:
         InvalidModel: it is no integer from 1 to its limit.
@@ -144,7 +144,7 @@ def optional_size(settings: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def checked_size(value: Any, name: str) -> int:
-    """A size of a configuration.
+    """Check that a value of a configuration is a size in its range.
 
     Raises:
         InvalidModel: it is no integer from 1 to its limit.
@@ -167,7 +167,7 @@ def check_layer_count(settings: Mapping[str, Any]) -> None:
 
 
 def windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The windows of the layers, each once; without a list of layer types all have the same."""
+    """Return the distinct attention windows of the layers."""
     window = settings.get("sliding_window")
     kinds = settings.get("layer_types")
     if kinds is None:
@@ -182,7 +182,7 @@ def windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]
 
 
 def refuse_quantised(settings: Mapping[str, Any]) -> None:
-    """Quantised weights need kernels of their own."""
+    """Refuse quantised weights, for which there are no kernels here."""
     quantisation = settings.get("quantization_config")
     if quantisation:
         known = isinstance(quantisation, Mapping)
@@ -193,7 +193,7 @@ def refuse_quantised(settings: Mapping[str, Any]) -> None:
 
 
 def refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Options of a supported model that its attention here does not have."""
+    """Refuse options that the attention implemented here does not have."""
     for setting, meaning in REFUSED.items():
         if settings.get(setting):
             raise InvalidModel(
@@ -202,7 +202,7 @@ def refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_rope(name: str, settings: Mapping[str, Any]) -> None:
-    """The rotation of a token must not depend on what else is in the pass."""
+    """Refuse rotary embeddings that depend on the other tokens of a pass."""
     for kind in rope_types(settings.get("rope_parameters") or {}):
         if kind not in ROPE_TYPES:
             raise InvalidModel(
@@ -212,7 +212,7 @@ def refuse_rope(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Of one set of parameters for all layers, or of one per layer type."""
+    """Yield the rope types, of one set of parameters or of one set per layer type."""
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     for rope in nested or [parameters]:
         yield rope.get("rope_type", "default")

@@ -40,7 +40,7 @@ ATTENTION_NAME = "forerun"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Write:
-    """Where the keys and values of one sequence's rows go.
+    """The places in the store for the keys and values of one sequence's rows.
 
     Attributes:
         first: first row in the pass.
@@ -55,7 +55,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """Rows attending together.
+    """Rows of one sequence whose attention is computed together.
 
     Attributes:
         first: first row in the pass.
@@ -72,7 +72,7 @@ class Block:
 
 
 class AttentionPass:
-    """All that attention needs to know of a pass; the same for every layer of one window.
+    """The plan of a pass for attention, shared by all layers with the same window.
 
     Args:
         writes: where keys and values go.
@@ -107,7 +107,7 @@ class AttentionPass:
             write.views[2 * index + 1].copy_(value.narrow(2, write.first, write.num_rows))
 
     def blocks(self, window: int | None) -> tuple[Block, ...]:
-        """What layers attend to that see the last `window` positions (None: all).
+        """Return the blocks for layers that see the last `window` positions (None: all).
 
         Worked out when the first of them asks: what a layer hands to its attention function is the
         only statement of its window that cannot be misread.
@@ -130,7 +130,7 @@ class AttentionPass:
 
 @runtime_checkable
 class AttentionLayer(Protocol):
-    """What is asked of transformers' attention modules."""
+    """The attribute that is read from transformers' attention modules."""
 
     layer_idx: int
 
@@ -163,7 +163,7 @@ def attend_blocks(
     blocks: Sequence[Block],
     scaling: float,
 ) -> Float[Tensor, "1 rows kv_heads groups head_dim"]:
-    """Every block's attention in layer `index`; together they hold all rows, in order."""
+    """Compute the attention of all blocks in layer `index`, in row order."""
     outputs = [
         attend(
             query.narrow(2, block.first, block.num_rows),
@@ -195,7 +195,7 @@ def attend(
 
 
 def register() -> None:
-    """Make `packed_attention` known to transformers under ATTENTION_NAME.
+    """Register `packed_attention` with transformers under ATTENTION_NAME.
 
     No mask function goes with it, so transformers builds no mask either.
     """

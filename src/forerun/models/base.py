@@ -1,4 +1,4 @@
-"""Contracts between tokens and logits: RowBatch in, ModelOutput out, a KVStore in between."""
+"""Interfaces of language models: RowBatch in, ModelOutput out, with a KVStore in between."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelOutput:
-    """What one pass returns.
+    """Logits and features returned by one pass.
 
     Attributes:
         logits: one row per entry of `RowBatch.logit_rows`, in the model's dtype or a wider one.
@@ -104,7 +104,7 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVPrefix:
-    """A detached copy of a committed prefix; what it holds is the store's business."""
+    """A copy of a committed prefix, readable only by stores of the same kind."""
 
     num_tokens: int
     tensors: tuple[Tensor, ...]
@@ -128,20 +128,20 @@ class KVStore(Protocol):
         """Committed tokens in `slot`."""
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Keep the staged rows `rows`, drop the rest.
+        """Commit the staged rows `rows` and drop the others.
 
         They are ascending offsets from the committed length.
         """
 
     def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that holds as many of the first `wanted` tokens as any slot does.
+        """Reserve a slot that starts with the longest stored prefix of `wanted`.
 
         The last token is never among them. Until it is given back, others find in this slot what it
         has committed. Raises NotEnoughMemory when no slot is left.
         """
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Give `slot` back; while nothing else needs it, `begin` may find its first tokens."""
+        """Free `slot` but keep its first tokens for `begin` until the room is needed."""
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
         """A new slot holding a copy of the first committed tokens of `slot` (None: of all)."""
@@ -153,7 +153,7 @@ class KVStore(Protocol):
         """Fill an empty slot with an exported prefix."""
 
     def free(self, slot: int) -> None:
-        """Give `slot` back; its contents are gone."""
+        """Free `slot` and forget its contents."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ class LanguageModel(Protocol):
         """
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """What the model's last norm makes of rows that leave its last layer.
+        """Apply the final norm to rows that leave the last layer.
 
         Raises:
             UnsupportedFeatures: the model has no residual stream.
@@ -253,7 +253,7 @@ class LanguageModel(Protocol):
         """Feed `batch`, then continue every sequence with its `num_tokens` most likely tokens.
 
         Stages the rows of `batch` and `num_tokens - 1` further ones per sequence, for the last
-        token is not fed; committing is the caller's business.
+        token is not fed; the caller commits.
 
         Args:
             batch: without trees; its `logit_rows` are the last row of every span, in order.
@@ -271,7 +271,7 @@ class LayeredModel(LanguageModel, Protocol):
     """A language model that can also be run through its first layers alone."""
 
     def first_layers(self, num_layers: int) -> LanguageModel:
-        """The model without the layers above, its last norm and its head kept.
+        """Return the model cut after its first layers, with its final norm and head.
 
         Weights and store are this model's own, not copies: what a pass of either stages in a slot
         is what the next pass of the other finds there, in the layers they have in common. So rows
@@ -280,7 +280,7 @@ class LayeredModel(LanguageModel, Protocol):
 
 
 class SampledTokens(NamedTuple):
-    """Chains of one call side by side.
+    """Token chains drawn in one call.
 
     Attributes:
         tokens: what was drawn.
@@ -295,7 +295,7 @@ class SampledTokens(NamedTuple):
 
 @runtime_checkable
 class SampledChains(Protocol):
-    """A model that draws a whole chain in one call; for the others it is drafted level by level."""
+    """A model that draws a whole chain of tokens in one call."""
 
     def sampled_chain(
         self,
@@ -315,7 +315,7 @@ class SampledChains(Protocol):
             batch: without trees; its `logit_rows` are the last row of every span, in order.
             keys: of the noise every token is drawn with.
             temperatures: 0 is greedy.
-            vocab_size: width of the laws, 0 past the model's own vocabulary; a law is NaN
+            vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
                 throughout where logits are NaN or infinite, and so are those behind it.
             by_race: draw as `sampling.race` does instead of by the inverse of the distribution.
             stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none

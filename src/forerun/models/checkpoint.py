@@ -1,4 +1,4 @@
-"""A model folder, checked file by file before anything large is read."""
+"""Checks of a model folder that read only its configuration and headers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A folder whose files are all there and complete.
+    """A model folder whose files are present and complete.
 
     Attributes:
         folder: where it is.
@@ -83,7 +83,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -> None:
-    """Models may bring code, which is never run.
+    """Refuse models that need their own Python code, which is never run.
 
     Some still name the code they came with before transformers had their class, Phi-3 for one;
     for a supported class of the same name transformers' own is used.
@@ -97,7 +97,7 @@ def refuse_own_code(folder: Path, settings: dict[str, Any], architecture: str) -
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
         InvalidModel: the file is missing or holds something else.
@@ -137,7 +137,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """The weight files an index names, all of them in its own folder.
+    """Return the weight files named by an index, which must lie in its folder.
 
     Raises:
         InvalidModel: its weight_map is no object of file names.

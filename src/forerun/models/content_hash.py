@@ -1,4 +1,4 @@
-"""Short hashes of what a model folder holds, to tell models apart in traces."""
+"""Short hashes of model files, by which traces identify models."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def template_hash(folder: Path) -> str:
 
 
 def combined(files: Iterable[Path]) -> str:
-    """Hash of the hashes, so that moving bytes from one file to the next changes it."""
+    """Hash the hashes of the files, so that file boundaries matter."""
     digests = []
     for path in files:
         with path.open("rb") as file:

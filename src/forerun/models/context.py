@@ -1,4 +1,4 @@
-"""One sequence as one model sees it: committed ids, what is cached of them, what is pending."""
+"""Cached and pending tokens of one sequence in one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Context", "pack"]
 
 
 class Context:
-    """Committed ids shared with the request, plus this model's slot.
+    """The committed tokens of a request and this model's KV slot for them.
 
     `ids` is owned by the request and only ever appended to; what this model has not cached of it is
     pending and is fed by the next pass, so neither drafters nor the step do catch-up arithmetic.
@@ -42,7 +42,7 @@ class Context:
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens this model has not seen."""
+        """Committed tokens whose KV is not cached yet."""
         return len(self.ids) - self.num_cached
 
     def pending(self, limit: int | None = None) -> list[int]:
@@ -56,11 +56,11 @@ class Context:
         return Span(slot=self.slot, start=start, num_chain=num_chain, tree=tree)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these staged rows; everything else staged is gone."""
+        """Commit these staged rows and drop all other staged rows."""
         self.store.commit(self.slot, rows)
 
     def close(self, num_kept: int = 0) -> None:
-        """Give the slot back; where tokens are shared, its first `num_kept` stay to be found."""
+        """Free the slot, keeping its first `num_kept` tokens for prefix hits."""
         self.store.keep(self.slot, num_kept)
 
 

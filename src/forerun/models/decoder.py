@@ -1,4 +1,4 @@
-"""A decoder's weights in one neutral form: what the fast runners are built from.
+"""Weights of a decoder under names that do not depend on its family, for the fast runners.
 
 Llama, Mistral, Qwen2 and Qwen3 are one decoder with small differences: RMS norms, rotary positions,
 grouped query heads, a gated feed-forward. Read here once, under names that do not depend on the
@@ -39,7 +39,7 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How one family differs from the others; see `Decoder` for the attributes."""
+    """Differences between families; see `Decoder` for the attributes."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -58,7 +58,7 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoder:
-    """What a runner must know besides the weights.
+    """Sizes and constants of a decoder.
 
     Attributes:
         architecture: sizes.
@@ -110,7 +110,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndWeights:
-    """What lies before the first layer and after the last; `head` is `embedding` where tied."""
+    """Embedding, final norm and head; a tied head is the embedding itself."""
 
     embedding: Float[Tensor, "vocab hidden"]
     norm: Float[Tensor, " hidden"]
@@ -120,7 +120,7 @@ class EndWeights:
 def unsupported(
     architecture: Architecture, settings: Mapping[str, Any], num_positions: int | None = None
 ) -> str | None:
-    """What of a supported architecture this form has no place for; None when it has all.
+    """Return the first feature of a model that only the eager runner has, or None.
 
     Args:
         architecture: its sizes.
@@ -146,7 +146,7 @@ def unsupported(
 
 
 def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Decoder:
-    """Sizes and constants of a decoder that `unsupported` has no objection to.
+    """Read the sizes and constants of a decoder for which `unsupported` returns None.
 
     Args:
         architecture: its sizes.
@@ -167,7 +167,7 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
 
 
 def rotation(architecture: Architecture, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Radians per position of every pair of a head, and the factor on sine and cosine."""
+    """Compute the rotation per position of every pair of a head, and its scale."""
     rope = settings["rope_parameters"]
     kind = rope.get("rope_type", "default")
     if kind == "default":
@@ -183,7 +183,7 @@ def rotation(architecture: Architecture, settings: Mapping[str, Any]) -> tuple[T
 
 
 def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
-    """Every parameter the checkpoint must hold."""
+    """Return the name and shape of every parameter a checkpoint must hold."""
     a = decoder.architecture
     hidden, intermediate = a.hidden_size, decoder.intermediate_size
     rows = {"q": a.num_heads * a.head_dim, "k": a.num_kv_heads * a.head_dim}
@@ -212,7 +212,7 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
-    """Layer `index`, fused; copies of its matrices exist only as long as the result."""
+    """Read layer `index` with its matrices fused."""
     prefix = f"model.layers.{index}"
     attention = f"{prefix}.self_attn"
     kinds = ("q", "k", "v")

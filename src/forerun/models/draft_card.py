@@ -1,4 +1,4 @@
-"""forerun.json beside a draft: which target it was aligned to, how, and what that was worth.
+"""forerun.json in a draft's folder: the target it was aligned to, how, and with what result.
 
 Torch-free. A card never decides whether a draft may be used: the text is exact whatever the draft,
 so a target that has changed since is a matter of speed, and of a warning.
@@ -35,7 +35,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """What of a target a draft was made for, quick to find out however large the target is.
+    """Hashes that identify the target of a draft, cheap to compute at any size.
 
     Attributes:
         weights: sample hash of the weight files.
@@ -48,7 +48,7 @@ class TargetIdentity:
     template: str
 
     def differences(self, other: TargetIdentity) -> tuple[str, ...]:
-        """In words, what is not the same."""
+        """List the differences between two target identities in words."""
         names = {
             "weights": self.weights != other.weights,
             "tokenizer": self.tokenizer != other.tokenizer,
@@ -59,7 +59,7 @@ class TargetIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFigures:
-    """What the real verifier found on held-out prompts, at one temperature.
+    """Acceptance measured by the verifier on held-out prompts at one temperature.
 
     Attributes:
         temperature: of the requests.
@@ -77,7 +77,7 @@ class CardFigures:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CardFigures:
-        """From what JSON holds."""
+        """Create the object from its JSON form."""
         intervals = {
             name: None if values[name] is None else Interval(**values[name])
             for name in ("acceptance_length", "acceptance_probability", "speedup")
@@ -87,7 +87,7 @@ class CardFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCard:
-    """Where a draft comes from.
+    """The origin of an aligned draft.
 
     Attributes:
         target: name of the target, as the user gave it.
@@ -116,12 +116,12 @@ class DraftCard:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with the version of the format."""
+        """Return the JSON form, with the version of the format."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DraftCard:
-        """From `to_dict`; what a later version adds is left out."""
+        """Create a card from `to_dict`; unknown fields of later versions are ignored."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         known["made_for"] = TargetIdentity(**values["made_for"])
         for name in ("before", "after"):
@@ -143,13 +143,13 @@ def identify(folder: Path) -> TargetIdentity:
 
 
 def write_card(card: DraftCard, folder: Path) -> None:
-    """Put a card into a draft's folder, replacing an earlier one as a whole."""
+    """Write a card into a draft's folder, replacing an earlier card."""
     with atomic_write(folder / CARD_FILE) as scratch:
         scratch.write_text(json.dumps(card.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def read_card(folder: Path) -> DraftCard | None:
-    """The card in a draft's folder; None where there is none.
+    """Read the card in a draft's folder; None if there is none.
 
     Raises:
         InvalidModel: there is one, but it cannot be read.
@@ -172,7 +172,7 @@ def read_card(folder: Path) -> DraftCard | None:
 
 
 def staleness(draft: Path, target: Path) -> str | None:
-    """What to say of a draft whose target has changed since it was aligned.
+    """Describe how a target has changed since the draft was aligned to it.
 
     Args:
         draft: folder of the draft.

@@ -59,7 +59,7 @@ class FeatureRows:
         self._num_valid = [0] * num_slots
 
     def invalidate(self, slot: int, start: int) -> None:
-        """Note that the rows from `start` on are being written again, or are gone."""
+        """Mark the features of rows from `start` on as missing."""
         self._num_valid[slot] = min(self._num_valid[slot], start)
 
     def stage(

@@ -1,4 +1,4 @@
-"""Greedy continuation through `forward`, for models without a faster way of their own."""
+"""Greedy continuation by one forward pass per token."""
 
 from __future__ import annotations
 

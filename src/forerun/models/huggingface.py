@@ -29,8 +29,8 @@ __all__ = ["HuggingFaceModel", "adapt", "quiet_transformers", "read_weights", "s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Names of the modules of a family in transformers.
+class ModuleNames:
+    """Names of the submodules of a model class in transformers.
 
     Attributes:
         layers: the list of decoder layers.
@@ -47,18 +47,18 @@ class Places:
     projection_out: str | None = None
 
 
-PLACES: Mapping[str, Places] = MappingProxyType(
-    dict.fromkeys(SUPPORTED, Places())
+MODULE_NAMES: Mapping[str, ModuleNames] = MappingProxyType(
+    dict.fromkeys(SUPPORTED, ModuleNames())
     | {
-        "GPT2LMHeadModel": Places(
+        "GPT2LMHeadModel": ModuleNames(
             layers="transformer.h", embedding="transformer.wte", norm="transformer.ln_f"
         ),
-        "GPTNeoXForCausalLM": Places(
+        "GPTNeoXForCausalLM": ModuleNames(
             layers="gpt_neox.layers",
             embedding="gpt_neox.embed_in",
             norm="gpt_neox.final_layer_norm",
         ),
-        "OPTForCausalLM": Places(
+        "OPTForCausalLM": ModuleNames(
             layers="model.decoder.layers",
             embedding="model.decoder.embed_tokens",
             norm="model.decoder.final_layer_norm",
@@ -92,7 +92,7 @@ class HuggingFaceModel(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; committing is the caller's business.
+        """One pass. Stages the KV of every row; the caller commits.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot.
@@ -121,20 +121,20 @@ class HuggingFaceModel(StoredModel):
     @torch.inference_mode()
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
         """Token embeddings as they enter the residual stream, without learned positions."""
-        places = PLACES[self.architecture.name]
-        embedded = self.network.get_submodule(places.embedding)(tokens)
+        names = MODULE_NAMES[self.architecture.name]
+        embedded = self.network.get_submodule(names.embedding)(tokens)
         embedded = embedded * self._setting("embedding_multiplier", 1.0)
-        return self._project(places.projection_in, embedded)
+        return self._project(names.projection_in, embedded)
 
     @torch.inference_mode()
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """The norm behind the last layer; the rows themselves where the model has none."""
-        return self._project(PLACES[self.architecture.name].norm, hidden)
+        """Apply the final norm; models without one return the rows unchanged."""
+        return self._project(MODULE_NAMES[self.architecture.name].norm, hidden)
 
     @torch.inference_mode()
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Logits of rows after the final norm, scaled and capped where the family does."""
-        projected = self._project(PLACES[self.architecture.name].projection_out, hidden)
+        projected = self._project(MODULE_NAMES[self.architecture.name].projection_out, hidden)
         lm_head: Any = self.network.get_submodule("lm_head")
         logits: Tensor = lm_head(projected)
         logits = logits / self._setting("logits_scaling", 1.0)
@@ -143,7 +143,7 @@ class HuggingFaceModel(StoredModel):
 
     @property
     def _layers(self) -> nn.ModuleList:
-        layers = self.network.get_submodule(PLACES[self.architecture.name].layers)
+        layers = self.network.get_submodule(MODULE_NAMES[self.architecture.name].layers)
         assert isinstance(layers, nn.ModuleList)
         return layers
 
@@ -152,7 +152,7 @@ class HuggingFaceModel(StoredModel):
         return config.to_dict().get(name, default)
 
     def _project(self, name: str | None, rows: Tensor) -> Tensor:
-        """What a module of the network makes of `rows`; they themselves where it has none."""
+        """Apply a module of the network to rows, or return them if it has no such module."""
         if name is None:
             return rows
         parent, _, child = name.rpartition(".")
@@ -176,7 +176,7 @@ class HuggingFaceModel(StoredModel):
         """The model without the layers above; weights and store are shared."""
         return HuggingFaceModel(
             network=without_upper_layers(
-                self.network, PLACES[self.architecture.name].layers, num_layers
+                self.network, MODULE_NAMES[self.architecture.name].layers, num_layers
             ),
             store=self._store,
             architecture=replace(self.architecture, num_layers=num_layers),
@@ -235,7 +235,7 @@ def adapt(
     max_staged_rows: int = 64,
     freeze: bool = True,
 ) -> HuggingFaceModel:
-    """Take over a transformers model: its attention is replaced, in place.
+    """Wrap a transformers model as a LanguageModel; its attention is replaced in place.
 
     Args:
         model: a model of a supported architecture, on its device and in its dtype.
@@ -275,7 +275,7 @@ def adapt(
 
 
 def sharing(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules and the configuration of a model over its own parameters.
+    """Copy the modules and the configuration of a model, sharing its parameters.
 
     What is done to the attention and to the mode of the copy leaves the model as it is.
     """
@@ -326,7 +326,7 @@ def read_weights(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and reports on stderr: what matters is raised."""
+    """Silence transformers' progress bars and reports, whose content is raised as errors here."""
     untyped: Any = transformers_logging
     verbosity, had_bars = untyped.get_verbosity(), untyped.is_progress_bar_enabled()
     untyped.set_verbosity(untyped.CRITICAL)

@@ -24,7 +24,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
-    """The store's one tensor. On Linux in huge pages: a pass reads it from one end to the other."""
+    """Allocate the store's tensor, on Linux in huge pages because passes read it sequentially."""
     num_bytes = bytes_needed(geometry)
     if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES or sys.platform != "linux":
         return torch.zeros(geometry.shape, dtype=geometry.dtype, device=device)
@@ -35,7 +35,7 @@ def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
 
 
 class ContiguousKVStore:
-    """A KVStore in one tensor, which makes its operations independent of the number of layers.
+    """A KVStore in one tensor, so that operations take one call for all layers.
 
     Committing, forking and copying take one tensor operation; so does cutting all layers' views for
     a pass.
@@ -66,7 +66,7 @@ class ContiguousKVStore:
         return self._slots.length(slot)
 
     def stage(self, slot: int, start: int, num_rows: int) -> tuple[torch.Tensor, ...]:
-        """Announce rows and get the places to write them to.
+        """Stage rows and return views to write their keys and values to.
 
         Returns:
             Views [1, kv_heads, num_rows, head_dim]: keys of layer l at 2l, values at 2l + 1.
@@ -79,7 +79,7 @@ class ContiguousKVStore:
         return self.window(slot, start, start + num_rows)
 
     def claim(self, slot: int, start: int, num_rows: int) -> None:
-        """`stage` for callers that write through `layer`: no views are cut."""
+        """Stage rows without creating views, for callers that write through `layer`."""
         self._slots.stage(slot, start, num_rows)
         if self._features is not None:
             self._features.invalidate(slot, start)
@@ -93,7 +93,7 @@ class ContiguousKVStore:
         return self._data[:, slot : slot + 1, :, start:end].unbind(0)
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Keep the staged rows `rows`, drop the rest.
+        """Commit the staged rows `rows` and drop the others.
 
         They are ascending offsets from the committed length. No data move when they are a prefix of
         what is staged; otherwise the kept rows move forward.
@@ -116,14 +116,14 @@ class ContiguousKVStore:
         sequence[:, :, start + num_placed : start + len(rows)] = kept
 
     def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that holds as many of the first `wanted` tokens as any slot does."""
+        """Reserve a slot that starts with the longest stored prefix of `wanted`."""
         slot = self._slots.begin(wanted, self.fork)
         if self._features is not None:
             self._features.invalidate(slot, self._slots.length(slot))
         return slot
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Give `slot` back; while nothing else needs it, `begin` may find its first tokens.
+        """Free `slot` but keep its first tokens for `begin` until the room is needed.
 
         Raises:
             ValueError: fewer than `num_tokens` are committed.
@@ -173,7 +173,7 @@ class ContiguousKVStore:
         self._data[:, slot, :, : prefix.num_tokens] = tensor
 
     def free(self, slot: int) -> None:
-        """Give `slot` back; its contents are gone."""
+        """Free `slot` and forget its contents."""
         self._slots.free(slot)
 
     @property

@@ -1,4 +1,4 @@
-"""From a folder or a name to a model or a tokenizer, with everything checked before allocating."""
+"""Loading of models and tokenizers; everything is checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -93,12 +93,10 @@ def load_model(  # noqa: PLR0913 (a model and six settings of how it is to run)
     Args:
         source: a folder, a name on the Hugging Face hub, or a shipped model such as "zoo:code-11m".
         dtype: "bfloat16", "float16", "float32", or "auto" for the one the weights are stored in.
-            In float32 greedy and coupled text with a draft equals plain text. In bfloat16 and
-            float16 this holds for the native runner, whose logits do not depend on how many rows
-            share a pass. The eager and the graphs runner use matrix products whose rounding does:
-            where the two largest logits of a token differ by no more than that rounding (a few
-            units in the last place), plain and speculative text may choose differently, and the
-            texts then go on differently. Each is a correct greedy text of the model as rounded.
+            Greedy and coupled text with a draft equals plain text in float32, and on the native
+            runner in bfloat16 too, since its logits do not depend on the other rows of a pass. On
+            the eager and graphs runners bfloat16 and float16 products round differently with the
+            number of rows: where two logits tie within that rounding, the texts may part.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the fastest there is.
         max_batch: sequences at once.
         max_context: tokens a sequence may have, cut to what the model was made for (None: all).
@@ -270,7 +268,7 @@ def fetched(name: str) -> Path:
 
 
 def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
-    """The configuration with defaults filled in, and the sizes we need of it.
+    """Read the configuration with its defaults and the sizes of the model.
 
     Raises:
         InvalidModel: transformers refuses it, or the model is not supported.
@@ -281,7 +279,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Architecture]:
 
 
 def checked_architecture(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
-    """The sizes of a configuration, whatever its values are.
+    """Read the sizes of a configuration, turning any malformed value into InvalidModel.
 
     Args:
         name: class of the model in transformers.
@@ -298,7 +296,7 @@ def checked_architecture(name: str, settings: Mapping[str, Any], where: str) -> 
 
 
 def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype asked for; for "auto" that of most stored elements.
+    """Return the dtype asked for; "auto" is the dtype of most stored elements.
 
     Raises:
         InvalidRequest: there is no such dtype.
@@ -311,7 +309,7 @@ def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device asked for; for "auto" a GPU if there is one."""
+    """Return the device asked for; "auto" is a GPU if there is one."""
     if device != "auto":
         return named_device(device)
     if torch.cuda.is_available():
@@ -320,7 +318,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def named_device(name: str) -> torch.device:
-    """The device of that name, if this machine has it."""
+    """Return the device of that name, if this machine has it."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -336,7 +334,7 @@ def named_device(name: str) -> torch.device:
 
 
 def choose_context(max_context: int | None, architecture: Architecture) -> int:
-    """Tokens per sequence: what was asked for, cut to what the model was made for."""
+    """Return the tokens per sequence, at most as many as the model supports."""
     if max_context is None:
         return architecture.max_positions
     if max_context < 1:

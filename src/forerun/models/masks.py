@@ -1,4 +1,4 @@
-"""Who sees whom in a pass: its rows cut into blocks, and the blocks' additive masks.
+"""Attention masks of a pass: its rows are cut into blocks with one additive mask each.
 
 A row sees itself and what came before it: committed keys, the chain, in a tree its ancestors. In
 layers with a sliding window it sees of these only the last `window` positions, its own included;
@@ -25,7 +25,7 @@ BLOCK_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows of one sequence that attend together.
+    """Rows of one sequence whose attention is computed together.
 
     Attributes:
         first: first row in the pass.
@@ -44,7 +44,7 @@ class Piece:
     causal: bool = True
 
     def num_seen(self, window: int | None) -> int:
-        """How many of the last keys hold all that any of the rows sees."""
+        """Return how many of the last keys contain all keys that the rows see."""
         if window is None:
             return self.num_keys
         return min(self.num_keys, window - 1 + self.num_rows)
@@ -102,7 +102,7 @@ class Biases:
         self.chains: dict[int, Tensor] = {}
 
     def of(self, piece: Piece) -> Float[Tensor, "folded keys"] | None:
-        """The mask over the last `num_seen` keys of a block; None when its rows see all of them."""
+        """Return the mask over the last `num_seen` keys of a block, or None if all are seen."""
         if piece.num_rows == 1 or (not piece.causal and self.window is None):
             return None
         num_seen = piece.num_seen(self.window)
@@ -123,7 +123,7 @@ class Biases:
         *,
         causal: bool = True,
     ) -> Float[Tensor, "folded keys"]:
-        """0 where seen and -inf where not, over `num_keys` keys of which the last are the rows'."""
+        """Build a mask: 0 for keys that are seen, -inf for others (the last are their own)."""
         device = self.like.device
         bias = self.like.new_zeros((self.num_groups, num_rows, num_keys))
         if causal:

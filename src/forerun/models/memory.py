@@ -1,4 +1,4 @@
-"""How much memory a model will take, worked out and compared before any of it is allocated."""
+"""Memory estimates, compared with what is available before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGeometry:
-    """What a store is sized by.
+    """Sizes of a KV store.
 
     Attributes:
         num_layers: attention layers.
@@ -61,7 +61,7 @@ def geometry_of(
     max_staged_rows: int,
     dtype: torch.dtype,
 ) -> KVGeometry:
-    """The KV store a model of this architecture needs."""
+    """Return the sizes of the KV store for a model of this architecture."""
     return KVGeometry(
         num_layers=architecture.num_layers,
         num_kv_heads=architecture.num_kv_heads,
@@ -81,7 +81,7 @@ def bytes_needed(geometry: KVGeometry) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes by purpose.
+    """Bytes that a model needs, by purpose.
 
     Attributes:
         weights_bytes: parameters in the dtype they are loaded in.
@@ -95,14 +95,14 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Everything together."""
+        """Sum of all parts."""
         return self.weights_bytes + self.kv_bytes + self.logits_bytes
 
 
 def estimate(
     num_parameters: int, architecture: Architecture, geometry: KVGeometry
 ) -> MemoryEstimate:
-    """What a model needs with a KV store of this geometry."""
+    """Estimate the memory of a model with a KV store of these sizes."""
     num_logit_rows = geometry.num_slots * (geometry.max_staged_rows + 1)
     return MemoryEstimate(
         weights_bytes=num_parameters * geometry.dtype.itemsize,
@@ -121,7 +121,7 @@ def available_bytes(device: torch.device) -> int:
 def check_fits(
     name: str, needed: MemoryEstimate, geometry: KVGeometry, device: torch.device
 ) -> None:
-    """Compare an estimate with what is available.
+    """Refuse a model that does not fit into the available memory.
 
     Args:
         name: of the model, for the message.
@@ -154,7 +154,7 @@ def remedy(needed: MemoryEstimate, geometry: KVGeometry, available: int) -> str:
 
 
 def readable(num_bytes: int) -> str:
-    """A number of bytes for people: "5.6 GiB"."""
+    """Format a number of bytes, for example "5.6 GiB"."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

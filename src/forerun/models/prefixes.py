@@ -1,4 +1,4 @@
-"""Sequences that begin alike: whose tokens a slot holds, and which slot to begin with.
+"""Search for the KV slot that shares the longest prefix with a new sequence.
 
 Keys and values of a token are a function of the tokens up to it, at the same positions. So where
 two sequences begin with the same tokens, what one has stored serves the other, exactly.
@@ -17,7 +17,7 @@ MIN_SHARED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prefix:
-    """Tokens, and who may know of them.
+    """Tokens of a sequence and the scope within which they may be shared.
 
     Attributes:
         ids: of a sequence from its beginning; may still grow.
@@ -30,7 +30,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The slot to begin with, and how many of its tokens serve."""
+    """A slot that shares a prefix with a new sequence, and the length of that prefix."""
 
     slot: int
     num_tokens: int
@@ -54,7 +54,7 @@ def longest_match(
     shared: Mapping[int, Prefix],
     committed: Mapping[int, int],
 ) -> Match | None:
-    """The slot that saves most.
+    """Find the slot that shares the most tokens with a new sequence.
 
     The last token of a sequence always has to be fed, for its logits are wanted.
 

@@ -1,4 +1,4 @@
-"""A model's configuration as transformers understands it, understood once per model and version.
+"""config.json with transformers' defaults filled in, cached per content and version.
 
 To read a configuration transformers loads a good part of itself and torch's compiler: a second of
 every start, for a handful of numbers. So what came out is kept on disk, under a name made of the
@@ -21,7 +21,7 @@ __all__ = ["read_settings"]
 
 
 def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
-    """The configuration with all defaults filled in, as `config.to_dict()` has it.
+    """Return the configuration with all defaults filled in, as `config.to_dict()` has it.
 
     Args:
         checkpoint: whose.
@@ -37,7 +37,7 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
 
 
 def understood(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What transformers makes of the configuration, through JSON: keys are text, dtypes names."""
+    """Read the configuration by transformers and convert it to JSON types."""
     from transformers import AutoConfig
 
     try:

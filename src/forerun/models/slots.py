@@ -1,4 +1,4 @@
-"""Book-keeping every KV store shares: which slots are taken, what is committed, what is staged."""
+"""Bookkeeping shared by all KV stores: reserved slots, committed and staged rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SlotTable", "num_in_place"]
 
 
 class SlotTable:
-    """Lengths of the sequences in a store; holds no tensors.
+    """Slots of a KV store and the rows committed and staged in them, without tensors.
 
     A slot holds `committed` tokens followed by staged rows. Rows are staged without gaps and never
     over committed ones, so whatever a model reads has been written.
@@ -62,7 +62,7 @@ class SlotTable:
         return slot
 
     def free(self, slot: int) -> None:
-        """Give `slot` back; nothing in it counts any more."""
+        """Free `slot` and forget its contents."""
         self._release(slot)
         self._free.append(slot)
 
@@ -72,7 +72,7 @@ class SlotTable:
         self._shared.pop(slot, None)
 
     def begin(self, wanted: Prefix, fork: Callable[[int, int], int]) -> int:
-        """Reserve a slot holding as many of the first `wanted` tokens as any; others may find them.
+        """Reserve a slot that starts with the longest stored prefix of `wanted`.
 
         A kept slot is taken over, cut to what matches, where that loses no more tokens than taking
         another slot for a copy would.
@@ -99,7 +99,7 @@ class SlotTable:
         return slot
 
     def _least_to_take_over(self, slot: int) -> float:
-        """How many tokens of `slot` must serve for it to be taken over; infinite if reserved."""
+        """Return how many tokens of `slot` must match for it to be reused; infinite if reserved."""
         kept = self._kept.get(slot)
         if kept is None:
             return math.inf
@@ -108,7 +108,7 @@ class SlotTable:
         return len(kept.ids) - num_lost_by_copy
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Give `slot` back, but let `begin` find its first `num_tokens` committed tokens.
+        """Free `slot` but keep its first `num_tokens` tokens for `begin`.
 
         Raises:
             ValueError: fewer are committed.
@@ -164,7 +164,7 @@ class SlotTable:
         self._kept.clear()
 
     def stage(self, slot: int, start: int, num_rows: int) -> None:
-        """Note that rows `start` to `start + num_rows` are being written; later ones are void.
+        """Record that rows `start` to `start + num_rows` are written; later rows become invalid.
 
         Raises:
             ValueError: the rows overwrite committed ones or leave a gap.
@@ -185,7 +185,7 @@ class SlotTable:
         self._written[slot] = end
 
     def commit(self, slot: int, rows: Sequence[int]) -> int:
-        """Keep the staged rows `rows`, drop the rest.
+        """Commit the staged rows `rows` and drop the others.
 
         Args:
             slot: a reserved slot.
@@ -236,7 +236,7 @@ def is_ascending(rows: Sequence[int]) -> bool:
 
 
 def num_in_place(rows: Sequence[int]) -> int:
-    """How many leading entries of ascending `rows` already are where committing would move them."""
+    """Return how many leading rows a commit would not have to move."""
     if not rows or rows[-1] == len(rows) - 1:
         return len(rows)
     return next(index for index, row in enumerate(rows) if row != index)

@@ -1,4 +1,4 @@
-"""What every runner's model has: the sizes of a decoder, and a KV store of ours."""
+"""Base class of the models of all runners: sizes and a KV store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["StoredModel"]
 
 
 class StoredModel:
-    """The part of a LanguageModel that follows from its sizes and its store.
+    """The properties of a LanguageModel that follow from its sizes and its store.
 
     Args:
         architecture: sizes, the number of layers a pass goes through among them.

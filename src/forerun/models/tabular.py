@@ -1,4 +1,4 @@
-"""A Markov model with a written-down law: the oracle that everything exact is tested against."""
+"""A Markov model given by a table of probabilities, against which exactness is tested."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TokenStore:
         return self._tokens[slot][:end]
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Keep the staged rows `rows`, drop the rest."""
+        """Commit the staged rows `rows` and drop the others."""
         if self._features is not None:
             self._features.check_commit(slot, self._slots.length(slot), rows)
         start = self._slots.commit(slot, rows)
@@ -107,14 +107,14 @@ class TokenStore:
         written[start:] = [written[start + row] for row in rows]
 
     def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that holds as many of the first `wanted` tokens as any slot does."""
+        """Reserve a slot that starts with the longest stored prefix of `wanted`."""
         slot = self._slots.begin(wanted, self.fork)
         if self._features is not None:
             self._features.invalidate(slot, self._slots.length(slot))
         return slot
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Give `slot` back; while nothing else needs it, `begin` may find its first tokens."""
+        """Free `slot` but keep its first tokens for `begin` until the room is needed."""
         self._slots.keep(slot, num_tokens)
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
@@ -143,7 +143,7 @@ class TokenStore:
             self._features.fill(slot, prefix.tensors[1])
 
     def free(self, slot: int) -> None:
-        """Give `slot` back; its contents are gone."""
+        """Free `slot` and forget its contents."""
         self._slots.free(slot)
 
     @property
@@ -207,7 +207,7 @@ class TabularModel:
         max_context: int = 256,
         scale: float = 1.5,
     ) -> TabularModel:
-        """A random law; the same seed and sizes give the same law.
+        """Create a random table; the same seed and sizes give the same table.
 
         Args:
             seed: of the table.
@@ -215,7 +215,7 @@ class TabularModel:
             order: tokens that matter.
             num_slots: sequences at once.
             max_context: tokens a sequence may have.
-            scale: standard deviation of the logits; more makes the law more decided.
+            scale: standard deviation of the logits; more makes the distributions less uniform.
         """
         generator = torch.Generator().manual_seed(seed)
         logits = torch.empty((vocab_size + 1) ** order, vocab_size, dtype=torch.float64)
@@ -259,7 +259,7 @@ class TabularModel:
         return self.log_probs.device
 
     def state_of(self, ids: Sequence[int]) -> int:
-        """Row of the table: the last tokens as digits; a start mark stands for those missing."""
+        """Return the row of the table for the last tokens; a start mark fills missing ones."""
         start_mark = self.vocab_size
         state = 0
         for token in [*[start_mark] * self.order, *ids][len(ids) :]:
@@ -317,7 +317,7 @@ class TabularModel:
         return chain_by_forward(self, batch, num_tokens, vocab_size)
 
     def histories(self, span: Span, rows: Sequence[int]) -> Iterator[list[int]]:
-        """What each row of a span may see, itself included, read back from the store."""
+        """Yield the tokens each row of a span sees, itself included, read from the store."""
         chain = self._store.tokens(span.slot, span.start + span.num_chain)
         for end in range(span.start + 1, len(chain) + 1):
             yield chain[:end]

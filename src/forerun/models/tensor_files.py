@@ -1,4 +1,4 @@
-"""Parameters straight from safetensors files, one at a time, with nothing else in memory."""
+"""Reading of single parameters from safetensors files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFIX = "model."
 
 @contextmanager
 def writing_tensors() -> Iterator[None]:
-    """Within it a disk that fails is an OSError; safetensors raises an error of its own.
+    """Turn safetensors' own error for a failing disk into an OSError.
 
     Raises:
         OSError: what safetensors was given could not be written.
@@ -38,7 +38,7 @@ def writing_tensors() -> Iterator[None]:
 
 
 def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ReadTensor:
-    """A function that reads one parameter by name, converted and moved.
+    """Return a function that reads one parameter by name, converted and moved to a device.
 
     The file is mapped only while it is read from, so what has been read does not stay in memory.
     """
@@ -61,7 +61,7 @@ def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse files that do not hold exactly the parameters of the model they are said to be.
+    """Refuse files whose parameters are not exactly those of the model.
 
     Args:
         checkpoint: where they are.

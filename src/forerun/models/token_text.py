@@ -22,7 +22,7 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes as themselves and the others from U+0100 on."""
+    """Return the alphabet of byte-level BPE: printable bytes, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
     alphabet = {chr(byte): byte for byte in printable}

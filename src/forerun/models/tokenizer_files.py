@@ -1,4 +1,4 @@
-"""A model's tokenizer as transformers understands it, understood once per model and version.
+"""Tokenizers as transformers reads them, cached per content and version.
 
 To read one transformers loads most of itself and torch's compiler, another second of every start.
 So what it made of the files is kept on disk, and the `tokenizers` library alone does the work from
@@ -15,6 +15,7 @@ from typing import Any
 
 from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, InvalidRequest
+from forerun.models.chat_template import TemplateRefused, render_template, without_none
 from forerun.models.tokenizers import Messages, Renderer, Tokenizer, TokenizerDefinition
 
 __all__ = ["adopt", "read_tokenizer"]
@@ -42,7 +43,7 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
 
 
 def adopt(backend: Any) -> Tokenizer:
-    """A transformers tokenizer as ours.
+    """Wrap a transformers tokenizer.
 
     Raises:
         InvalidModel: it is of an unsupported kind.
@@ -51,7 +52,7 @@ def adopt(backend: Any) -> Tokenizer:
 
 
 def definition_of(backend: Any) -> TokenizerDefinition:
-    """What transformers made of a tokenizer's files.
+    """Return the definition of a tokenizer that transformers has read.
 
     Raises:
         InvalidModel: it does not run on the `tokenizers` library.
@@ -67,24 +68,27 @@ def definition_of(backend: Any) -> TokenizerDefinition:
 
 
 def renderer(backend: Any) -> Renderer:
-    """The chat template of a transformers tokenizer as a function."""
-    from jinja2 import TemplateError
+    """Return a function that renders a tokenizer's chat template within limits."""
+    template = backend.get_chat_template()
 
     def render(messages: Messages, with_answer_begun: bool) -> str:
+        variables = {
+            **{name: str(token) for name, token in backend.special_tokens_map.items()},
+            "messages": without_none(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": with_answer_begun,
+        }
         try:
-            return str(
-                backend.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=with_answer_begun
-                )
-            )
-        except TemplateError as error:
+            return render_template(template, variables)
+        except TemplateRefused as error:
             raise InvalidRequest(f"the chat template refuses the conversation: {error}") from error
 
     return render
 
 
 def by_transformers(folder: Path) -> Any:
-    """The tokenizer transformers makes of a folder.
+    """Read the tokenizer of a folder by transformers.
 
     Raises:
         InvalidModel: it makes none.
@@ -104,7 +108,7 @@ def by_transformers(folder: Path) -> Any:
 
 
 def key_of(folder: Path) -> str:
-    """Hash of all that decides what a tokenizer does."""
+    """Hash the files and versions that determine a tokenizer."""
     versions = [version(name) for name in ("transformers", "tokenizers")]
     parts = ["\0".join(versions).encode()]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):

@@ -1,4 +1,4 @@
-"""Text to ids and back: comparing vocabularies, and detokenising one token at a time."""
+"""Tokenizers, comparison of vocabularies and streaming detokenisation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Renderer = Callable[[Messages, bool], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerDefinition:
-    """All there is to know of a tokenizer, as text and numbers.
+    """The serialised definition of a tokenizer.
 
     Attributes:
         content: what the `tokenizers` library makes it from, as in tokenizer.json.
@@ -46,7 +46,7 @@ class TokenizerDefinition:
 
 
 class Tokenizer:
-    """The few operations on text and ids the engine needs.
+    """Encoding, decoding and chat templates of one vocabulary.
 
     Args:
         definition: of the tokenizer.
@@ -64,7 +64,7 @@ class Tokenizer:
         self.definition = definition
         self._load_renderer = load_renderer
         self._backend = Backend.from_str(definition.content)
-        # Whether a text is too long is the engine's to say.
+        # Whether a text is too long is decided by the engine.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = definition.splits_special_tokens
@@ -72,11 +72,11 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the special tokens (such as a start token) the model expects."""
+        """Encode a text, with the special tokens (such as a start token) that the model expects."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Decode ids, leaving special tokens out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
     def render_chat(
@@ -169,7 +169,7 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyComparison:
-    """Whether two tokenizers mean the same by every id.
+    """The result of comparing two vocabularies.
 
     Attributes:
         identical: whether they do.

@@ -1,4 +1,4 @@
-"""Another language model, and whatever a subclass makes of its passes."""
+"""Wrappers around a language model, for subclasses that change or time its passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ObservedModel", "ObservedSampler", "WrappedModel"]
 
 
 class WrappedModel:
-    """A LanguageModel that does what another one does, in its KV.
+    """A LanguageModel that forwards every call to another one.
 
     Args:
         model: does the work.
@@ -91,15 +91,15 @@ class WrappedModel:
 
 
 class ObservedModel(WrappedModel):
-    """A LanguageModel, unchanged, with a clock around its passes: a subclass says which."""
+    """A WrappedModel that calls `begin` before and `end` after its passes."""
 
     @abstractmethod
     def begin(self) -> float:
-        """Passes begin; returns what `end` is to be told."""
+        """Called before a pass; the value returned is handed to `end`."""
 
     @abstractmethod
     def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        """They are done.
+        """Called after the passes.
 
         Args:
             begun: what `begin` said.
@@ -125,7 +125,7 @@ class ObservedModel(WrappedModel):
 
 
 class ObservedSampler(ObservedModel):
-    """A ObservedModel over one that draws whole chains."""
+    """An ObservedModel for models that draw whole chains."""
 
     def sampled_chain(
         self,

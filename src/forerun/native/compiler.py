@@ -1,4 +1,4 @@
-"""Compile the CPU kernels once per machine and keep the result.
+"""Compilation of the CPU kernels, once per machine, with a cache of the result.
 
 The kernels are plain C++ without dependencies, so any compiler will do and it takes seconds. What
 comes out is stored under a name made of everything that went in: sources, compiler, flags and
@@ -38,7 +38,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
 
 
 def compiled_kernels(folder: Path | None = None) -> ctypes.CDLL:
-    """The kernels, from the cache if they are there, compiled otherwise.
+    """Load the kernels from the cache, or compile them.
 
     Args:
         folder: cache to use instead of `cache_folder()`.
@@ -50,7 +50,7 @@ def compiled_kernels(folder: Path | None = None) -> ctypes.CDLL:
 
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
-    """Path of a C++ compiler: CXX, or the first of the usual names.
+    """Return the path of a C++ compiler: CXX, or the first of the usual names.
 
     Raises:
         RunnerUnavailable: none is installed.
@@ -132,7 +132,7 @@ def unsafe(path: Path, *, is_above: bool = False) -> str | None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder to compile in.
+    """Create a temporary folder to compile in.
 
     Raises:
         RunnerUnavailable: there is no place for one.
@@ -162,7 +162,7 @@ def compile_to(path: Path, compiler: str) -> None:
 
 
 def opened(library: Path, compiler: str) -> ctypes.CDLL:
-    """A library fresh from the compiler; it stays loaded when its file goes.
+    """Load a library that was just compiled; its file may be removed afterwards.
 
     Raises:
         RunnerUnavailable: it is none.
@@ -176,7 +176,7 @@ def opened(library: Path, compiler: str) -> ctypes.CDLL:
 
 
 def run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run it, whatever becomes of it.
+    """Run the compiler and return its exit code and output.
 
     Raises:
         RunnerUnavailable: it cannot be started.
@@ -188,7 +188,7 @@ def run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess[
 
 
 def fingerprint(compiler: str) -> str:
-    """Hash of all that decides what the library contains."""
+    """Hash the sources, compiler, flags and processor that determine the library."""
     parts = [run_compiler(compiler, "--version").stdout]
     for part in (compiler, *FLAGS, native_flag(), platform.platform(), processor()):
         parts.append(part.encode() + b"\0")
@@ -203,7 +203,7 @@ def native_flag() -> str:
 
 
 def processor() -> str:
-    """What tells processors apart: a home folder may be shared between machines."""
+    """Describe the processor, since a cache folder may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The CPU kernels as Python functions: the declarations of kernels/interface.h once more."""
+"""ctypes declarations of the CPU kernels, matching kernels/interface.h."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ SIGNATURES = {
 
 
 class Kernels:
-    """The library and the threads that run it; shared by all models of a process.
+    """The compiled library and its threads, shared by all models of a process.
 
     Args:
         library: compiled kernels, with their signatures declared.
@@ -168,7 +168,7 @@ class Kernels:
 
 @cache
 def open_library(folder: Path | None = None) -> ctypes.CDLL:
-    """The kernels with their signatures declared; compiled first if need be.
+    """Load the kernels, compiling them if needed, and declare their signatures.
 
     Raises:
         RunnerUnavailable: they cannot be compiled, or do not match these declarations.
@@ -187,7 +187,7 @@ def open_library(folder: Path | None = None) -> ctypes.CDLL:
 
 @cache
 def load_kernels(num_threads: int, folder: Path | None = None) -> Kernels:
-    """Kernels with a crew of `num_threads`.
+    """Return the kernels with `num_threads` threads.
 
     Cached, so that target and draft take turns on one crew instead of fighting with two.
 

@@ -1,4 +1,4 @@
-"""From a checked model folder to a model: the runner asked for, or the fastest there is."""
+"""Loading of a checked model folder into the runner asked for, or the fastest available one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("forerun.runner")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFiles:
-    """A model before its weights are read.
+    """Everything about a model that is known before its weights are read.
 
     Attributes:
         checkpoint: its files.
@@ -60,7 +60,7 @@ def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
 
 
 def try_out(model: LanguageModel, name: str) -> None:
-    """Refuse a model whose first token already fails: a configuration that misdescribes it, or NaN.
+    """Refuse a model whose pass over one token fails or returns NaN.
 
     Raises:
         InvalidModel: the pass over one token fails, or its logits are NaN or infinite.
@@ -83,7 +83,7 @@ def try_out(model: LanguageModel, name: str) -> None:
 
 
 def loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
-    """The model in the runner named; for "auto" in the first that can be had.
+    """Load the model into the runner named; "auto" tries them from the fastest on.
 
     Raises:
         RunnerUnavailable: a runner was named that cannot run this model here.
@@ -103,7 +103,7 @@ def loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
 
 
 def native(files: ModelFiles) -> LanguageModel:
-    """Our own CPU kernels."""
+    """Load the model for the C++ kernels of this package."""
     if files.device.type != "cpu":
         raise RunnerUnavailable(f"the native runner runs on the CPU, not on {files.device}")
     from forerun.models.runner.native import build_native_model
@@ -119,7 +119,7 @@ def native(files: ModelFiles) -> LanguageModel:
 
 
 def graphs(files: ModelFiles) -> LanguageModel:
-    """Lean torch passes, recorded on CUDA."""
+    """Load the model for torch passes that are recorded as CUDA graphs on CUDA."""
     from forerun.models.runner.graphs.model import build_torch_model
 
     decoder = decoder_of(files)
@@ -128,7 +128,7 @@ def graphs(files: ModelFiles) -> LanguageModel:
 
 
 def eager(files: ModelFiles) -> LanguageModel:
-    """transformers' own modules."""
+    """Load the model into transformers' own modules."""
     from forerun.models.huggingface import adapt, read_weights
 
     model = read_weights(files.checkpoint, files.geometry.dtype)
@@ -150,7 +150,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def decoder_of(files: ModelFiles) -> Decoder:
-    """The neutral form of a model, its files checked.
+    """Check the weight files of a model and return its sizes and constants.
 
     Raises:
         RunnerUnavailable: the model has something that form has no place for.
@@ -174,5 +174,5 @@ def decoder_of(files: ModelFiles) -> Decoder:
 
 @cache
 def usual_threads() -> int:
-    """Threads torch uses unless told otherwise: before we told it."""
+    """Return the number of threads torch used before this module changed it."""
     return torch.get_num_threads()

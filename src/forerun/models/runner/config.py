@@ -1,4 +1,4 @@
-"""Which runner carries a model's passes; torch-free."""
+"""Names of the runners; this module does not import torch."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class NativeModel(StoredModel):
         self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; committing is the caller's business.
+        """One pass. Stages the KV of every row; the caller commits.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
@@ -160,7 +160,7 @@ class NativeModel(StoredModel):
         """
         num_tokens, num_sequences = keys.shape
         self._claim(batch, num_tokens - 1)
-        laws = torch.empty(num_tokens, num_sequences, vocab_size)
+        probs = torch.empty(num_tokens, num_sequences, vocab_size)
         drafted = torch.empty((num_sequences, num_tokens), dtype=torch.int64)
         keys = keys.contiguous()
         # What is asked of the kernels stays referenced here for as long as they read it.
@@ -177,11 +177,11 @@ class NativeModel(StoredModel):
                 keys.data_ptr(),
                 by_race,
                 None if asked is None else byref(asked.struct),
-                laws.data_ptr(),
+                probs.data_ptr(),
                 drafted.data_ptr(),
             ),
         )
-        return SampledTokens(drafted.t(), laws, None if asked is None else asked.values)
+        return SampledTokens(drafted.t(), probs, None if asked is None else asked.values)
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """The model without the layers above; weights and store are shared."""
@@ -233,7 +233,7 @@ class NativeModel(StoredModel):
 
 
 class Stops:
-    """Stop rules as the kernels read them, and what is measured for them.
+    """Stop rules in the form the kernels read, and the values they measure.
 
     Args:
         rules: one per sequence; None for those that do not stop.
@@ -252,7 +252,7 @@ class Stops:
 
 
 class PackedWeights:
-    """Weights inside the kernels; freed with this object.
+    """Packed weights in memory of the kernels, freed with this object.
 
     Attributes:
         layer_sizes: elements of every layer packed so far.
@@ -315,7 +315,7 @@ class PackedWeights:
 def build_native_model(
     decoder: Decoder, read: ReadTensor, geometry: KVGeometry, kernels: Kernels
 ) -> NativeModel:
-    """Pack a decoder's weights, one layer at a time, so that little is held twice.
+    """Pack a decoder's weights layer by layer and return the model.
 
     Args:
         decoder: sizes and constants.
@@ -347,7 +347,7 @@ def build_native_model(
 
 
 def new_decoder(decoder: Decoder, dtype: torch.dtype, kernels: Kernels) -> int:
-    """A decoder inside the kernels, still without weights."""
+    """Create a decoder without weights in the kernels."""
     architecture = decoder.architecture
     inv_freq = decoder.inv_freq.contiguous()
     sizes = Sizes(

@@ -24,7 +24,7 @@ struct Seen {
 
 template <class T>
 struct Query {
-    const T* head;     // [dim], turned
+    const T* head;     // [dim], rotated
     const Seen* seen;
     float* scores;     // scratch for seen->size() floats rounded up to whole blocks
     T* out;            // [dim]

@@ -26,7 +26,7 @@ class HugeBuffer {
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (taken_ == MAP_FAILED) throw std::bad_alloc();
         data_ = reinterpret_cast<char*>((uintptr_t(taken_) + kPage - 1) / kPage * kPage);
-        madvise(data_, num_bytes_, MADV_HUGEPAGE);  // a wish: without it all works, slower
+        madvise(data_, num_bytes_, MADV_HUGEPAGE);  // advice: without huge pages it is slower
 #else
         data_ = static_cast<char*>(std::aligned_alloc(kPage, num_bytes_));
         if (data_ == nullptr) throw std::bad_alloc();

@@ -1,8 +1,8 @@
-// A fixed crew of threads that walks through the phases of a pass together.
+// A fixed crew of threads that runs the phases of a pass together.
 //
 // The calling thread works too, and no phase waits for a thread, only for work: items are taken one
 // by one, and a phase is over when all of them are done. A worker that is late, or that the system
-// has put aside for somebody else, costs nothing unless it holds an item.
+// has suspended for another process, costs nothing unless it holds an item.
 #pragma once
 
 #include <atomic>
@@ -30,8 +30,8 @@ inline void relax() {
 // Wait for something that usually comes within a microsecond; past that, let others run.
 template <class Condition>
 void spin_until(Condition&& condition) {
-    for (int turn = 0; !condition(); ++turn) {
-        if (turn < 4096) relax();
+    for (int round = 0; !condition(); ++round) {
+        if (round < 4096) relax();
         else std::this_thread::yield();
     }
 }
@@ -117,9 +117,9 @@ class Crew {
     void wait_past(unsigned long seen) {
         const auto changed = [&] { return epoch_.load() != seen; };
         const auto end = std::chrono::steady_clock::now() + kSpin;
-        for (int turn = 0; !changed(); ++turn) {
+        for (int round = 0; !changed(); ++round) {
             relax();
-            if (turn % 64 == 63 && std::chrono::steady_clock::now() > end) break;
+            if (round % 64 == 63 && std::chrono::steady_clock::now() > end) break;
         }
         if (changed()) return;
         std::unique_lock<std::mutex> lock(sleep_);

@@ -76,7 +76,7 @@ bool forerun_decoder_forward(void* decoder, const ForerunPass* pass, const Forer
 bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                   int32_t num_tokens, int32_t vocab_size, int64_t* drafted);
 
-// When to stop drafting, per span: a threshold on the entropy of the law a token would be drawn from,
+// When to stop drafting, per span: a threshold on the entropy of the distribution a token would be drawn from,
 // or on its top probability, or none. values: [num_tokens][num_spans], what was found before every
 // draw; left alone where there is no threshold or nothing was drawn.
 enum ForerunMeasure { kNoMeasure = 0, kEntropy = 1, kTopProbability = 2 };
@@ -89,13 +89,13 @@ struct ForerunStops {
 
 // The same with every token drawn from the softmax of its row at the temperature of its span (0 is
 // greedy), with the noise of keys [num_tokens][num_spans]: as forerun_race where by_race, else as
-// forerun_draw. The laws go to laws [num_tokens][num_spans][vocab_size], 0 past the model's own
+// forerun_draw. The distributions go to probs [num_tokens][num_spans][vocab_size], 0 past the model's own
 // vocabulary. With stops (else null) the passes end once every span has come to a token that is not to
 // be drafted; what is behind the first such token of a span means nothing.
 bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                    int32_t num_tokens, int32_t vocab_size,
                                    const float* temperatures, const int64_t* keys, int32_t by_race,
-                                   const ForerunStops* stops, float* laws, int64_t* drafted);
+                                   const ForerunStops* stops, float* probs, int64_t* drafted);
 
 // ---------------------------------------------------------------------------------------- sampling
 // Rows are contiguous, [num_rows][vocab_size]; see forerun/sampling for what each is.
@@ -104,7 +104,7 @@ bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const
 void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
                      int64_t* tokens);
 
-// The law of every row at its temperature; 0 is greedy.
+// The distribution of every row at its temperature; 0 is greedy.
 void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
                      const float* temperatures, float* probs);
 
@@ -130,17 +130,17 @@ struct ForerunChain {
     int64_t num_drafted, draft_stride;
 };
 
-// num_lawful: rows of the target before the first without a law; where all of them are accepted
+// num_valid: rows of the target before the first that is NaN; where all of them are accepted
 // there is no final token.
 struct ForerunVerdict {
-    int64_t num_accepted, final_token, num_lawful;
+    int64_t num_accepted, final_token, num_valid;
     double expected_accepted;
 };
 
 void forerun_verify_chains(const ForerunChain* chains, int64_t num_chains, int64_t vocab_size,
                            int32_t is_block, ForerunVerdict* verdicts);
 
-// The law stage of the same in fp64, for the enumeration: chains padded to num_nodes, target
+// The probability stage of the same in fp64, for the enumeration: chains padded to num_nodes, target
 // [num_chains][num_nodes + 1][vocab_size], draft one row less. Gives acceptance probabilities
 // [num_chains][num_nodes], and weights of the final token [num_chains][vocab_size].
 struct ForerunChainProbs {
@@ -149,7 +149,7 @@ struct ForerunChainProbs {
     const int64_t *tokens, *num_drafted;
 };
 
-void forerun_chain_accept(const ForerunChainProbs* laws, double* accept_probs);
-void forerun_chain_weights(const ForerunChainProbs* laws, const int64_t* num_accepted, double* weights);
+void forerun_chain_accept(const ForerunChainProbs* given, double* accept_probs);
+void forerun_chain_weights(const ForerunChainProbs* given, const int64_t* num_accepted, double* weights);
 
 }

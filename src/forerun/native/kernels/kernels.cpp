@@ -9,18 +9,18 @@
 namespace forerun {
 namespace {
 
-// How drafted tokens are drawn, and where their laws go; see interface.h.
+// How drafted tokens are drawn, and where their distributions go; see interface.h.
 struct Sampling {
     int64_t vocab_size;
     const float* temperatures;
     const int64_t* keys;
     bool by_race;
     const ForerunStops* stops;
-    float* laws;
+    float* probs;
 
     int64_t token(size_t at) const {
-        const float* law = laws + at * vocab_size;
-        return by_race ? race(law, vocab_size, keys[at]) : draw(law, vocab_size, uniform(keys[at]));
+        const float* row = probs + at * vocab_size;
+        return by_race ? race(row, vocab_size, keys[at]) : draw(row, vocab_size, uniform(keys[at]));
     }
 };
 
@@ -30,7 +30,7 @@ class Stops {
     Stops(const ForerunStops* rules, int num_spans) : rules_(rules), stopped_(num_spans) {}
 
     // Before token n of a span is drawn; the first is always drafted.
-    void look(const float* scores, int64_t size, float temperature, int n, int span) {
+    void measure(const float* scores, int64_t size, float temperature, int n, int span) {
         if (!rules_ || rules_->measures[span] == kNoMeasure || stopped_[span]) return;
         const bool is_entropy = rules_->measures[span] == kEntropy;
         const float value = uncertainty(scores, size, temperature, is_entropy);
@@ -137,11 +137,11 @@ class Decoder final : public AnyDecoder {
             forward(pass, store, logits.data());
             for (int i = 0; i < num_spans; ++i) {
                 const size_t at = size_t(n) * num_spans + i;
-                float* law = sampling.laws + at * wanted;
+                float* row = sampling.probs + at * wanted;
                 const float* scores = logits.data() + i * own;
-                stops.look(scores, most, sampling.temperatures[i], n, i);
-                softmax(scores, most, sampling.temperatures[i], law);
-                std::fill(law + most, law + wanted, std::isnan(law[0]) ? kNaN : 0.f);
+                stops.measure(scores, most, sampling.temperatures[i], n, i);
+                softmax(scores, most, sampling.temperatures[i], row);
+                std::fill(row + most, row + wanted, std::isnan(row[0]) ? kNaN : 0.f);
                 drafted[size_t(i) * num_tokens + n] = std::min(sampling.token(at), most - 1);
             }
             return !stops.everywhere();
@@ -301,8 +301,8 @@ bool forerun_decoder_greedy_chain(void* decoder, const ForerunPass* pass, const 
 bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const ForerunStore* store,
                                    int32_t num_tokens, int32_t vocab_size,
                                    const float* temperatures, const int64_t* keys, int32_t by_race,
-                                   const ForerunStops* stops, float* laws, int64_t* drafted) {
-    const Sampling sampling{vocab_size, temperatures, keys, by_race != 0, stops, laws};
+                                   const ForerunStops* stops, float* probs, int64_t* drafted) {
+    const Sampling sampling{vocab_size, temperatures, keys, by_race != 0, stops, probs};
     return within_memory([&] {
         as_decoder(decoder)->sampled_chain(*pass, *store, num_tokens, sampling, drafted);
     });
@@ -348,21 +348,21 @@ void forerun_verify_chains(const ForerunChain* chains, int64_t num_chains, int64
         verdicts[i] = verify_chain(chains[i], vocab_size, is_block != 0);
 }
 
-void forerun_chain_accept(const ForerunChainProbs* laws, double* accept_probs) {
-    std::vector<double> prefix(laws->num_nodes + 1);
-    std::fill(accept_probs, accept_probs + laws->num_chains * laws->num_nodes, 0.);
-    for (int64_t index = 0; index < laws->num_chains; ++index) {
-        const Chain<double> chain = chain_of(*laws, index);
+void forerun_chain_accept(const ForerunChainProbs* given, double* accept_probs) {
+    std::vector<double> prefix(given->num_nodes + 1);
+    std::fill(accept_probs, accept_probs + given->num_chains * given->num_nodes, 0.);
+    for (int64_t index = 0; index < given->num_chains; ++index) {
+        const Chain<double> chain = chain_of(*given, index);
         chain.prefix_ratios(prefix.data());
-        chain.accept(prefix.data(), accept_probs + index * laws->num_nodes);
+        chain.accept(prefix.data(), accept_probs + index * given->num_nodes);
     }
 }
 
-void forerun_chain_weights(const ForerunChainProbs* laws, const int64_t* num_accepted, double* weights) {
-    std::vector<double> prefix(laws->num_nodes + 1);
-    for (int64_t index = 0; index < laws->num_chains; ++index) {
-        const Chain<double> chain = chain_of(*laws, index);
+void forerun_chain_weights(const ForerunChainProbs* given, const int64_t* num_accepted, double* weights) {
+    std::vector<double> prefix(given->num_nodes + 1);
+    for (int64_t index = 0; index < given->num_chains; ++index) {
+        const Chain<double> chain = chain_of(*given, index);
         chain.prefix_ratios(prefix.data());
-        chain.weights(num_accepted[index], prefix.data(), weights + index * laws->vocab_size);
+        chain.weights(num_accepted[index], prefix.data(), weights + index * given->vocab_size);
     }
 }

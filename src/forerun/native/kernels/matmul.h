@@ -104,7 +104,7 @@ void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matri
 }
 
 // Row-major (outputs, inputs) to panels. Output o of the matrix goes to place `place(o)`; places
-// nobody takes, and words past the inputs, must be zero beforehand.
+// that no output has, and words past the inputs, must be zero beforehand.
 template <class T, class Place>
 void pack_rows(uint32_t* words, int num_words, const T* from, int num_inputs, int first, int last,
                Place&& place) {

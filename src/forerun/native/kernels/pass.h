@@ -22,13 +22,13 @@ struct Scratch {
     std::vector<float> hidden;  // [rows][hidden_size], the residual stream
     std::vector<T> normed;      // [rows][hidden_size]
     std::vector<float> qkv;     // [rows][qkv_rows]
-    std::vector<T> queries;     // [rows][query_rows], turned
+    std::vector<T> queries;     // [rows][query_rows], rotated
     std::vector<T> heads;       // [rows][query_rows], attended
     std::vector<T> gated;       // [rows][padded_intermediate]
-    std::vector<float> turns;   // [rows][head_dim]: cosines, then sines
+    std::vector<float> rotations;   // [rows][head_dim]: cosines, then sines
     std::vector<Seen> seen;     // [rows]
     std::vector<int> others;    // indices of what the rows of trees see of their trees
-    std::vector<int> slots, indices, positions;    // [rows]: where keys go, how far they are turned
+    std::vector<int> slots, indices, positions;    // [rows]: where keys go, their positions
     std::vector<AttendItem> items;
     std::vector<std::vector<float>> sums, scores;     // per thread
     std::vector<std::vector<Query<T>>> asked;         // per thread
@@ -43,7 +43,7 @@ class Pass {
           groups_(weights.sizes.num_heads / weights.sizes.num_kv_heads),
           item_rows_(std::max(1, kItemQueries / groups_)) {
         grow(num_threads);
-        look_around();
+        plan_rows();
     }
 
     static size_t num_phases(int num_layers) { return 2 + size_t(num_layers) * 8 + 2; }
@@ -64,7 +64,7 @@ class Pass {
                      [&](int panel, const float* sums) {
                          keep(sums, panel, s_.qkv.data(), w_.qkv_rows);
                      });
-            walker.each(num_rows, [&](int row) { turn_and_store(layer, l, row); });
+            walker.each(num_rows, [&](int row) { rotate_and_store(layer, l, row); });
             walker.each(int(s_.items.size()) * sizes.num_kv_heads, [&](int item) {
                 attend(l, s_.items[item / sizes.num_kv_heads], item % sizes.num_kv_heads,
                        walker.thread);
@@ -98,7 +98,7 @@ class Pass {
         fit(s_.queries, rows * w_.query_rows);
         fit(s_.heads, rows * w_.query_rows);
         fit(s_.gated, rows * w_.padded_intermediate);
-        fit(s_.turns, rows * sizes.head_dim);
+        fit(s_.rotations, rows * sizes.head_dim);
         fit(s_.seen, rows);
         fit(s_.slots, rows);
         fit(s_.indices, rows);
@@ -113,7 +113,7 @@ class Pass {
     }
 
     // Where every row goes and what it sees.
-    void look_around() {
+    void plan_rows() {
         s_.others.clear();
         s_.items.clear();
         const int32_t* parents = rows_.parents;
@@ -153,11 +153,11 @@ class Pass {
     void begin_row(int row) {
         const int half = w_.sizes.head_dim / 2;
         w_.embed(rows_.tokens[row], &s_.hidden[size_t(row) * w_.sizes.hidden_size]);
-        float* turn = &s_.turns[size_t(row) * 2 * half];
+        float* rotation = &s_.rotations[size_t(row) * 2 * half];
         for (int i = 0; i < half; ++i) {
             const float angle = float(s_.positions[row]) * w_.inv_freq[i];
-            turn[i] = std::cos(angle) * w_.sizes.rope_scale;
-            turn[half + i] = std::sin(angle) * w_.sizes.rope_scale;
+            rotation[i] = std::cos(angle) * w_.sizes.rope_scale;
+            rotation[half + i] = std::sin(angle) * w_.sizes.rope_scale;
         }
     }
 
@@ -227,18 +227,18 @@ class Pass {
         }
     }
 
-    void turn_and_store(const Layer& layer, int index, int row) {
+    void rotate_and_store(const Layer& layer, int index, int row) {
         const int dim = w_.sizes.head_dim;
         float* qkv = &s_.qkv[size_t(row) * w_.qkv_rows];
         if (!layer.qkv_bias.empty())
             for (int i = 0; i < w_.qkv_rows; i += kLanes)
                 store(qkv + i, load(qkv + i) + load(&layer.qkv_bias[i]));
-        for (int h = 0; h < w_.sizes.num_heads; ++h) turn(qkv + h * dim, layer.query_norm, row);
+        for (int h = 0; h < w_.sizes.num_heads; ++h) rotate(qkv + h * dim, layer.query_norm, row);
         for (int i = 0; i < w_.query_rows; i += kLanes)
             store(&s_.queries[size_t(row) * w_.query_rows + i], load(qkv + i));
         float* key = qkv + w_.query_rows;
         for (int h = 0; h < w_.sizes.num_kv_heads; ++h, key += dim) {
-            turn(key, layer.key_norm, row);
+            rotate(key, layer.key_norm, row);
             T* to_key = cached(2 * index, s_.slots[row], h, s_.indices[row]);
             T* to_value = cached(2 * index + 1, s_.slots[row], h, s_.indices[row]);
             for (int i = 0; i < dim; i += kLanes) {
@@ -249,14 +249,14 @@ class Pass {
     }
 
     // Norm a head where the family does, then rotate its pairs (i, i + half).
-    void turn(float* head, const std::vector<float>& weight, int row) {
+    void rotate(float* head, const std::vector<float>& weight, int row) {
         const int dim = w_.sizes.head_dim, half = dim / 2;
         if (!weight.empty()) {
             const Floats inverse = splat(inverse_rms(head, dim));
             for (int i = 0; i < dim; i += kLanes)
                 store(head + i, load(&weight[i]) * (load(head + i) * inverse));
         }
-        const float* cosine = &s_.turns[size_t(row) * dim];
+        const float* cosine = &s_.rotations[size_t(row) * dim];
         for (int i = 0; i < half; ++i) {
             const float a = head[i], b = head[half + i];
             head[i] = a * cosine[i] - b * cosine[half + i];

@@ -68,7 +68,7 @@ inline int64_t place_of(float best, const float* row, int64_t size) {
     return i;
 }
 
-// The law of a row at a temperature, at 0 all mass on the largest; NaN throughout where there is
+// The distribution of a row at a temperature, at 0 all mass on the largest; NaN throughout where there is
 // none. One pass for the peak, one for the exponentials, one to divide.
 inline void softmax(const float* scores, int64_t size, float temperature, float* probs) {
     const float best = largest_of(scores, size);
@@ -108,7 +108,7 @@ inline void softmax(const float* scores, int64_t size, float temperature, float*
     for (int64_t i = 0; i < size; ++i) probs[i] *= share;
 }
 
-// What a stop rule looks at: the entropy in nats, or the largest probability, of the law of a row at a
+// What a stop rule looks at: the entropy in nats, or the largest probability, of the distribution of a row at a
 // temperature, at 0 of the one at 1; NaN where there is none. See theory/stop_rule.py.
 inline float uncertainty(const float* scores, int64_t size, float temperature, bool is_entropy) {
     const float best = largest_of(scores, size);
@@ -164,7 +164,7 @@ inline int64_t draw(const float* weights, int64_t size, double uniform) {
         }
         sum = next;
     }
-    return size - 1;  // of a row without a law: any
+    return size - 1;  // of a row that is NaN: any
 }
 
 // ------------------------------------------------------------------------------------------- noise
@@ -186,7 +186,7 @@ inline double open_uniform(int64_t key, int64_t index) {
     return (double(bits >> 12) + 0.5) * 0x1p-52;
 }
 
-// Who rings first among clocks -log(1 - u) / p. As -log(1 - u) >= u, a logarithm is only taken where
+// The first to ring among clocks -log(1 - u) / p. As -log(1 - u) >= u, a logarithm is only taken where
 // u / p is small enough to win: a few times per race.
 struct Race {
     int64_t key;
@@ -286,7 +286,7 @@ inline double coupled_match(const float* target, const float* draft, int64_t siz
     return between.prob() * within.prob();
 }
 
-// ------------------------------------------------------------------------------- chains: law stage
+// ------------------------------------------------------------------------------- chains: probability stage
 
 // One chain; see sampling/chain.py for the rules. Everything about single nodes is in fp64.
 template <class T>
@@ -311,7 +311,7 @@ struct Chain {
         for (int64_t i = 0; i < num_drafted; ++i) prefix[i + 1] = std::min(1., prefix[i] * ratio(i));
     }
 
-    // What the laws after `node` accepted nodes leave: [scale * target - draft]+.
+    // What the distributions after `node` accepted nodes leave: [scale * target - draft]+.
     T residual(int64_t node, T scale, int64_t token) const {
         const T left = scale * target_row(node)[token] - draft_row(node)[token];
         return left > 0 ? left : 0;
@@ -374,21 +374,21 @@ struct Chain {
     }
 };
 
-inline Chain<double> chain_of(const ForerunChainProbs& laws, int64_t index) {
-    const int64_t vocab_size = laws.vocab_size, num_nodes = laws.num_nodes;
-    return {laws.target + index * (num_nodes + 1) * vocab_size,
-            laws.draft + index * num_nodes * vocab_size,
-            laws.tokens + index * num_nodes,
-            laws.num_drafted[index],
+inline Chain<double> chain_of(const ForerunChainProbs& given, int64_t index) {
+    const int64_t vocab_size = given.vocab_size, num_nodes = given.num_nodes;
+    return {given.target + index * (num_nodes + 1) * vocab_size,
+            given.draft + index * num_nodes * vocab_size,
+            given.tokens + index * num_nodes,
+            given.num_drafted[index],
             vocab_size,
             vocab_size,
-            laws.is_block != 0};
+            given.is_block != 0};
 }
 
 // ------------------------------------------------------------------------------ chains: draw stage
 
-// A chain ends before the first row without a law: such a row is NaN throughout.
-inline int64_t num_lawful(const ForerunChain& chain, int64_t vocab_size) {
+// A chain ends before the first row of the target that is NaN.
+inline int64_t num_valid(const ForerunChain& chain, int64_t vocab_size) {
     int64_t row = 0;
     while (row <= chain.num_drafted && !std::isnan(chain.target[row * vocab_size])) ++row;
     return row;
@@ -404,11 +404,11 @@ inline int64_t num_accepted(const Chain<float>& chain, const double* probs, cons
 }
 
 inline ForerunVerdict verify_chain(const ForerunChain& given, int64_t vocab_size, bool is_block) {
-    const int64_t lawful = num_lawful(given, vocab_size);
+    const int64_t valid = num_valid(given, vocab_size);
     const Chain<float> chain{given.target,
                              given.draft,
                              given.tokens,
-                             std::min(given.num_drafted, lawful),
+                             std::min(given.num_drafted, valid),
                              vocab_size,
                              given.draft_stride,
                              is_block};
@@ -417,10 +417,10 @@ inline ForerunVerdict verify_chain(const ForerunChain& given, int64_t vocab_size
     chain.prefix_ratios(prefix.data());
     chain.accept(prefix.data(), probs.data());
     const int64_t accepted = num_accepted(chain, probs.data(), given.keys);
-    if (accepted == lawful) return {accepted, 0, lawful, 0};
+    if (accepted == valid) return {accepted, 0, valid, 0};
     chain.weights(accepted, prefix.data(), weights.data());
     const int64_t key = given.keys[given.num_drafted + (accepted < chain.num_drafted ? 0 : 1)];
-    return {accepted, draw(weights.data(), vocab_size, uniform(key)), lawful,
+    return {accepted, draw(weights.data(), vocab_size, uniform(key)), valid,
             chain.expected_accepted(probs.data())};
 }
 

@@ -18,11 +18,11 @@ from forerun.models.runner.graphs.elementwise import TorchElementwise
 from forerun.models.runner.graphs.inputs import Inputs
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.graphs.programs import disagreement
-from forerun.models.runner.graphs.recorder import Recorder
+from forerun.models.runner.graphs.recorder import GraphRecorder
 from forerun.models.runner.graphs.rectangle import (
-    Bucket,
-    RectangleLimits,
-    bucket_of,
+    PassShape,
+    ShapeLimits,
+    shape_of,
     table_of,
     visible_bits,
 )
@@ -30,10 +30,10 @@ from forerun.models.runner.graphs.torch_attention import torch_attention
 from forerun.theory.tree import NO_TREE, TokenTree
 
 VOCAB_SIZE = 40
-LIMITS = RectangleLimits(num_sequences=12, num_keys=5000)
+LIMITS = ShapeLimits(num_sequences=12, num_keys=5000)
 
 
-def model(recorder: Recorder | None, device: str = "cpu") -> TorchModel:
+def model(recorder: GraphRecorder | None, device: str = "cpu") -> TorchModel:
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=16,
@@ -82,13 +82,13 @@ def span(num_chain: int, start: int = 0, parents: tuple[int, ...] = (), slot: in
 )
 def test_bucket_is_the_next_larger_shape(spans, num_wanted, expected):
     sequences, rows, wanted, keys = expected
-    assert bucket_of(spans, num_wanted, LIMITS) == Bucket(
+    assert shape_of(spans, num_wanted, LIMITS) == PassShape(
         num_sequences=sequences, num_rows=rows, num_wanted=wanted, num_keys=keys
     )
 
 
 def test_rows_to_come_count_as_keys():
-    bucket = bucket_of([span(1, start=510)], 1, LIMITS, num_later=2)
+    bucket = shape_of([span(1, start=510)], 1, LIMITS, num_later=2)
     assert bucket is not None
     assert bucket.num_keys == 2048
 
@@ -108,8 +108,8 @@ def test_rows_to_come_count_as_keys():
     ids=lambda value: "" if isinstance(value, bool) else str([s.num_rows for s in value]),
 )
 def test_no_bucket_for_long_or_very_ragged_passes(spans, fits):
-    limits = RectangleLimits(num_sequences=32, num_keys=5000)
-    assert (bucket_of(spans, 1, limits) is not None) is fits
+    limits = ShapeLimits(num_sequences=32, num_keys=5000)
+    assert (shape_of(spans, 1, limits) is not None) is fits
 
 
 def test_bits_of_a_tree_are_its_ancestors_and_the_chain():
@@ -124,7 +124,7 @@ def test_the_64th_row_takes_the_sign():
 
 def test_padding_repeats_the_last_row_and_the_last_sequence():
     spans = [span(1, start=7, slot=3), span(2, start=4, slot=1), span(1, start=9, slot=0)]
-    bucket = Bucket(num_sequences=4, num_rows=3, num_wanted=4, num_keys=512)
+    bucket = PassShape(num_sequences=4, num_rows=3, num_wanted=4, num_keys=512)
     table = torch.tensor(table_of(spans, bucket))
     place, source, index, visible = table[:48].view(4, 12).tolist()
     slot, start, end, twin = table[48:].view(4, 4).tolist()
@@ -288,7 +288,7 @@ def test_nothing_in_a_recording_leaves_the_device(num_rows):
     """A graph can hold no copy from the host, and no wait for it. The device here has no memory."""
     ours = model(Again(), device="meta")
     assert ours.programs is not None
-    bucket = Bucket(num_sequences=2, num_rows=num_rows, num_wanted=2, num_keys=192)
+    bucket = PassShape(num_sequences=2, num_rows=num_rows, num_wanted=2, num_keys=192)
     inputs = Inputs(bucket, ours.device)
     with Crossings("meta") as crossings:
         logits = ours.programs.passes.logits(inputs.rows, inputs.tokens, inputs.wanted)

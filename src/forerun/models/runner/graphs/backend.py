@@ -1,4 +1,4 @@
-"""Which kernels a device's recorded passes are made of."""
+"""Choice of the kernels of which recorded passes consist."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ logger = logging.getLogger("forerun.graphs")
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Triton's on CUDA where it is installed and works, else torch's."""
+    """Return Triton's kernels on CUDA if they work there, otherwise torch's."""
     if device.type != "cuda" or find_spec("triton") is None:
         return torch_kernels()
     return working_or_torch(triton_kernels, device)
 
 
 def torch_kernels() -> Kernels:
-    """One torch operation after another: any device."""
+    """Return kernels made of torch operations, for any device."""
     return torch_attention, TorchElementwise()
 
 
 def triton_kernels() -> Kernels:
-    """One launch for several torch operations; keys are read where they lie."""
+    """Return Triton kernels, which fuse several torch operations into one launch."""
     from forerun.models.runner.graphs.triton_rows import TritonElementwise, triton_attention
 
     return triton_attention, TritonElementwise()
 
 
 def working_or_torch(make: Callable[[], Kernels], device: torch.device) -> Kernels:
-    """Kernels that have shown on `device` that they compile and run; torch's, said so, if not."""
+    """Return kernels after a test run on `device`; log a warning and return torch's if it fails."""
     try:
         attend_rows, elementwise = make()
         rows = torch.ones((1, 16), device=device)

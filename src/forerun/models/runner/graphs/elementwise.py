@@ -1,4 +1,4 @@
-"""Norms, rotation and gating in plain torch: for any device, and Triton's kernels equal them."""
+"""Norms, rotary embedding and gating in torch operations; Triton's kernels compute the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class TorchElementwise:
-    """The work between two matrix products, one torch operation after another."""
+    """Operations between two matrix products, one torch call each."""
 
     def add_norm(
         self,
@@ -72,7 +72,7 @@ def heads_of(
 def rotated(
     heads: Float[Tensor, "rows heads head_dim"], rotation: Rotation
 ) -> Float[Tensor, "rows heads head_dim"]:
-    """Every pair (i, i + head_dim / 2) turned by its row's angle, in fp32."""
+    """Rotate every pair (i, i + head_dim / 2) by its row's angle, in fp32."""
     cosine, sine = (part[:, None] for part in rotation)
     first, second = heads.chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)

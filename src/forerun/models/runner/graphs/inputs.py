@@ -1,4 +1,4 @@
-"""Where a recorded pass reads what it is about: buffers that stay, filled before every replay."""
+"""Input buffers of a recorded pass, filled before every replay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.models.base import RowBatch
-from forerun.models.runner.graphs.rectangle import NUM_FIELDS, Bucket, table_of
+from forerun.models.runner.graphs.rectangle import NUM_FIELDS, PassShape, table_of
 
 __all__ = ["Inputs", "Rows"]
 
@@ -28,7 +28,7 @@ class Rows:
         end: index after the last one written, per sequence.
     """
 
-    bucket: Bucket
+    bucket: PassShape
     positions: Int64[Tensor, "sequences rows"]
     index: Int64[Tensor, "sequences rows"]
     visible: Int64[Tensor, "sequences rows"]
@@ -38,7 +38,7 @@ class Rows:
 
 
 class Inputs:
-    """Buffers of one bucket.
+    """Input buffers of passes of one shape.
 
     Args:
         bucket: the shape.
@@ -47,7 +47,7 @@ class Inputs:
     """
 
     def __init__(
-        self, bucket: Bucket, device: torch.device, features: Tensor | None = None
+        self, bucket: PassShape, device: torch.device, features: Tensor | None = None
     ) -> None:
         self.bucket = bucket
         self.features = features
@@ -58,7 +58,7 @@ class Inputs:
         self._table = torch.zeros(size, dtype=torch.int64, device=device)
         rows, sequences = self._table.tensor_split((per_row * num_padded,))
         self._place, self._source, index, visible = rows.view(per_row, num_padded)
-        slot, start, end, self.twin = sequences.view(per_sequence, num_sequences)
+        slot, start, end, self.original = sequences.view(per_sequence, num_sequences)
         self.tokens = torch.zeros(num_padded, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self.tokens)
         self.wanted = torch.zeros(bucket.num_wanted, dtype=torch.int64, device=device)
@@ -80,7 +80,7 @@ class Inputs:
         return self.features.index_select(0, self._place[: len(batch.tokens)])
 
     def fill(self, batch: RowBatch) -> None:
-        """Make the buffers those of `batch`; one copy from the host, no waiting for the device.
+        """Fill the buffers with `batch` by one copy from the host, without waiting for the device.
 
         Entries of `wanted` past those of the batch keep an older row of the rectangle.
         """

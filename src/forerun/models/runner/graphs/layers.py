@@ -31,7 +31,7 @@ class Attend(Protocol):
 
 @runtime_checkable
 class Elementwise(Protocol):
-    """What lies between two matrix products."""
+    """Operations between two matrix products."""
 
     def add_norm(
         self,
@@ -55,7 +55,7 @@ class Elementwise(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
-    """What one pass over the rows consists of besides the weights.
+    """Inputs and kernels of one pass.
 
     Attributes:
         tokens: id per row.

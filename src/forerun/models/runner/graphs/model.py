@@ -1,4 +1,4 @@
-"""The torch runner: a lean forward over neutral weights, recorded where the device can record."""
+"""The torch runner, whose passes are recorded as CUDA graphs on CUDA."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from forerun.models.runner.graphs.backend import kernels_for
 from forerun.models.runner.graphs.passes import RectanglePass
 from forerun.models.runner.graphs.programs import Programs
 from forerun.models.runner.graphs.ragged import ragged_pass
-from forerun.models.runner.graphs.recorder import CudaRecorder, Recorder
-from forerun.models.runner.graphs.rectangle import RectangleLimits
+from forerun.models.runner.graphs.recorder import CudaRecorder, GraphRecorder
+from forerun.models.runner.graphs.rectangle import ShapeLimits
 from forerun.models.runner.graphs.weights import Weights, read_weights
 from forerun.models.stored import StoredModel
 
@@ -54,7 +54,7 @@ class TorchModel(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; committing is the caller's business.
+        """One pass. Stages the KV of every row; the caller commits.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot.
@@ -118,7 +118,7 @@ def build_torch_model(
     geometry: KVGeometry,
     device: torch.device,
     *,
-    recorder: Recorder | None = None,
+    recorder: GraphRecorder | None = None,
 ) -> TorchModel:
     """Read the weights and make room for the KV.
 
@@ -138,14 +138,14 @@ def build_torch_model(
     return TorchModel(weights=weights, store=store, programs=programs)
 
 
-def programs_over(weights: Weights, store: ContiguousKVStore, recorder: Recorder) -> Programs:
-    """Recordings of a model."""
+def programs_over(weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder) -> Programs:
+    """Create the recorded passes of a model."""
     geometry = store.geometry
     attend_rows, elementwise = kernels_for(store.device)
     passes = RectanglePass(
         weights=weights, store=store, attend_rows=attend_rows, elementwise=elementwise
     )
-    limits = RectangleLimits(
+    limits = ShapeLimits(
         num_sequences=geometry.num_slots, num_keys=geometry.capacity + geometry.max_staged_rows
     )
     return Programs(

@@ -1,4 +1,4 @@
-"""What is recorded: one pass over a rectangle of rows, and a greedy chain of them."""
+"""The functions that are recorded: one pass over a rectangle of rows, and a greedy chain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.runner.graphs.inputs import Inputs, Rows
 from forerun.models.runner.graphs.layers import Attend, Elementwise, Pass, logits_of
-from forerun.models.runner.graphs.rectangle import Bucket
+from forerun.models.runner.graphs.rectangle import PassShape
 from forerun.models.runner.graphs.weights import Weights
 
 __all__ = ["AttendRows", "RectanglePass"]
@@ -24,7 +24,7 @@ AttendRows = Callable[[Decoder, ContiguousKVStore, Rows], Attend]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RectanglePass:
-    """Passes as functions of buffers alone: no value of theirs decides what is launched.
+    """Passes that launch the same operations whatever values their input buffers hold.
 
     Attributes:
         weights: of the model.
@@ -66,30 +66,30 @@ class RectanglePass:
     def greedy_chain(
         self, inputs: Inputs, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Feed the rectangle, then the most likely token after each sequence, and so on."""
+        """Feed the rectangle, then extend every sequence by its most likely tokens."""
         bucket = inputs.bucket
         sequences = torch.arange(bucket.num_sequences, device=inputs.tokens.device)
         last = (sequences + 1) * bucket.num_rows - 1
         logits = self.logits(inputs.rows, inputs.tokens, last)
-        tokens = most_likely(logits, vocab_size, inputs.twin)
+        tokens = most_likely(logits, vocab_size, inputs.original)
         chain = [tokens]
         for depth in range(num_tokens - 1):
             logits = self.logits(next_rows(inputs.rows, depth), tokens, sequences)
-            tokens = most_likely(logits, vocab_size, inputs.twin)
+            tokens = most_likely(logits, vocab_size, inputs.original)
             chain.append(tokens)
         return torch.stack(chain, dim=1)
 
 
 def most_likely(
-    logits: Float[Tensor, "sequences vocab"], vocab_size: int, twin: Int64[Tensor, " sequences"]
+    logits: Float[Tensor, "sequences vocab"], vocab_size: int, original: Int64[Tensor, " sequences"]
 ) -> Int64[Tensor, " sequences"]:
-    """Argmax over the first ids; padding follows the sequence it copies, whatever it computed."""
-    return logits[:, :vocab_size].argmax(dim=-1).index_select(0, twin)
+    """Return the most likely token of each sequence; padding repeats the sequence it copies."""
+    return logits[:, :vocab_size].argmax(dim=-1).index_select(0, original)
 
 
 def next_rows(rows: Rows, depth: int) -> Rows:
     """One row per sequence, `depth` after the first one past those of `rows`."""
-    bucket = Bucket(
+    bucket = PassShape(
         num_sequences=rows.bucket.num_sequences,
         num_rows=1,
         num_wanted=rows.bucket.num_sequences,

@@ -1,4 +1,4 @@
-"""Recorded passes by shape, made when a shape is first met."""
+"""Recorded passes by shape, each recorded when its shape first occurs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.runner.graphs.inputs import Inputs
 from forerun.models.runner.graphs.passes import RectanglePass
-from forerun.models.runner.graphs.recorder import Recorder
-from forerun.models.runner.graphs.rectangle import Bucket, RectangleLimits, bucket_of
+from forerun.models.runner.graphs.recorder import GraphRecorder
+from forerun.models.runner.graphs.rectangle import PassShape, ShapeLimits, shape_of
 from forerun.models.runner.graphs.weights import features_buffer
 
 __all__ = ["Programs"]
@@ -25,8 +25,8 @@ preparation = logging.getLogger("forerun.preparation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChainBucket:
-    """A greedy chain as a shape.
+class ChainShape:
+    """The shape of a greedy chain.
 
     Attributes:
         bucket: of its first pass.
@@ -34,14 +34,14 @@ class ChainBucket:
         vocab_size: the argmax is taken over so many logits.
     """
 
-    bucket: Bucket
+    bucket: PassShape
     num_tokens: int
     vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """A recording and the buffers it reads.
+    """A recorded pass and its input buffers.
 
     Attributes:
         inputs: filled before every play.
@@ -52,13 +52,13 @@ class Program:
     play: Callable[[], Tensor]
 
     def run(self, batch: RowBatch) -> Tensor:
-        """The result for `batch`."""
+        """Run the recorded pass for `batch` and return its result."""
         self.inputs.fill(batch)
         return self.play()
 
 
 class Programs:
-    """Recordings of one model.
+    """Recorded passes of one model.
 
     A shape for which there is no memory is not tried again: its passes run unrecorded. So do those
     of a shape whose first logits are not those of the same pass unrecorded: kernels meet devices
@@ -75,17 +75,17 @@ class Programs:
         self,
         *,
         passes: RectanglePass,
-        recorder: Recorder,
-        limits: RectangleLimits,
+        recorder: GraphRecorder,
+        limits: ShapeLimits,
         unrecorded: Callable[[RowBatch], ModelOutput],
     ) -> None:
         self.passes = passes
         self.recorder = recorder
         self.limits = limits
         self.unrecorded = unrecorded
-        self._programs: dict[Bucket | ChainBucket, Program] = {}
-        self._refused: set[Bucket | ChainBucket] = set()
-        self._trusted: set[Bucket] = set()
+        self._programs: dict[PassShape | ChainShape, Program] = {}
+        self._refused: set[PassShape | ChainShape] = set()
+        self._trusted: set[PassShape] = set()
 
     @property
     def num_recorded(self) -> int:
@@ -95,7 +95,7 @@ class Programs:
     def forward(self, batch: RowBatch) -> ModelOutput | None:
         """`LanguageModel.forward`; None if the pass has no recording and can get none."""
         num_wanted = len(batch.logit_rows)
-        bucket = bucket_of(batch.spans, num_wanted, self.limits)
+        bucket = shape_of(batch.spans, num_wanted, self.limits)
         if bucket is not None:
             bucket = replace(bucket, feature_layers=batch.feature_layers)
         program = None if bucket is None else self._program(bucket, batch)
@@ -120,14 +120,14 @@ class Programs:
     ) -> Int64[Tensor, "sequences num_tokens"] | None:
         """`LanguageModel.greedy_chain`; None if it has no recording and can get none."""
         num_sequences = len(batch.spans)
-        bucket = bucket_of(batch.spans, num_sequences, self.limits, num_tokens - 1)
+        bucket = shape_of(batch.spans, num_sequences, self.limits, num_tokens - 1)
         if bucket is None:
             return None
-        chain = ChainBucket(bucket=bucket, num_tokens=num_tokens, vocab_size=vocab_size)
+        chain = ChainShape(bucket=bucket, num_tokens=num_tokens, vocab_size=vocab_size)
         program = self._program(chain, batch)
         return None if program is None else program.run(batch)[:num_sequences].clone()
 
-    def _program(self, shape: Bucket | ChainBucket, batch: RowBatch) -> Program | None:
+    def _program(self, shape: PassShape | ChainShape, batch: RowBatch) -> Program | None:
         """The recording of a shape, made with `batch` if it is new."""
         if shape not in self._programs and shape not in self._refused:
             try:
@@ -136,9 +136,9 @@ class Programs:
                 self._refuse(shape, "no memory to record them; lower max_batch or max_context")
         return self._programs.get(shape)
 
-    def _record(self, shape: Bucket | ChainBucket, batch: RowBatch) -> Program:
+    def _record(self, shape: PassShape | ChainShape, batch: RowBatch) -> Program:
         started_s = time.perf_counter()
-        bucket = shape if isinstance(shape, Bucket) else shape.bucket
+        bucket = shape if isinstance(shape, PassShape) else shape.bucket
         features = features_buffer(
             self.passes.weights,
             bucket.num_sequences * bucket.num_rows,
@@ -159,12 +159,12 @@ class Programs:
             )
         return program
 
-    def _function(self, shape: Bucket | ChainBucket, inputs: Inputs) -> Callable[[], Tensor]:
-        if isinstance(shape, ChainBucket):
+    def _function(self, shape: PassShape | ChainShape, inputs: Inputs) -> Callable[[], Tensor]:
+        if isinstance(shape, ChainShape):
             return lambda: self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
         return lambda: self.passes.forward(inputs)
 
-    def _refuse(self, shape: Bucket | ChainBucket, reason: str) -> None:
+    def _refuse(self, shape: PassShape | ChainShape, reason: str) -> None:
         level = logging.INFO if self._refused else logging.WARNING
         logger.log(level, "%s run slower, unrecorded: %s", described(shape), reason)
         self._refused.add(shape)
@@ -174,20 +174,20 @@ class Programs:
 def disagreement(
     actual: Float[Tensor, "rows vocab"], expected: Float[Tensor, "rows vocab"]
 ) -> float:
-    """Largest distance of two rows, relative to the expected one; rows of NaN expect nothing."""
+    """Return the largest relative distance between two rows; expected rows with NaN are skipped."""
     distances = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
-    lawful = expected.isfinite().all(dim=-1)
-    return float(distances.nan_to_num(torch.inf).where(lawful, 0.0).max().item())
+    is_finite = expected.isfinite().all(dim=-1)
+    return float(distances.nan_to_num(torch.inf).where(is_finite, 0.0).max().item())
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """More than rounding in another order adds up to, far less than a wrong mask does."""
+    """Return a tolerance above rounding in another order and far below a wrong mask."""
     return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 
-def described(shape: Bucket | ChainBucket) -> str:
-    """A shape in words."""
-    if isinstance(shape, ChainBucket):
+def described(shape: PassShape | ChainShape) -> str:
+    """Describe a shape for log messages."""
+    if isinstance(shape, ChainShape):
         return f"chains of {shape.num_tokens} tokens after {described(shape.bucket)}"
     return (
         f"passes of {shape.num_sequences} x {shape.num_rows} rows over up to {shape.num_keys} keys"

@@ -1,4 +1,4 @@
-"""Attention of rows as they come, sequence by sequence: prefill, and whatever fits no rectangle."""
+"""Passes that are not recorded: prefill and other passes that fit no rectangle."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ragged_attention(
 
 
 def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
-    """Stage the rows of a pass and carry it out, nothing recorded.
+    """Stage the rows of a pass and run it without a recording.
 
     Raises:
         NotEnoughMemory: rows do not fit into their slot.

@@ -1,4 +1,4 @@
-"""Recording device work once to play it again with one launch."""
+"""Recording of device work, to replay it with one launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["CudaRecorder", "Recorder"]
+__all__ = ["CudaRecorder", "GraphRecorder"]
 
 
 @runtime_checkable
-class Recorder(Protocol):
-    """Turns a function of fixed buffers into the same, faster."""
+class GraphRecorder(Protocol):
+    """Records a function of fixed buffers."""
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What `run` does to its buffers, ready to be done again.
+        """Record what `run` does to its buffers and return a function that repeats it.
 
         The result may be overwritten by any later call of anything recorded here.
 

@@ -1,4 +1,4 @@
-"""Passes of few rows padded to fixed shapes, so that a recorded pass can be played again.
+"""Padding of small passes to fixed shapes, so that recorded passes can be replayed.
 
 A rectangle has so many sequences and so many rows for each. A sequence with fewer rows repeats its
 last, missing sequences repeat the last one: padding computes and stores what is there already, and
@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from forerun.models.base import Span
 
-__all__ = ["MAX_ROWS", "NUM_FIELDS", "Bucket", "RectangleLimits", "bucket_of", "table_of"]
+__all__ = ["MAX_ROWS", "NUM_FIELDS", "PassShape", "ShapeLimits", "shape_of", "table_of"]
 
 # What a row sees of its own pass is one bit per row of its sequence, in 64 bits.
 MAX_ROWS = 64
@@ -26,13 +26,13 @@ MIN_KEYS, KEY_GROWTH = 512, 4
 
 # Columns of the table with one entry per row, then those with one entry per sequence.
 ROW_FIELDS = ("place", "source", "index", "visible")
-SEQUENCE_FIELDS = ("slot", "start", "end", "twin")
+SEQUENCE_FIELDS = ("slot", "start", "end", "original")
 NUM_FIELDS = (len(ROW_FIELDS), len(SEQUENCE_FIELDS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RectangleLimits:
-    """What a rectangle may be at most.
+class ShapeLimits:
+    """Limits on the shapes that are recorded.
 
     Attributes:
         num_sequences: sequences at once.
@@ -49,7 +49,7 @@ class RectangleLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class PassShape:
     """A shape of passes.
 
     Attributes:
@@ -67,10 +67,10 @@ class Bucket:
     feature_layers: tuple[int, ...] = ()
 
 
-def bucket_of(
-    spans: Sequence[Span], num_wanted: int, limits: RectangleLimits, num_later: int = 0
-) -> Bucket | None:
-    """The smallest bucket that holds a pass; None if none does.
+def shape_of(
+    spans: Sequence[Span], num_wanted: int, limits: ShapeLimits, num_later: int = 0
+) -> PassShape | None:
+    """Return the smallest shape that holds a pass, or None if none does.
 
     Args:
         spans: of the pass.
@@ -88,7 +88,7 @@ def bucket_of(
     if num_padded > min(limits.num_rows, num_free):
         return None
     furthest = max(span.start + span.num_rows for span in spans) + num_later
-    return Bucket(
+    return PassShape(
         num_sequences=num_sequences,
         num_rows=num_rows,
         num_wanted=num_sequences if num_wanted <= len(spans) else num_sequences * num_rows,
@@ -97,27 +97,27 @@ def bucket_of(
 
 
 def padded_sequences(count: int, most: int) -> int:
-    """1, 2, 3, 4, then multiples of a quarter of the next power of two."""
+    """Round up to 1, 2, 3, 4 or a multiple of a quarter of the next power of two."""
     step = max(1, (1 << (count - 1).bit_length()) // 4)
     return min(most, -(-count // step) * step)
 
 
 def padded_keys(count: int, most: int) -> int:
-    """The next of a geometric row of sizes."""
+    """Round up to the next of a geometric series of sizes."""
     size = MIN_KEYS
     while size < count:
         size *= KEY_GROWTH
     return min(size, most)
 
 
-def table_of(spans: Sequence[Span], bucket: Bucket) -> list[int]:
-    """What a pass differs by from others of its bucket, column after column.
+def table_of(spans: Sequence[Span], bucket: PassShape) -> list[int]:
+    """Return the integers that differ between two passes of one shape, column after column.
 
     Columns with an entry per row of the rectangle: `place`, the rectangle's row of each packed row;
     `source`, the packed row of each of the rectangle's; `index`, where in its slot it is written;
     `visible`, bit j set if it sees the row written at its sequence's start + j. Columns with an
     entry per sequence: `slot`; `start`, the first index written; `end`, the index after the last;
-    `twin`, the sequence of which this one is a copy (itself unless it is padding).
+    `original`, the sequence of which this one is a copy (itself unless it is padding).
     """
     firsts = [0, *accumulate(span.num_rows for span in spans)]
     num_rows = bucket.num_rows
@@ -130,22 +130,22 @@ def table_of(spans: Sequence[Span], bucket: Bucket) -> list[int]:
     source: list[int] = []
     index: list[int] = []
     visible: list[int] = []
-    twins = [min(sequence, len(spans) - 1) for sequence in range(bucket.num_sequences)]
-    for twin in twins:
-        span = spans[twin]
+    originals = [min(sequence, len(spans) - 1) for sequence in range(bucket.num_sequences)]
+    for original in originals:
+        span = spans[original]
         rows = [min(row, span.num_rows - 1) for row in range(num_rows)]
         seen = visible_bits(span)
-        source += [firsts[twin] + row for row in rows]
+        source += [firsts[original] + row for row in rows]
         index += [span.start + row for row in rows]
         visible += [seen[row] for row in rows]
-    slots = [spans[twin].slot for twin in twins]
-    starts = [spans[twin].start for twin in twins]
-    ends = [spans[twin].start + spans[twin].num_rows for twin in twins]
-    return [*place, *source, *index, *visible, *slots, *starts, *ends, *twins]
+    slots = [spans[original].slot for original in originals]
+    starts = [spans[original].start for original in originals]
+    ends = [spans[original].start + spans[original].num_rows for original in originals]
+    return [*place, *source, *index, *visible, *slots, *starts, *ends, *originals]
 
 
 def visible_bits(span: Span) -> list[int]:
-    """Per row of a span, which of its rows it sees: bit j for row j, as a signed 64-bit integer."""
+    """Return, per row of a span, a 64-bit integer whose bit j is set if the row sees row j."""
     chain = [
         (1 << (row + 1 if span.causal else span.num_chain)) - 1 for row in range(span.num_chain)
     ]

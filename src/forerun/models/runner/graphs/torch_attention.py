@@ -1,4 +1,4 @@
-"""Attention over a rectangle of rows in plain torch: nothing here depends on what the tensors hold.
+"""Attention over a rectangle of rows, in torch operations.
 
 Keys and values are copied out of the store first, which doubles the traffic of long contexts; the
 Triton kernels read them where they are.
@@ -60,13 +60,13 @@ class TorchAttention:
     def own(
         self, stored: Float[Tensor, "slots kv_heads width head_dim"]
     ) -> Float[Tensor, "sequences kv_heads keys head_dim"]:
-        """Copies of the sequences' keys or values; what others left behind may be NaN, so 0."""
+        """Copy the sequences' keys or values, with 0 for rows that are not theirs."""
         cut = stored.narrow(2, 0, self.rows.bucket.num_keys)
         return cut.index_select(0, self.rows.slot).masked_fill_(self.unwritten, 0)
 
 
 def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TorchAttention:
-    """Work out what all layers of a pass share."""
+    """Compute what all layers of a pass share."""
     sizes = decoder.architecture
     keys = torch.arange(rows.bucket.num_keys, device=rows.slot.device)
     seen = visible_keys(rows, keys).repeat(1, sizes.num_heads // sizes.num_kv_heads, 1)
@@ -83,7 +83,7 @@ def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> T
 
 
 def visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequences rows keys"]:
-    """Which keys each row sees: all before its sequence's start, then those of its bits."""
+    """Return which keys each row sees: those before its sequence, then those of its bits."""
     offsets = keys - rows.start[:, None]
     bits = rows.visible[:, :, None] >> offsets.clamp(0, 63)[:, None]
     own = (offsets >= 0) & (keys < rows.end[:, None])
@@ -91,7 +91,7 @@ def visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequ
 
 
 def written_places(store: ContiguousKVStore, rows: Rows) -> Int64[Tensor, " written_heads"]:
-    """Where the heads of every row go in a layer whose first three dimensions are one."""
+    """Return the index of every row's heads in a layer with flattened dimensions."""
     _, _, num_kv_heads, width, _ = store.geometry.shape
     heads = torch.arange(num_kv_heads, device=rows.slot.device)
     first = rows.slot[:, None, None] * num_kv_heads + heads

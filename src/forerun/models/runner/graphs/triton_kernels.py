@@ -132,7 +132,7 @@ def rotate_kernel(
 
 @triton.jit
 def masked(scores, bits, places, first, last):
-    """-inf where a row does not see a key: seen is all before `first`, then what its bits say."""
+    """Set scores to -inf where a row does not see a key (before `first` it sees all)."""
     since = places - first
     own = bits[:, None] >> tl.minimum(tl.maximum(since, 0), 63)[None, :]
     seen = (places < last)[None, :] & ((since < 0)[None, :] | ((own & 1) != 0))
@@ -141,7 +141,7 @@ def masked(scores, bits, places, first, last):
 
 @triton.jit
 def softened(scores, peak):
-    """Weights of scores against the highest so far; that; and what older weights shrink by."""
+    """Return softmax weights, the running maximum and the factor for older weights."""
     higher = tl.maximum(peak, tl.max(scores, axis=1))
     # A row that has seen nothing yet has no peak to measure from.
     level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -173,7 +173,7 @@ def attend_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One chunk of a sequence's keys, a tile of its rows with groups folded in: sum, peak, mass."""
+    """Attend a tile of rows to one chunk of keys and store weighted sum, maximum and total."""
     num_tiles: tl.constexpr = (GROUPS * NUM_ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     sequence, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     kv_head, chunk = tl.program_id(1), tl.program_id(2)
@@ -228,7 +228,7 @@ def combine_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One head of one row: its chunks' sums, weighed and added in order."""
+    """Combine the chunks of one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
     sequence = row // NUM_ROWS
     folded = (head % GROUPS) * NUM_ROWS + row % NUM_ROWS

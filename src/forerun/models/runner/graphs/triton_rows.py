@@ -143,7 +143,7 @@ class TritonAttention:
         keys: Float[Tensor, "slots kv_heads width head_dim"],
         values: Float[Tensor, "slots kv_heads width head_dim"],
     ) -> Float[Tensor, "rows query_rows"]:
-        """Every chunk of keys on its own, then all chunks of a row together."""
+        """Attend to every chunk of keys separately, then combine the chunks of each row."""
         sizes, rows, bucket = self.decoder.architecture, self.rows, self.rows.bucket
         groups, num_kv_heads = sizes.num_heads // sizes.num_kv_heads, sizes.num_kv_heads
         block_rows, num_tiles = tiles_of(groups * bucket.num_rows)
@@ -199,7 +199,7 @@ class TritonAttention:
 
 
 def tiles_of(num_folded: int) -> tuple[int, int]:
-    """Rows of a tile, and tiles that hold the rows of a sequence times the heads of a group."""
+    """Return the rows per tile and the number of tiles for a sequence."""
     block_rows = min(MAX_BLOCK_ROWS, max(MIN_BLOCK_ROWS, triton.next_power_of_2(num_folded)))
     return block_rows, triton.cdiv(num_folded, block_rows)
 
@@ -211,6 +211,6 @@ def chunk_of(num_keys: int) -> int:
 
 
 def triton_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TritonAttention:
-    """Work out what all layers of a pass share."""
+    """Compute what all layers of a pass share."""
     rotation = rotation_at(decoder, rows.positions.flatten())
     return TritonAttention(decoder=decoder, store=store, rows=rows, rotation=rotation)

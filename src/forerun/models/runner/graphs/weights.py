@@ -1,4 +1,4 @@
-"""The weights of a decoder as tensors of one device, and how a checkpoint becomes them."""
+"""The weights of a decoder as tensors on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Weights", "features_buffer", "read_weights"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Everything a pass reads besides the KV store.
+    """All weights of a model.
 
     Attributes:
         decoder: sizes and constants; its rotation lies on the device of the weights.
@@ -36,7 +36,7 @@ class Weights:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor once, tied ones too."""
+        """Every tensor once, shared tensors included."""
         parts: tuple[LayerWeights | EndWeights, ...] = (*self.layers, self.ends)
         found = [getattr(part, field.name) for part in parts for field in fields(part)]
         return tuple({id(tensor): tensor for tensor in found if tensor is not None}.values())
@@ -50,7 +50,7 @@ class Weights:
 def features_buffer(
     weights: Weights, num_rows: int, layers: tuple[int, ...]
 ) -> Float[Tensor, "rows layers hidden"] | None:
-    """Room for the features of a pass; None when no layer is wanted."""
+    """Allocate the features of a pass; None if no layer is wanted."""
     if not layers:
         return None
     embedding = weights.ends.embedding
@@ -59,7 +59,7 @@ def features_buffer(
 
 
 def read_weights(decoder: Decoder, read: ReadTensor, device: torch.device) -> Weights:
-    """Read layer by layer; what is fused exists twice only while its layer is read."""
+    """Read the weights layer by layer, so that only one layer is in memory twice."""
     return Weights(
         decoder=replace(decoder, inv_freq=decoder.inv_freq.to(device)),
         layers=tuple(
