@@ -229,6 +229,97 @@ def test_sampled_trees_are_walked(target, draft, seed, monkeypatch):
     assert len(sources) == 2, "branches were accepted to their ends, and rejected"
 
 
+class Shrub(Sapling):
+    """The same tree, its siblings drawn without replacement."""
+
+    method = "shrub"
+    keeps_drawn = False
+
+    def grown(self, request: DraftRequest) -> Proposal:
+        keys = [
+            step_key(request.noise_key, len(request.ids), node, Purpose.DRAFT) for node in range(3)
+        ]
+        noise = uniform(torch.tensor(keys))
+        root = self.draft.probs(request.ids)[None]
+        first = int(draw(root, noise[:1]))
+        left = root.clone()
+        left[0, first] = root[0, first] if self.keeps_drawn else 0.0
+        second = int(draw(left, noise[1:2]))
+        if second == first:
+            second = (first + 1) % VOCAB_SIZE
+        after = self.draft.probs([*request.ids, first])[None]
+        return Proposal(
+            tokens=torch.tensor([first, second, int(draw(after, noise[2:]))]),
+            tree=self.TREE,
+            choice=Choice.WITHOUT_REPLACEMENT,
+            draft_probs=torch.cat([root, after]).float(),
+        )
+
+
+class WrongShrub(Shrub):
+    """Puts another sibling in the place of one that was drawn twice."""
+
+    keeps_drawn = True
+
+
+class TopAndDrawn(Sapling):
+    """The most likely token and a drawn one, and one drawn behind the likely one."""
+
+    method = "top_and_drawn"
+
+    def grown(self, request: DraftRequest) -> Proposal:
+        keys = [
+            step_key(request.noise_key, len(request.ids), node, Purpose.DRAFT) for node in range(3)
+        ]
+        noise = uniform(torch.tensor(keys))
+        root = self.draft.probs(request.ids)[None].clone()
+        top = int(root.argmax())
+        root[0, top] = 0.0
+        root /= root.sum()
+        after = self.draft.probs([*request.ids, top])[None]
+        return Proposal(
+            tokens=torch.tensor([top, int(draw(root, noise[1:2])), int(draw(after, noise[2:]))]),
+            tree=self.TREE,
+            choice=Choice.TOP_AND_SAMPLED,
+            draft_probs=torch.cat([root, after]).float(),
+        )
+
+
+SHAPED = replace(BASE, seed=None, verification="auto", temperature=0.8, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
+@pytest.mark.parametrize("params", [replace(SHAPED, temperature=1.0, repetition_penalty=1), SHAPED])
+def test_drawn_trees_follow_the_targets_distribution(target, draft, kind, params, monkeypatch):
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
+    engine = engine_over(target, kind(draft))
+    records: list[StepRecord] = []
+    engine.observers[:] = [EmittedRecords(records.append)]
+    assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
+    drafted = [record for record in records if record.num_drafted == 3]
+    assert {record.num_accepted for record in drafted} == {0, 1, 2}
+    differences = torch.tensor([r.num_accepted - r.expected_accepted for r in drafted])
+    error = float(differences.std()) / len(drafted) ** 0.5
+    assert abs(float(differences.mean())) < 3.5 * error
+
+
+def test_siblings_that_were_not_drawn_without_replacement_are_caught(target, draft, monkeypatch):
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
+    engine = engine_over(target, WrongShrub(draft))
+    params = replace(BASE, seed=None, verification="auto")
+    assert p_value(texts_of(engine, params, 2000), text_probs(target, params)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
+@pytest.mark.parametrize(
+    "params", [replace(BASE, verification="auto"), replace(BASE, temperature=0)]
+)
+def test_with_a_seed_or_greedily_drawn_trees_leave_the_text_as_it_is(target, draft, kind, changes):
+    params = replace(BASE, **changes)
+    plain = texts_of(tiny.engine_over(target, max_batch=BATCH), params, 100)
+    assert texts_of(engine_over(target, kind(draft)), params, 100) == plain
+
+
 class Restless:
     """Another drafter, K and stop rule at every step, by all it was ever told."""
 

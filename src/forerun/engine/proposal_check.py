@@ -20,6 +20,7 @@ from forerun.errors import DrafterError
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
 from forerun.sampling.proposal import Proposal
+from forerun.sampling.tree_rules import expanded
 from forerun.theory.tree import TokenTree
 
 __all__ = ["check_proposals"]
@@ -69,7 +70,7 @@ def check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: in
     if num_nodes == 0:
         return
     resolve_verification(entry.params, proposal.choice, is_chain=proposal.tree.is_chain)
-    if proposal.draft_probs is None and proposal.choice is Choice.SAMPLED:
+    if proposal.draft_probs is None and proposal.choice.is_drawn:
         raise DrafterError("a sampled proposal needs the draft_probs it was drawn from")
 
 
@@ -122,7 +123,8 @@ def check_probs(proposals: Sequence[Proposal]) -> None:
 def probs_figures(proposal: Proposal) -> Tensor:
     """Largest deviation of a row's sum from 1, smallest entry, and smallest entry of a drawn token.
 
-    In trees, where rows and nodes do not correspond, the last is not looked at.
+    In trees the last is looked at where verification needs it: of siblings that were drawn without
+    replacement, and of last children. A token that was drawn twice counts as impossible.
     """
     rows = proposal.draft_probs
     assert rows is not None
@@ -131,4 +133,21 @@ def probs_figures(proposal: Proposal) -> Tensor:
     drawn = torch.ones_like(excess)
     if proposal.tree.is_chain:
         drawn = rows.gather(-1, proposal.tokens[:, None].to(rows.device)).amin()
+    elif proposal.choice in (Choice.WITHOUT_REPLACEMENT, Choice.TOP_AND_SAMPLED):
+        drawn = smallest_drawn(proposal, rows)
     return torch.stack([figure.to(torch.float64) for figure in (excess, smallest, drawn)])
+
+
+def smallest_drawn(proposal: Proposal, rows: Tensor) -> Tensor:
+    """Smallest probability of a drawn node in a tree; 0 where siblings break their rule."""
+    tree, tokens = proposal.tree, proposal.tokens.to(rows.device)
+    is_top = proposal.choice is Choice.TOP_AND_SAMPLED
+    smallest = rows.new_ones(())
+    for row, parent in enumerate(expanded(tree)):
+        children = tree.children(parent)
+        ids = tokens[list(children)]
+        probs = rows[row, ids]
+        drawn = probs[-1] if is_top else probs.amin()
+        is_wrong = len(set(ids.tolist())) < len(children) or bool(is_top and probs[:-1].any())
+        smallest = torch.minimum(smallest, drawn * (not is_wrong))
+    return smallest

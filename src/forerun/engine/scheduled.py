@@ -24,7 +24,7 @@ from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["PLAIN", "Rule", "ScheduledSequence"]
 
-Rule = Literal["greedy", "walk", "block", "token"]
+Rule = Literal["greedy", "walk", "block", "token", "traversal", "greedy_coupling"]
 
 PLAIN = Plan()
 

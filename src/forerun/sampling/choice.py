@@ -16,6 +16,17 @@ class Choice(StrEnum):
     """Drawn from `draft_probs` with noise independent of the target's draws."""
     COUPLED = "coupled"
     """Drawn from the draft with the target's own position-keyed noise."""
+    WITHOUT_REPLACEMENT = "without_replacement"
+    """Sampled; siblings were drawn one after the other from the same row, each without those before
+    it, and are numbered in that order."""
+    TOP_AND_SAMPLED = "top_and_sampled"
+    """The last child of every node was drawn from its row of `draft_probs`, where its siblings, a
+    function of the committed tokens, have probability 0."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether verification needs the rows that tokens were drawn from."""
+        return self in (Choice.SAMPLED, Choice.WITHOUT_REPLACEMENT, Choice.TOP_AND_SAMPLED)
 
 
 class TokenSource(StrEnum):

@@ -15,7 +15,7 @@ from forerun.sampling.choice import Choice
 __all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]
 
 Verification = Literal["auto", "walk", "coupled", "block", "token"]
-Method = Literal["walk", "coupled", "block", "token"]
+Method = Literal["walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
 
 MIN_TEMPERATURE = 1e-5
 """Below it the distribution is greedy for all practical logits, and dividing may overflow fp32."""
@@ -242,8 +242,8 @@ def resolve_verification(
 
     Ask with `Choice.SAMPLED` before drafting: "coupled" says the draft should share the target's
     noise. Every answer is exact; they differ in what is accepted and in what a seed reproduces. A
-    deterministic proposal, a greedy target or a sampled tree is walked: for the first the walk is
-    optimal, for the second every rule is an exact match.
+    deterministic proposal or a greedy target is walked: for the first the walk is optimal, for the
+    second every rule is an exact match. So is a tree whose siblings were drawn independently.
 
     Args:
         params: of the request.
@@ -265,4 +265,8 @@ def resolve_verification(
         return asked
     if choice is Choice.COUPLED or params.seed is not None:
         return "coupled"
-    return "block" if is_chain else "walk"
+    if is_chain:
+        return "block"
+    if choice is Choice.WITHOUT_REPLACEMENT:
+        return "traversal"
+    return "greedy_coupling" if choice is Choice.TOP_AND_SAMPLED else "walk"

@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.sampling.noise import Purpose, step_key
+from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.theory.tree import TokenTree
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "post_order",
     "tree_keys",
     "tree_weights",
+    "verify_tree",
 ]
 
 TreeRule = Literal["traversal", "rejection", "greedy_coupling"]
@@ -64,6 +65,21 @@ class TreeWeights:
     final: Float[Tensor, "batch rows vocab"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeOutcome:
+    """The verdict on one tree.
+
+    Attributes:
+        path: accepted nodes from the root down.
+        final_token: the token behind them.
+        expected_accepted: E[num_accepted | draft tokens].
+    """
+
+    path: tuple[int, ...]
+    final_token: int
+    expected_accepted: float
+
+
 @lru_cache(maxsize=1024)
 def expanded(tree: TokenTree) -> tuple[int, ...]:
     """Return the nodes that have children, ascending; -1 is the last committed token."""
@@ -82,6 +98,42 @@ def post_order(tree: TokenTree) -> tuple[int, ...]:
 
     visit(-1)
     return tuple(order)
+
+
+def verify_tree(
+    rule: TreeRule,
+    tree: TokenTree,
+    target_probs: Float[Tensor, "rows vocab"],
+    draft_probs: Float[Tensor, "parents vocab"],
+    tokens: Int64[Tensor, " nodes"],
+    keys: tuple[Sequence[int], Sequence[int]],
+) -> TreeOutcome:
+    """Accept a path of one tree and draw the token behind it.
+
+    Args:
+        rule: as for `tree_weights`, like the next four, but without the batch.
+        tree: topology, at least one node.
+        target_probs: the target's rows.
+        draft_probs: the rows that children were drawn from.
+        tokens: token of every node.
+        keys: `tree_keys` of the step.
+    """
+    weights = tree_weights(rule, tree, target_probs[None], draft_probs[None], tokens[None])
+    tests, finals = (uniform(torch.tensor(k, device=target_probs.device)) for k in keys)
+    passed: list[bool] = (tests < weights.accept[0]).tolist()
+    if rule == "greedy_coupling":
+        drawn: list[int] = draw(weights.final[0], finals).tolist()
+        node = accepted_node(rule, tree, passed, tokens.tolist(), drawn)
+        token = drawn[node + 1]
+    else:
+        node = accepted_node(rule, tree, passed)
+        row = slice(node + 1, node + 2)
+        token = int(draw(weights.final[0, row], finals[row]))
+    return TreeOutcome(
+        path=tree.path(node),
+        final_token=token,
+        expected_accepted=float(expected_accepted(rule, tree, weights, tokens[None])),
+    )
 
 
 # -------------------------------------------------------------------------------- probability stage

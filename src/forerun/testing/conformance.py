@@ -309,13 +309,14 @@ def same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
 def log_excess(proposal: Proposal) -> tuple[float, float]:
     """Return how far the drawn tokens' log-probability is above its mean, and its variance.
 
-    Only the first child of every node is looked at: its siblings may be drawn without replacement.
+    Of every node one child is looked at: the first, or the only one that was drawn.
     """
-    if proposal.choice is not Choice.SAMPLED or proposal.draft_probs is None:
+    if not proposal.choice.is_drawn or proposal.draft_probs is None:
         return 0.0, 0.0
     tree = proposal.tree
     expanded = sorted(set(tree.parents))
-    drawn = [tree.children(parent)[0] for parent in expanded]
+    place = -1 if proposal.choice is Choice.TOP_AND_SAMPLED else 0
+    drawn = [tree.children(parent)[place] for parent in expanded]
     probs = proposal.draft_probs.double().cpu()
     tokens = proposal.tokens.cpu()[torch.tensor(drawn)]
     logs: Tensor = probs.clamp(min=1e-300).log()
