@@ -26,9 +26,8 @@ from typing import Any
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.engine.results import RequestOutput
+from forerun.engine.results import RequestOutput, request_records
 from forerun.engine.thread import EngineThread
-from forerun.engine.tracing import request_records
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison

@@ -10,8 +10,7 @@ from pathlib import Path
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.engine.results import RequestOutput
-from forerun.engine.tracing import request_records
+from forerun.engine.results import RequestOutput, request_records
 from forerun.models.load import model_folder
 from forerun.provenance import trace_header
 from forerun.theory.record import Json, StepRecord

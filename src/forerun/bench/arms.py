@@ -8,8 +8,8 @@ from dataclasses import replace
 from forerun.bench.compare import BenchArm
 from forerun.bench.config import DraftArms
 from forerun.control.config import ControllerName
-from forerun.engine.controlling import default_controller
 from forerun.engine.engine import Engine
+from forerun.engine.loading import default_controller
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 

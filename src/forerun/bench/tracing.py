@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from forerun.bench.compare import BenchArm
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
-from forerun.engine.results import RequestOutput
-from forerun.engine.tracing import request_records
+from forerun.engine.results import RequestOutput, request_records
 from forerun.sampling.config import SamplingParams
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.writer import TraceWriter

@@ -16,11 +16,10 @@ from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.several import SeveralDrafters
 from forerun.engine.config import EngineConfig
-from forerun.engine.controlling import default_controller
 from forerun.engine.engine import Engine
+from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
-from forerun.engine.results import RequestOutput, StreamChunk
-from forerun.engine.tracing import request_records
+from forerun.engine.results import RequestOutput, StreamChunk, request_records
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.probe.pair import LoadedPair, facts_of, setup_of

@@ -13,11 +13,10 @@ from forerun.control.base import Controller
 from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
-from forerun.engine.controlling import default_controller
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.guarding import EngineGuard
 from forerun.engine.intake import Intake, Prompt
-from forerun.engine.loading import check_features
+from forerun.engine.loading import check_features, default_controller
 from forerun.engine.observing import StepObserver
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.engine.scheduler import Scheduler

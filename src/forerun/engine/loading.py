@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
+from forerun.control.base import Controller
+from forerun.control.fixed import FixedController
+from forerun.control.named import ControllerInputs, build_controller
+from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
@@ -35,6 +39,7 @@ __all__ = [
     "check_features",
     "check_pair",
     "check_vocabularies",
+    "default_controller",
     "eos_token_ids",
     "is_source",
     "load_drafters",
@@ -302,3 +307,24 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
             f"the draft's tokenizer is not the target's ({comparison.num_draft} and "
             f"{comparison.num_target} tokens; {shown}); use a draft trained with the same tokenizer"
         )
+
+
+def default_controller(
+    config: EngineConfig, drafter: Drafter | None, costs: Mapping[str, CostSource]
+) -> Controller:
+    """Build the controller that the settings name; without a drafter it always decodes plainly.
+
+    Args:
+        config: of the engine.
+        drafter: one, or several to choose from.
+        costs: by the drafters' methods, where they are known.
+
+    Raises:
+        InvalidRequest: it needs costs that are not given.
+    """
+    k = config.num_speculative_tokens
+    if drafter is None or k == 0:
+        return FixedController(0)
+    methods = tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
+    means = ControllerInputs(methods=methods, num_speculative_tokens=k, costs=costs)
+    return build_controller(config.controller, means)

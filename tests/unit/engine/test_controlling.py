@@ -16,7 +16,7 @@ from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
 from forerun.control.safety import SafeController
 from forerun.engine.config import EngineConfig, RequestTerms
-from forerun.engine.controlling import default_controller
+from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
 from forerun.errors import InvalidRequest
 from forerun.models.tabular import TabularModel
