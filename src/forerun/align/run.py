@@ -211,6 +211,7 @@ class Alignment:
             self.objective,
             config.draft_temperature,
             config.evaluation.num_speculative_tokens if config.objective.length_aware else None,
+            draft.read_rows,
         )
         trainer = Trainer(
             config=config.training,

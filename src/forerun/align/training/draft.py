@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from forerun.align.training.loss_module import DraftRows, causal_rows
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder
 from forerun.engine.loading import check_vocabularies
@@ -64,11 +65,13 @@ class Draft:
     Args:
         config: which.
         model: of transformers, in fp32; with adapters in its layers if `lora_rank` is above 0.
+        read_rows: how this kind of draft reads a batch; see `DraftLoss`.
     """
 
-    def __init__(self, config: DraftConfig, model: Any) -> None:
+    def __init__(self, config: DraftConfig, model: Any, read_rows: DraftRows = causal_rows) -> None:
         self.config = config
         self.model = model
+        self.read_rows = read_rows
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face folder in bf16: weights, configuration and the target's tokenizer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,27 @@ from forerun.align.objectives.length_aware import length_weights
 from forerun.align.objectives.named import Objective
 from forerun.align.teachers.base import TeacherRows
 
-__all__ = ["DraftLoss"]
+__all__ = ["DraftLoss", "DraftRows", "causal_rows"]
+
+DraftRows = Callable[[Any, PackedBatch], tuple[Float[Tensor, "learned hidden"], DraftHead]]
+"""How a kind of draft reads a batch: its hidden states at the learned rows, and its output head.
+All else in training is the same for every kind of draft."""
+
+
+def causal_rows(
+    model: Any, batch: PackedBatch
+) -> tuple[Float[Tensor, "learned hidden"], DraftHead]:
+    """Return the learned rows of an ordinary draft model, a decoder of transformers.
+
+    Args:
+        model: a causal language model with a linear head, tied or not.
+        batch: on the device of the model.
+    """
+    hidden = model.get_decoder()(
+        input_ids=batch.ids, position_ids=batch.positions, use_cache=False
+    ).last_hidden_state[batch.predicts]
+    output = model.get_output_embeddings()
+    return hidden, DraftHead(weight=output.weight, bias=output.bias)
 
 
 class DraftLoss(nn.Module):
@@ -30,11 +51,12 @@ class DraftLoss(nn.Module):
     also why this class has no `get_output_embeddings`: Accelerate would shard the head by itself.
 
     Args:
-        model: a decoder of transformers with a linear head, tied or not.
+        model: the draft, of the kind that `read_rows` reads.
         objective: what is minimised.
         temperature: the one the draft is deployed at; decides which acceptance is reported.
         weighed_for: K of the deployment, to weigh rows by their share of the expected accepted
             length; None weighs all alike.
+        read_rows: how this kind of draft reads a batch.
     """
 
     def __init__(
@@ -43,12 +65,14 @@ class DraftLoss(nn.Module):
         objective: Objective,
         temperature: float,
         weighed_for: int | None = None,
+        read_rows: DraftRows = causal_rows,
     ) -> None:
         super().__init__()
         self.model: Any = model
         self.objective = objective
         self.temperature = temperature
         self.weighed_for = weighed_for
+        self.read_rows = read_rows
         # Accelerate reads here which layers to shard one by one.
         self._no_split_modules = list(model._no_split_modules or ())
 
@@ -64,11 +88,7 @@ class DraftLoss(nn.Module):
         Returns:
             The loss, differentiable, and the acceptance probability (alpha), 0 without a teacher.
         """
-        hidden = self.model.get_decoder()(
-            input_ids=batch.ids, position_ids=batch.positions, use_cache=False
-        ).last_hidden_state[batch.predicts]
-        output = self.model.get_output_embeddings()
-        head = DraftHead(weight=output.weight, bias=output.bias)
+        hidden, head = self.read_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         if self.weighed_for is not None:
             rows = self._weighed(rows, head, batch, self.weighed_for)

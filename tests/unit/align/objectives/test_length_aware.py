@@ -72,3 +72,11 @@ def test_windows_longer_than_all_rows() -> None:
     alphas = torch.tensor([0.5, 0.5])
     found = length_weights(alphas, *places(2), 8)
     assert found.tolist() == pytest.approx([1, 1 + 0.25 / 0.75])
+
+
+def test_a_text_whose_positions_go_on_from_the_one_before_is_another_text() -> None:
+    alphas = normal(7, seed=1).sigmoid()
+    samples = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    found = length_weights(alphas, samples, torch.arange(7), K)
+    apart = [length_weights(part, *places(len(part)), K) for part in alphas.split((3, 4))]
+    torch.testing.assert_close(found, torch.cat(apart))
