@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests import training
 
-from forerun.align.training.metrics import MetricsLog, StepMetrics
+from forerun.align.progress import MetricsLog, StepMetrics
 from forerun.align.training.processes import configure_sharding
 
 METRICS = "metrics.jsonl"

@@ -12,10 +12,9 @@ from accelerate.state import AcceleratorState
 from tests import tiny
 from torch import Tensor
 
-from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig, TrainingConfig
 from forerun.align.data.packing import Packing
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.distribution import DenseDistribution, TargetDistribution
 from forerun.align.objectives.named import make_objective
 from forerun.align.training.draft import Draft, DraftConfig, load_draft

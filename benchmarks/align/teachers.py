@@ -20,10 +20,9 @@ from pathlib import Path
 
 import torch
 
-from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig, TeacherConfig, TeacherKind
 from forerun.align.data.packing import Packing
-from forerun.align.data.sample import Sample, prompt_hash
+from forerun.align.data.sample import PackedBatch, Sample, prompt_hash
 from forerun.align.objectives.named import make_objective
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import TeacherSource, make_teacher

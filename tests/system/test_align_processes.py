@@ -20,7 +20,7 @@ from tests import training
 from tests.conftest import ROOT
 from tests.train_worker import METRICS, train
 
-from forerun.align.training.metrics import StepMetrics, read_metrics
+from forerun.align.progress import StepMetrics, read_metrics
 from forerun.align.training.trainer import CHECKPOINT
 
 NUM_STEPS = 8

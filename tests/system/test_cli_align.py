@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,12 @@ def test_a_domain_nothing_is_judged_in_is_refused_before_anything_is_trained(ali
     assert code == 2
     assert "no held-out prompt has the tag 'evven'; there are ['even', 'odd']" in err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_missing_package_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    for name in [name for name in sys.modules if name.startswith("forerun.align.run")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["align", "--draft", "zoo:code-2m", "--prompts", "p.jsonl"]) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "needs the package accelerate" in err and "pip install 'forerun[align]'" in err

@@ -18,12 +18,11 @@ from forerun.align.export.write import describe_pair, export_draft
 from forerun.align.identity import DEFAULTS
 from forerun.align.objectives.named import make_objective
 from forerun.align.plots import plot_survival, plot_training
+from forerun.align.progress import read_metrics
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
 from forerun.align.selection import DraftSelector
-from forerun.align.settings import settings_of
 from forerun.align.training.checkpoint import differences
-from forerun.align.training.metrics import read_metrics
-from forerun.align.workspace import Workspace, check_hashes
+from forerun.align.workspace import Workspace, check_hashes, settings_of
 from forerun.errors import InvalidModel
 from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import model_folder

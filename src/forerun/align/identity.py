@@ -15,11 +15,10 @@ from typing import Any
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.sample import data_hash
 from forerun.align.json_files import write_json
-from forerun.align.settings import settings_of
 from forerun.align.texts import PromptSplit
 from forerun.align.training.checkpoint import differences
 from forerun.align.training.trainer import FREE_SETTINGS
-from forerun.align.workspace import Workspace
+from forerun.align.workspace import Workspace, settings_of
 from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_object

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures
-from forerun.align.training.metrics import StepMetrics
+from forerun.align.progress import StepMetrics
 from forerun.pictures import BASELINE, COLOURS, picture
 
 if TYPE_CHECKING:

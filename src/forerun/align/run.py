@@ -35,7 +35,7 @@ from forerun.align.identity import (
     of_training,
 )
 from forerun.align.objectives.named import make_objective
-from forerun.align.progress import Phases, TrainingProgress
+from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
 from forerun.align.report import AlignReport, DataSummary
 from forerun.align.selection import DraftSelector
 from forerun.align.teachers.base import ProcessShare, Teacher
@@ -43,7 +43,6 @@ from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.training.draft import Draft, DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.metrics import MetricsLog, StepMetrics
 from forerun.align.training.processes import make_accelerator
 from forerun.align.training.trainer import Trainer
 from forerun.align.workspace import Workspace, check_hashes, exclusive_access, lock_for

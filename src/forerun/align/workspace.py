@@ -1,21 +1,35 @@
-"""The folder of an alignment: names of its files, hashes of snapshots, and its lock."""
+"""The folder of an alignment: names of its files, its settings, hashes of snapshots, its lock."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from filelock import FileLock, Timeout
 
+from forerun.align.config import AlignConfig
+from forerun.align.json_files import from_json, to_json
 from forerun.bounded_read import read_bytes
 from forerun.errors import InvalidCheckpoint, InvalidRequest
+from forerun.models.checkpoint import read_object
+from forerun.models.draft_card import CARD_FILE, read_card
 
-__all__ = ["HASHES", "Workspace", "check_hashes", "exclusive_access", "lock_for", "write_hashes"]
+__all__ = [
+    "HASHES",
+    "Workspace",
+    "check_hashes",
+    "exclusive_access",
+    "lock_for",
+    "read_settings",
+    "settings_of",
+    "write_hashes",
+]
 
 HASHES = "sha256.json"
 """File of a snapshot with the hashes of its other files."""
@@ -156,3 +170,44 @@ def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+LEFT_OUT = ("out", "engine", "export", "push_to_hub")
+"""Settings that decide where and how fast things happen, and not what is learned."""
+
+
+def settings_of(config: AlignConfig) -> dict[str, Any]:
+    """The settings that decide what is learned, as JSON values."""
+    values: dict[str, Any] = to_json(config)
+    return {name: value for name, value in values.items() if name not in LEFT_OUT}
+
+
+def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
+    """The settings of an earlier alignment and the folder of the draft it kept.
+
+    Args:
+        folder: of the alignment, or of its draft wherever that has been copied: the draft's card
+            repeats the settings.
+
+    Raises:
+        InvalidRequest: the folder is neither, or was written by another version of forerun.
+        InvalidModel: the draft's card cannot be read.
+    """
+    workspace = Workspace(root=folder)
+    if workspace.settings.exists():
+        values: Mapping[str, Any] = read_object(workspace.settings)
+        draft = workspace.draft
+    elif (card := read_card(folder)) is not None:
+        values, draft = card.settings, folder
+    else:
+        raise InvalidRequest(
+            f"{folder} is neither an alignment nor the draft of one: it has neither "
+            f"{workspace.settings.name} nor {CARD_FILE}"
+        )
+    try:
+        return from_json(AlignConfig, values), draft
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the settings in {folder} are of another version of forerun, or damaged ({error}); "
+            "align without --refresh"
+        ) from error

@@ -21,7 +21,7 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from forerun.align.settings import read_settings
+from forerun.align.workspace import read_settings
 from forerun.cli.command import Command
 from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
 from forerun.errors import InvalidRequest
@@ -42,7 +42,8 @@ class DataFlags(DataConfig):
 
     # Help comes from DataConfig; the prompts may come from an earlier run.
     prompts: Annotated[Path, arg(help_behavior_hint="(required without --refresh)")] = NO_PROMPTS
-    """A .jsonl, .parquet or .txt file of prompts or conversations, or a folder of them."""
+    """A .jsonl, .json, .csv, .tsv, .parquet or .txt file of prompts or conversations, a folder of
+    them, or the name of a dataset on the Hugging Face hub."""
     replay: UseAppendAction[tuple[Path, ...]] = ()
 
 

@@ -12,7 +12,7 @@ from tests.unit.align.test_json_files import report
 
 from forerun.align import conclusion
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
-from forerun.align.evaluation.prediction import PredictedSpeedup
+from forerun.align.evaluation.judged import PredictedSpeedup
 from forerun.align.report import AlignReport
 from forerun.align.workspace import Workspace
 from forerun.theory.intervals import Interval

@@ -14,7 +14,7 @@ from forerun.align.evaluation.ledger import ledger_of
 from forerun.align.json_files import from_json
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
 from forerun.align.selection import Judgement
-from forerun.align.settings import settings_of
+from forerun.align.workspace import settings_of
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 

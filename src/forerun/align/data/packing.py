@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from forerun.align.batch import PackedBatch
-from forerun.align.data.sample import Sample, TopLogprobs
+from forerun.align.data.sample import PackedBatch, Sample, TopLogprobs
 from forerun.align.data.selection import permuted
 from forerun.errors import InvalidRequest
 from forerun.theory.splitmix import INCREMENT, finalise

@@ -7,8 +7,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Literal
 
-from forerun.align.evaluation.judged import JudgedPrompt, over_prompts
-from forerun.align.evaluation.prediction import PredictedSpeedup, predicted_speedup
+from forerun.align.evaluation.judged import (
+    JudgedPrompt,
+    PredictedSpeedup,
+    over_prompts,
+    predicted_speedup,
+)
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 

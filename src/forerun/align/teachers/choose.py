@@ -15,8 +15,7 @@ from forerun.align.progress import OnProgress
 from forerun.align.teachers.base import ALONE, ProcessShare, Teacher
 from forerun.align.teachers.cache import CacheIdentity, RowCache
 from forerun.align.teachers.filling import CacheFiller, RowSizes, allowed_bytes
-from forerun.align.teachers.hidden import HiddenTeacher
-from forerun.align.teachers.model import ModelTeacher
+from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
 from forerun.align.teachers.sampled import SampledTeacher
 from forerun.align.teachers.target import TargetModel, load_sharded, load_target
 from forerun.align.teachers.top_k import TopKTeacher

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from forerun.align.data.sample import Sample
 from forerun.align.progress import OnProgress
-from forerun.align.teachers.base import ProcessShare
+from forerun.align.teachers.base import ProcessShare, one_per_row, passes
 from forerun.align.teachers.cache import RowCache, key_of
-from forerun.align.teachers.rows import one_per_row, passes
 from forerun.align.teachers.target import TargetModel, check_samples
 from forerun.errors import CacheTooLarge, NumericalError
 from forerun.models.memory import readable

@@ -1,8 +1,8 @@
-"""A teacher that caches the target's last hidden states and recomputes logits from them.
+"""Teachers that compute distributions from the target's last hidden states, rerun or cached.
 
 A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the cached head
 gives the same logits as the target, so every objective may learn from them at any temperature. Both
-are stored in the target's dtype, and training does not need the target itself.
+are stored in the target's dtype, and training then does not need the target itself.
 """
 
 from __future__ import annotations
@@ -17,17 +17,75 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from forerun.align.batch import PackedBatch
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
+from forerun.align.distribution import TargetDistribution, deployed_distribution
+from forerun.align.teachers.base import sample_runs
 from forerun.align.teachers.cache import full_disk_named, key_of
 from forerun.align.teachers.filling import CacheFiller
-from forerun.align.teachers.model import HeadRows
-from forerun.align.teachers.rows import sample_runs
-from forerun.align.teachers.target import TargetHead, TargetModel
+from forerun.align.teachers.target import TargetHead, TargetModel, check_samples
 from forerun.cache import find_cached, write_cached
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["HiddenTeacher"]
+__all__ = [
+    "HeadRows",
+    "HiddenTeacher",
+    "ModelTeacher",
+]
+
+
+class HeadRows:
+    """Distributions computed from hidden states, a chunk of rows at a time; see `TeacherRows`.
+
+    Args:
+        hidden: last hidden states of the learned rows.
+        head: of the target.
+        sampling: of the deployment.
+    """
+
+    def __init__(
+        self, *, hidden: Float[Tensor, "rows hidden"], head: TargetHead, sampling: SamplingParams
+    ) -> None:
+        self._hidden = hidden
+        self._head = head
+        self._sampling = sampling
+
+    def __len__(self) -> int:
+        """Number of learned rows."""
+        return len(self._hidden)
+
+    def distribution(self, rows: slice) -> TargetDistribution:
+        """Return the distribution at some rows, on the device of the head."""
+        return deployed_distribution(self._head.logits(self._hidden[rows]), self._sampling)
+
+
+class ModelTeacher:
+    """Teacher that runs the target over every batch; see `Teacher`.
+
+    Args:
+        target: the target.
+        sampling: of the deployment.
+    """
+
+    truncated = False
+
+    def __init__(self, target: TargetModel, sampling: SamplingParams) -> None:
+        self._target = target
+        self._sampling = sampling
+
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Refuse samples that the target cannot read; nothing is stored.
+
+        Raises:
+            InvalidRequest: an id is outside its vocabulary, or a text longer than its context.
+        """
+        check_samples(samples, self._target)
+
+    def rows(self, batch: PackedBatch) -> HeadRows:
+        """Return the distributions at the learned rows of a batch."""
+        return HeadRows(
+            hidden=self._target.hidden(batch), head=self._target.head, sampling=self._sampling
+        )
+
 
 HEAD, SUFFIX = "head", ".safetensors"
 STATES = "states"

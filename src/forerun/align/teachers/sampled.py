@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from forerun.align.batch import PackedBatch
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.distribution import DenseDistribution, SparseDistribution, deployed_distribution
+from forerun.align.teachers.base import sample_runs
 from forerun.align.teachers.cache import key_of
 from forerun.align.teachers.filling import CacheFiller
-from forerun.align.teachers.rows import sample_runs
 from forerun.align.teachers.target import TargetModel
 from forerun.errors import NumericalError
 from forerun.sampling.chunks import row_chunks

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from forerun.align.batch import PackedBatch
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.distribution import SparseDistribution
-from forerun.align.teachers.rows import sample_runs
+from forerun.align.teachers.base import sample_runs
 from forerun.align.teachers.sampled import SparseRows
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from forerun.align.batch import PackedBatch
+from forerun.align.data.sample import PackedBatch
 from forerun.align.objectives.chunked import (
     DraftHead,
     LearnedRows,

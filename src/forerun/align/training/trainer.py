@@ -18,8 +18,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from forerun.align.batch import PackedBatch
 from forerun.align.config import TrainingConfig
+from forerun.align.data.sample import PackedBatch
+from forerun.align.progress import StepMetrics
 from forerun.align.teachers.base import Teacher
 from forerun.align.training.checkpoint import (
     load_checkpoint,
@@ -28,7 +29,6 @@ from forerun.align.training.checkpoint import (
     whole,
 )
 from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.metrics import StepMetrics
 from forerun.align.training.processes import StopSignal
 from forerun.errors import TrainingDiverged
 

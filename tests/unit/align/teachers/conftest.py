@@ -9,10 +9,9 @@ import pytest
 import torch
 from tests import tiny
 
-from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig, TeacherConfig
 from forerun.align.data.packing import Packing
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.objectives.named import Objective, make_objective
 from forerun.align.teachers.choose import TeacherSource
 from forerun.provenance import content_hash

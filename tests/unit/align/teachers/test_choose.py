@@ -7,8 +7,7 @@ from tests.unit.align.teachers.conftest import caching, objective
 
 from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.filling import RowSizes, allowed_bytes
-from forerun.align.teachers.hidden import HiddenTeacher
-from forerun.align.teachers.model import ModelTeacher
+from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
 from forerun.align.teachers.sampled import SampledTeacher
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams

@@ -12,7 +12,7 @@ from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
 from forerun.align.data.sample import Sample
 from forerun.align.distribution import DenseDistribution, SparseDistribution
 from forerun.align.teachers.base import ALONE, Teacher
-from forerun.align.teachers.model import ModelTeacher
+from forerun.align.teachers.hidden import ModelTeacher
 from forerun.align.teachers.target import adopt_target, load_sharded, load_target, refuse_offloaded
 from forerun.errors import InvalidModel, InvalidRequest, NotEnoughMemory
 from forerun.models.memory import available_bytes

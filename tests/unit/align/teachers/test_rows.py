@@ -6,9 +6,8 @@ import pytest
 import torch
 from tests.unit.align.teachers.conftest import all_rows, texts
 
-from forerun.align.batch import packed_inputs
-from forerun.align.data.sample import Sample
-from forerun.align.teachers.rows import learned_places, one_per_row, passes, sample_runs
+from forerun.align.data.sample import Sample, packed_inputs
+from forerun.align.teachers.base import learned_places, one_per_row, passes, sample_runs
 from forerun.errors import InvalidCache
 
 

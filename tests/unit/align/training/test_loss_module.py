@@ -9,8 +9,8 @@ import torch
 from tests import tiny, training
 from torch import Tensor
 
-from forerun.align.batch import PackedBatch
 from forerun.align.config import ObjectiveConfig
+from forerun.align.data.sample import PackedBatch
 from forerun.align.objectives.chunked import DraftHead
 from forerun.align.objectives.length_aware import length_weights
 from forerun.align.objectives.named import make_objective

@@ -14,8 +14,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from forerun.align.plots import plot_training
-from forerun.align.progress import TrainingProgress
-from forerun.align.training.metrics import MetricsLog, StepMetrics, read_metrics
+from forerun.align.progress import MetricsLog, StepMetrics, TrainingProgress, read_metrics
 
 
 def step(number: int, **changes: object) -> StepMetrics:

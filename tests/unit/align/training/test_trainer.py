@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests import training
 
-from forerun.align.training.metrics import StepMetrics
+from forerun.align.progress import StepMetrics
 from forerun.align.training.trainer import Trainer
 from forerun.errors import InvalidCheckpoint, TrainingDiverged
 
