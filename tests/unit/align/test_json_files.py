@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,15 @@ def test_settings_come_back():
 
 
 def report(tmp_path: Path) -> AlignReport:
+    return replace(made(), draft=tmp_path / "draft")
+
+
+@cache
+def made() -> AlignReport:
     before = figures([judged([0, 1]), judged([1, 0])])
     after = figures([judged([3, 2], alphas=[0.9, 0.7]), judged([3, 3], alphas=[0.8])])
     return AlignReport(
-        draft=tmp_path / "draft",
+        draft=Path("draft"),
         objective="lk",
         data=DataSummary(
             num_training_prompts=3,

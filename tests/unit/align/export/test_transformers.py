@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from tests import tiny
 from tests.unit.align.export.conftest import Pair
@@ -129,9 +128,9 @@ def law_at(model: Any, ids: list[int], temperature: float) -> Tensor:
     return logits.float()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_sampled_it_accepts_with_the_predicted_probability(pair: Pair, temperature: float) -> None:
+def test_sampled_it_accepts_with_the_predicted_probability(pair: Pair) -> None:
     """Of single drafted tokens over many texts; the prediction sums alpha over the very steps."""
+    temperature = 0.5  # at 1 a draft that ignores the temperature would pass
     sampling = SamplingParams(temperature=temperature)
     models = assisted(pair, 1, sampling)
     target, draft = load(pair.target), load(pair.draft)
