@@ -26,12 +26,14 @@ CLEAN: tuple[str, ...] = (
     "cache.py",
     "control/base.py",
     "diagnose",
-    "drafters/base.py",
+    "drafters",
     "errors.py",
     "models",
     "native",
     "ranges.py",
+    "sampling",
     "terminal_text.py",
+    "testing",
     "trace",
 )
 BANNED = re.compile(

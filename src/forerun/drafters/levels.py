@@ -1,4 +1,4 @@
-"""Chains drafted level by level: one pass, one distribution and one draw per node."""
+"""Chains drafted level by level: a level is one pass, one distribution and one draw per chain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Levels", "draft_keys", "draft_levels", "fit_vocabulary", "race_keys"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
-    """The chains of one call side by side.
+    """The tokens of all chains of one call, and what they were drawn from.
 
     Attributes:
         tokens: drafted tokens; meaningless past the budget of a sequence.
@@ -41,7 +41,7 @@ class Levels:
 def draft_levels(
     model: LanguageModel, sequences: Sequence[DraftSequence], batch: RowBatch, vocab_size: int
 ) -> Levels:
-    """Draft every sequence to its budget, or until all that go on are stopped by their rules.
+    """Draft every sequence to its budget, or until the stop rules have ended all chains.
 
     Args:
         model: the draft.
@@ -135,7 +135,7 @@ class Stopping:
 def draft_keys(
     sequences: Sequence[DraftSequence], num_levels: int
 ) -> Int64[Tensor, "levels sequences"]:
-    """Keys of sampled nodes.
+    """Return the noise keys of sampled draft tokens.
 
     By committed length and node: a rejected position is drawn afresh next step.
     """
@@ -149,7 +149,7 @@ def draft_keys(
 def race_keys(
     sequences: Sequence[DraftSequence], num_levels: int
 ) -> Int64[Tensor, "levels sequences"]:
-    """Keys of coupled nodes: of the race the target will run at the same position."""
+    """Return the noise keys of coupled draft tokens, which are those of the target's draws."""
     keys = [
         [position_key(b.request.noise_key, b.num_committed + level) for b in sequences]
         for level in range(num_levels)
@@ -158,7 +158,7 @@ def race_keys(
 
 
 def next_pass(sequences: Sequence[DraftSequence], tokens: Tensor, positions: Tensor) -> RowBatch:
-    """Feeds the token each sequence has just drafted."""
+    """Return the pass that feeds the token each sequence has just drafted."""
     return RowBatch(
         tokens=tokens,
         positions=positions,
@@ -168,7 +168,7 @@ def next_pass(sequences: Sequence[DraftSequence], tokens: Tensor, positions: Ten
 
 
 class Chooser:
-    """Draws the nodes of a level, each sequence by its own choice and noise.
+    """Chooses the next tokens of a level, for each sequence by its own rule and noise.
 
     Args:
         sequences: all of them.
@@ -189,7 +189,7 @@ class Chooser:
     def choose(
         self, probs: Float[Tensor, "sequences vocab"], level: int
     ) -> Int64[Tensor, " sequences"]:
-        """The next token of every sequence that goes on."""
+        """Return the next token of every sequence that is still drafting."""
         if len(self.kinds) == 1:
             return self._choose(self.choices[0], probs, level, slice(len(probs)))
         tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
@@ -209,7 +209,7 @@ class Chooser:
 def row_histories(
     sequences: Sequence[DraftSequence], drafted: Sequence[Tensor]
 ) -> list[RowHistory | None]:
-    """What penalties count up to the next node; reading the drafted ids waits for the device."""
+    """Return the histories that penalties read at the next node; this waits for the device."""
     if all(sequence.request.history is None for sequence in sequences):
         return []
     levels: list[list[int]] = [tokens.tolist() for tokens in drafted]
@@ -222,7 +222,7 @@ def row_histories(
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Draft logits over the target's ids: padding ids are cut off or made impossible."""
+    """Return draft logits over the target's token ids; ids the draft lacks become impossible."""
     missing = vocab_size - logits.shape[-1]
     if missing == 0:
         return logits

@@ -1,4 +1,4 @@
-"""Several drafters as one: every plan says which of them drafts."""
+"""Several drafters behind one interface: every plan names the drafter that drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SeveralDrafters", "named_by_method"]
 
 
 class SeveralDrafters:
-    """Asks the drafter that a plan names. The others catch up when it is their turn.
+    """Passes every request on to the drafter that its plan names.
 
     A pause of one of them is not a pause of all, so it only means that it proposes nothing.
 
@@ -29,18 +29,18 @@ class SeveralDrafters:
 
     @property
     def method(self) -> str:
-        """Of the first, which drafts where nobody chooses."""
+        """Method of the first drafter, which is used where no controller chooses."""
         return next(iter(self.drafters))
 
     @property
     def required_features(self) -> tuple[int, ...]:
-        """Layers that any of them reads."""
+        """Layers that any of the drafters reads."""
         return tuple(sorted({i for d in self.drafters.values() for i in d.required_features}))
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Every request's proposal, from the drafter of its plan."""
+        """Return every request's proposal from the drafter of its plan."""
         proposals: list[Proposal | None] = [None] * len(requests)
         for method in dict.fromkeys(plan.method for plan in plans):
             drafter = self.drafters.get(method)
@@ -84,7 +84,7 @@ class SeveralDrafters:
 
 
 def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
-    """Drafters by their methods; the second of one method is called method-2, and so on."""
+    """Return drafters by their methods; the second of one method is called method-2, and so on."""
     named: dict[str, Drafter] = {}
     for drafter in drafters:
         count = sum(name.partition("-")[0] == drafter.method for name in named)

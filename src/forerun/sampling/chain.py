@@ -143,7 +143,7 @@ def token_accept_probs(
 def block_accept_probs(
     target_probs: TargetProbs, draft_probs: DraftProbs, num_drafted: Counts, ratios: Ratios
 ) -> PerNode:
-    """h_i of block verification (2403.10444, algorithm 2): accept through i, if at all beyond.
+    """Acceptance probabilities h_i of block verification (2403.10444, algorithm 2).
 
     h_i = Z_i / (Z_i + 1 - p_i) with Z_i the mass of the residual after node i and p_i the prefix
     ratio; at the last drafted node h = p. Where nothing is left on either side (0 / 0) h = 1.
@@ -162,7 +162,7 @@ def block_accept_probs(
 def prefix_ratios(
     target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
 ) -> Ratios:
-    """p_0 .. p_K of block verification: p_0 = 1, p_i = min(1, p_{i-1} * target_i / draft_i).
+    """Prefix ratios of block verification: p_0 = 1, p_i = min(1, p_{i-1} * target_i / draft_i).
 
     In logs the recursion is S_i - max(0, S_1 .. S_i), S the running sum of log ratios: a handful of
     operations for any K, and no underflow on the way. 0 in padding.
@@ -199,7 +199,7 @@ def final_weights(  # noqa: PLR0913 (what a chain is made of)
     rule: Rule,
     ratios: Ratios | None = None,
 ) -> Float[Tensor, "batch vocab"]:
-    """Weights of the token after `num_accepted` ones: residual row, or bonus row at the end."""
+    """Return the weights of the final token: the residual row, or the bonus row after all nodes."""
     num_chains, num_nodes = tokens.shape
     target_row = _rows(target_probs, num_accepted)
     if num_nodes == 0:
@@ -229,7 +229,7 @@ def expected_accepted(accept_probs: PerNode, rule: Rule) -> Float64[Tensor, " ba
 
 
 def num_accepted(accept_probs: PerNode, uniforms: PerNode, rule: Rule) -> Counts:
-    """Tokens accepted: up to the first failed test (token), or the last passed one (block)."""
+    """Count accepted tokens: up to the first failed test (token), the last passed one (block)."""
     passed = uniforms < accept_probs
     if rule == "token":
         return passed.cumprod(-1).sum(-1)

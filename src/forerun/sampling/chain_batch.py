@@ -1,4 +1,4 @@
-"""The sampled chains of one pass, of any lengths, verified together."""
+"""Verification of all sampled chains of one pass, which may differ in length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ChainVerdicts", "DrawnChain", "verify_chain_batch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnChain:
-    """What a chain was drawn from.
+    """The distributions that a chain was drawn from, and the noise keys of its verification.
 
     Attributes:
         draft_probs: distribution of every node; None for a chain of none.
@@ -33,7 +33,7 @@ class DrawnChain:
 
     @property
     def num_drafted(self) -> int:
-        """Nodes."""
+        """Number of draft tokens."""
         return len(self.keys) - 2
 
 
@@ -65,7 +65,7 @@ def verify_chain_batch(
     chains: Sequence[DrawnChain],
     rule: Rule,
 ) -> ChainVerdicts:
-    """`chain.verify_chains` for chains of different lengths.
+    """Verify chains of different lengths with `chain.verify_chains`.
 
     Args:
         target_probs: of every chain one row more than it has nodes, in order.
@@ -125,7 +125,7 @@ def _by_kernels(
 def _padded(
     target_probs: Tensor, tokens: Tensor, chains: Sequence[DrawnChain], rule: Rule
 ) -> tuple[Tensor, ...]:
-    """Accepted, final token, lawful rows and expected accepted of chains side by side."""
+    """Verify chains padded to one length; returns the columns of `ChainVerdicts`."""
     device = target_probs.device
     lengths = [chain.num_drafted for chain in chains]
     rows = [length + 1 for length in lengths]
@@ -154,7 +154,7 @@ def _padded_keys(keys: Sequence[int], num_nodes: int) -> list[int]:
 
 
 def _side_by_side(chains: Sequence[Tensor]) -> Tensor:
-    """One more dimension in front; chains of unequal length are padded with zeros."""
+    """Stack rows by chain; chains of unequal length are padded with zeros."""
     if len(chains) == 1:
         return chains[0][None]
     if all(len(chain) == len(chains[0]) for chain in chains):

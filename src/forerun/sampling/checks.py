@@ -1,4 +1,4 @@
-"""Whether a value is what a parameter may be: lists, tokens, biases, named where it is not."""
+"""Checks of single sampling parameters: lists, token ids, biases; an error names the value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_stop(text: object) -> bool:
 
 
 def as_tuple(name: str, values: object) -> tuple[Any, ...]:
-    """What JSON or a caller gave for a list; its entries are checked elsewhere.
+    """Return a list given by a caller or by JSON as a tuple; its entries are not checked.
 
     Raises:
         InvalidRequest: it is no list.
@@ -37,7 +37,7 @@ def as_tuple(name: str, values: object) -> tuple[Any, ...]:
 
 
 def as_bias(bias: object) -> dict[int, float]:
-    """Ids and floats in range, whatever JSON made of the keys.
+    """Return a logit bias as token ids and floats in range; JSON keys may be strings.
 
     Raises:
         InvalidRequest: a key is no id or comes twice, or a number is out of range.
@@ -63,7 +63,7 @@ def as_bias(bias: object) -> dict[int, float]:
 
 
 def as_token(key: object) -> int | None:
-    """The id a key stands for; JSON knows only text for keys."""
+    """Return the token id that a key stands for; keys from JSON are strings."""
     if isinstance(key, str):
         try:
             return int(key)
@@ -73,7 +73,7 @@ def as_token(key: object) -> int | None:
 
 
 def shortened(values: tuple[Any, ...]) -> str:
-    """A list for a message, which no reader wants by the thousand."""
+    """Return a list as text for a message, cut after eight entries."""
     return (
         repr(values) if len(values) <= 8 else f"{repr(values[:8])[:-1]}, ... {len(values)} in all)"
     )

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, and which verifier that implies; torch-free."""
+"""The sampling parameters of a request and the verifier they imply; torch-free."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class SamplingParams:
             )
 
     def _normalise(self) -> None:
-        """JSON brings lists, nulls, string keys, single stop strings; fields hold tuples, ids."""
+        """Convert what JSON has (lists, nulls, string keys, one stop string) to field types."""
 
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)  # the one place a frozen instance is written
@@ -200,7 +200,7 @@ class SamplingParams:
         )
 
     def heeded_eos(self, eos_token_ids: Collection[int]) -> frozenset[int]:
-        """Those of the model's own end-of-text ids that end this request's text."""
+        """Return the model's end-of-text ids that end this request's text."""
         return frozenset() if self.ignore_eos else frozenset(eos_token_ids)
 
     def ending_tokens(self, eos_token_ids: Collection[int]) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Which tokens occurred, and how often: penalties need nothing as wide as the vocabulary.
+"""Counts of the distinct tokens of a text, as penalties need them.
 
 A penalty changes the logits of tokens that occurred, so each row is given as the few places it
 changes. Counts of the committed output grow by one entry per new token; a draft node adds its path.
@@ -21,7 +21,7 @@ FIRST_ROOM = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Occurrences:
-    """Tokens that occurred before some rows; every pair of row and token is there once.
+    """The tokens that occurred before each of some rows, each pair of row and token once.
 
     Attributes:
         rows: row of each entry.
@@ -35,7 +35,7 @@ class Occurrences:
 
     @classmethod
     def join(cls, parts: Sequence[Occurrences]) -> Occurrences:
-        """Of several requests."""
+        """Join the occurrences of several requests."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -46,7 +46,7 @@ class Occurrences:
 
 
 class TokenCounts:
-    """The distinct tokens of one sample: 12 bytes each beside a dictionary entry on the host.
+    """The distinct tokens of one sample and their counts; 12 bytes each beside a dictionary entry.
 
     Args:
         prompt_ids: tokens that count as seen though the output has none of them.
@@ -79,7 +79,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def before_rows(self, first_row: int, paths: Sequence[Sequence[int]]) -> Occurrences:
-        """What occurred before each of some consecutive rows.
+        """Return the tokens that occurred before each of some consecutive rows.
 
         Takes time and memory of rows x distinct tokens, 20 bytes each.
 
@@ -114,5 +114,5 @@ class TokenCounts:
 
 
 def with_room(values: Tensor) -> Tensor:
-    """Twice as long, so that adding one at a time copies each value a constant number of times."""
+    """Return a tensor twice as long with the same values in front."""
     return torch.cat([values, values.new_zeros(max(FIRST_ROOM, len(values)))])

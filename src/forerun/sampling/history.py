@@ -1,4 +1,4 @@
-"""What processors must know of a request beyond its parameters: masks, counts of past tokens."""
+"""State that logits processors need beside a request's parameters: masks and token counts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class History:
             self._advance(self.mask, token)
 
     def _advance(self, mask: TokenMask, token: int) -> None:
-        """Follow the committed text; a step is not to break off here, so a failure is heard later.
+        """Advance the mask by a committed token; an exception is kept and raised at the next step.
 
         Most tokens were draft nodes, whose masks are there.
         """
@@ -130,7 +130,7 @@ class History:
         return root
 
     def masked(self, parent: RowHistory, path: Path) -> RowHistory:
-        """The row at `path`, a child of `parent`; masks are asked once, whoever wants to know."""
+        """Return the row at `path`, a child of `parent`; its mask is computed once."""
         row = self._masked.get(path)
         if row is None:
             row = self._masked[path] = parent.followed(path)
@@ -151,7 +151,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowHistory:
-    """The history one logits row sees: the committed one, extended along its path in the tree.
+    """The history at one row of logits: the committed one, extended along the row's path.
 
     Attributes:
         base: the committed one.
@@ -194,7 +194,7 @@ class RowHistory:
 def runs(
     histories: Sequence[RowHistory | None],
 ) -> Iterator[tuple[History, int, Sequence[RowHistory]]]:
-    """Consecutive rows of one request: its history, the first row, and what each of them sees."""
+    """Group consecutive rows of one request: its history, first row and row histories."""
     run: list[RowHistory] = []
     for row, history in enumerate([*histories, None]):
         if run and (history is None or history.base is not run[0].base):

@@ -1,4 +1,4 @@
-"""Numbers from a device to Python."""
+"""Transfer of numbers from a device to Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["on_host"]
 
 
 def on_host(*columns: Tensor) -> list[list[Any]]:
-    """The numbers of all columns, waiting for a device once. Ids fit fp64."""
+    """Return the numbers of all columns, waiting for the device once; token ids fit fp64."""
     if columns[0].is_cpu:
         return [column.tolist() for column in columns]
     together: list[float] = torch.cat([column.to(torch.float64) for column in columns]).tolist()

@@ -1,4 +1,4 @@
-"""The sampling kernels of the CPU: what the torch functions beside them do, a row at a time.
+"""CPU kernels of the sampling functions, with the results of their torch versions.
 
 A torch operation over a few rows takes longer to start than to do, and verification is dozens of
 them; each kernel does in one call what its caller's torch code defines. They run on the calling

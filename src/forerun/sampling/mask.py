@@ -12,7 +12,7 @@ __all__ = ["TokenMask"]
 
 @runtime_checkable
 class TokenMask(Protocol):
-    """A grammar, an automaton or a list of choices, after the output tokens it has been told.
+    """A constraint on the next token, such as a grammar, after the tokens it was advanced by.
 
     A sample owns one, which stands where its committed output ends. For every draft node it is
     forked from the node's parent and told the node's token, so each row of a pass is masked by what

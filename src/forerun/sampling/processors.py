@@ -1,4 +1,4 @@
-"""From logits to the probabilities a request asked for, every row under its own parameters.
+"""From logits to probabilities, every row under the parameters of its own request.
 
 Order: allowed tokens, logit bias, bad tokens, min_tokens, token masks; repetition, frequency and
 presence penalty; temperature; min_p, top_k, top_p. The warpers keep what transformers' warpers keep

@@ -1,4 +1,4 @@
-"""What a drafter hands to verification, and what verification hands back."""
+"""The proposal that a drafter makes and the verdict that verification returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Assurance", "Choice", "Proposal", "TokenSource", "Verdict"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assurance:
-    """A drafter's word for values that it need not have checked, for it has made them itself.
+    """A drafter's guarantee that the values of a proposal are valid, which spares a check.
 
     It says: every id is an argmax of, or a draw from, a row over the target's vocabulary; every row
     is a softmax in fp32 without NaN. It holds for these very tensors: a proposal with any other
@@ -61,7 +61,7 @@ class Proposal:
 
     @property
     def is_assured(self) -> bool:
-        """Whether the drafter vouches for the values as they are here."""
+        """Whether the drafter guarantees the values of this very proposal."""
         return self.assurance is not None and self.assurance.covers(self)
 
     @property

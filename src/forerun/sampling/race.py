@@ -1,4 +1,4 @@
-"""Races: draws that two distributions sharing their noise make alike as often as they agree.
+"""Draws by exponential race (Gumbel-max), so that similar distributions draw alike from one noise.
 
 Clocks of rates p ring first with probabilities p (the Gumbel-max trick in the exponential domain),
 and of two distributions racing on the same clocks the likelier token of one tends to be that of
@@ -31,7 +31,7 @@ NUM_MEMBERS = 8
 def race(
     probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, " rows"]
 ) -> Int64[Tensor, " rows"]:
-    """A draw from every row, by the clocks of its key.
+    """Draw a token from every row with the exponential noise of its key.
 
     A token of probability 0 never rings; a one-hot row needs no noise to be right.
 

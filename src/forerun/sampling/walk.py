@@ -35,7 +35,7 @@ __all__ = [
 
 
 def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
-    """Keys of the target's draws at the root row and at every node: what follows each of them.
+    """Return the keys of the target's draws at the root row and at the row of every node.
 
     Args:
         request_key: of the sample.
@@ -49,7 +49,7 @@ def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[i
 def target_tokens(
     probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, " rows"]
 ) -> Int64[Tensor, " rows"]:
-    """The target's own token at every row.
+    """Draw the target's own token at every row.
 
     Args:
         probs: distributions, from `target_probs`.

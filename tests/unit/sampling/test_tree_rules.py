@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from forerun.sampling import chain
+from forerun.sampling import chain, tree_rules
 from forerun.sampling.tree_rules import (
     TreeRule,
     TreeWeights,
@@ -18,6 +18,7 @@ from forerun.sampling.tree_rules import (
     post_order,
     tree_keys,
     tree_weights,
+    verify_tree,
 )
 from forerun.theory.tree import TokenTree
 
@@ -170,3 +171,18 @@ def test_one_hot_rows_leave_no_nan(rule, dtype):
     assert (found.final.sum(-1) > 0).all()
     assert found.final[1, 1].tolist() == [0, 1, 0, 0, 0]
     assert expected_accepted(rule, tree, found, tokens).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_node_of_acceptance_probability_0_is_rejected_by_the_smallest_noise(rule, monkeypatch):
+    """Strict: u < a. A token that the target never emits must not pass with u = 0."""
+    monkeypatch.setattr(
+        tree_rules, "uniform", lambda keys: torch.zeros(keys.shape, dtype=torch.float64)
+    )
+    tree = TokenTree((-1, 0))
+    target = torch.tensor([[0.0, 1, 0, 0, 0], [0.0, 0, 1, 0, 0], [1.0, 0, 0, 0, 0]])
+    draft = torch.tensor([[0.5, 0.5, 0, 0, 0], [0.5, 0.5, 0, 0, 0]])
+    found = verify_tree(rule, tree, target, draft, torch.tensor([0, 1]), tree_keys(1, 2, 2))
+    assert found.path == ()
+    assert found.final_token == 1
+    assert found.expected_accepted == 0

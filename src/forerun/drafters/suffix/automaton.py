@@ -82,7 +82,7 @@ class SuffixAutomaton:
         return max(ROOT, self._link[self.last])
 
     def favourite(self, state: int) -> tuple[int, float]:
-        """What followed `state` most often, the latest among equals, and its share.
+        """Return the most frequent continuation of `state`, the latest among equals, and its share.
 
         Returns:
             The token, NONE where nothing followed yet; and of the occurrences something followed,
@@ -105,7 +105,7 @@ class SuffixAutomaton:
         self._prefer(before, token)
 
     def _extend(self, state: int, token: int) -> int:
-        """The state of the text with `token` behind it; all its suffixes are there afterwards."""
+        """Add the states of the text with `token` appended, and return the longest one."""
         link, length = self._link, self._length
         new = self._new_state(length[state] + 1)
         target = NONE
@@ -158,7 +158,7 @@ class SuffixAutomaton:
             self._token[state], self._child[state] = token, child
 
     def _count_ends(self) -> None:
-        """One more occurrence of the suffixes of the text."""
+        """Count one more occurrence of the suffixes of the text."""
         state, count, link = self.last, self._count, self._link
         for _ in range(MAX_UPDATES):
             if state == ROOT:

@@ -1,4 +1,4 @@
-"""From a match to a draft: how a text went on before, as far as that is worth verifying."""
+"""Drafts copied from an earlier match, as long as verifying one more token is expected to pay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEED = 1 / 8
 
 
 class HitRates:
-    """Of what the frequencies in a text promise, how much comes true, by length of the match.
+    """How often the most frequent continuation of a match is right, by the length of the match.
 
     Every token of the output is an observation, whether it was drafted or not, so a request that
     starts to copy is noticed while nothing is drafted.
@@ -33,7 +33,7 @@ class HitRates:
         self._rates = list(PRIOR)
 
     def probability(self, length: int, share: float) -> float:
-        """That the favourite after a match is what comes next.
+        """Return the probability that the most frequent continuation of a match comes next.
 
         Args:
             length: tokens of the match.
@@ -42,7 +42,7 @@ class HitRates:
         return self._rates[min(LONGEST, length.bit_length())] * share
 
     def observe(self, length: int, share: float, hit: bool) -> None:
-        """Move the rate towards where `share` times rate is what happened."""
+        """Learn from one token whether the most frequent continuation was right."""
         bucket = min(LONGEST, length.bit_length())
         rate = self._rates[bucket]
         self._rates[bucket] = min(1.0, max(0.0, rate + SPEED * (hit - rate * share)))
@@ -50,7 +50,7 @@ class HitRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A chain of tokens.
+    """A chain of copied tokens, and what it is expected to be worth.
 
     Attributes:
         tokens: what is drafted.
@@ -67,7 +67,7 @@ NOTHING = Copy()
 
 
 class OwnMatch:
-    """The end of a text in the text itself.
+    """The longest earlier occurrence of a text's end in the same text.
 
     Attributes:
         automaton: of the text.
@@ -87,12 +87,12 @@ class OwnMatch:
         return state, self.automaton.length(state)
 
     def advance(self, token: int) -> None:
-        """One token more."""
+        """Append one token to the text."""
         self.automaton.append(token)
 
 
 class StoredMatch:
-    """The end of a text in texts that may grow meanwhile.
+    """The longest occurrence of a text's end in stored texts, which may grow meanwhile.
 
     Attributes:
         automaton: of the other texts.
@@ -108,7 +108,7 @@ class StoredMatch:
         self.place = (ROOT, 0)
 
     def advance(self, token: int) -> None:
-        """One token more: amortised O(1), since a match can only lose what it has gained."""
+        """Append one token to the text, in amortised constant time."""
         automaton = self.automaton
         state, length = self.place
         while True:
@@ -130,7 +130,7 @@ Match = OwnMatch | StoredMatch
 
 
 def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
-    """Draft while one more token is expected to make the step faster.
+    """Return the longest copy of which every token is expected to make the step faster.
 
     With S tokens expected to be accepted of n drafted, a step yields 1 + S tokens and costs
     kappa = 1 + step_cost + n row_cost. The next token, accepted with all before it with

@@ -1,4 +1,4 @@
-"""The suffix drafter: what followed the longest earlier match of the text's end follows again.
+"""A drafter without a model: it copies what followed the longest earlier match of the text's end.
 
 No model and no training: chains are copied from the request's own prompt and output and, if asked,
 from outputs of earlier requests of the same scope. They are deterministic, so they are verified by
@@ -26,11 +26,11 @@ from forerun.theory.tree import TokenTree
 __all__ = ["OutputStore", "SuffixDrafter"]
 
 MOST_IDLE = 9
-"""Looks at a request that found nothing, and after which pauses grow no further."""
+"""Number of calls without a copy after which pauses grow no further."""
 
 
 class SuffixDrafter:
-    """Copies from what was there before.
+    """Drafts chains copied from the text of the request and from stored outputs of others.
 
     Args:
         config: costs, and what is kept between requests.
@@ -47,14 +47,14 @@ class SuffixDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | Pause]:
-        """A chain of at most K tokens per request; a pause where copying would not pay."""
+        """Return a chain per request, or a pause where copying would not pay."""
         return [
             self._reader(request).propose(min(plan.shape.num_nodes, plan.shape.depth), self.config)
             for request, plan in zip(requests, plans, strict=True)
         ]
 
     def _reader(self, request: DraftRequest) -> Reader:
-        """The request's reader, up to date with its text."""
+        """Return the request's state, up to date with its text."""
         reader = self._readers.get(request.request_id)
         if reader is None:
             stored = () if request.scope is None else self.store.texts_of(request.scope)
@@ -64,7 +64,7 @@ class SuffixDrafter:
         return reader
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Nothing to do: committed tokens are read, and judged, before the next draft."""
+        """Do nothing: committed tokens are read before the next draft."""
 
     def forget(self, request_id: str) -> None:
         """Drop a request's text; its output goes to the store, if there is one and a scope."""
@@ -77,7 +77,7 @@ class SuffixDrafter:
 
 
 class Reader:
-    """Follows one request's text in itself and in the store.
+    """The state of one request: matches of its text's end in itself and in the stored texts.
 
     Args:
         request: whose text.
@@ -93,7 +93,7 @@ class Reader:
         self.num_idle = 0
 
     def read(self) -> None:
-        """Take in what was committed since the last time; of the output, learn what copies hit."""
+        """Read the tokens committed since the last call, and learn from those of the output."""
         ids, num_prompt = self.request.ids, self.request.num_prompt
         first, end = self.num_read, len(ids)
         output = max(first, num_prompt)
@@ -107,7 +107,7 @@ class Reader:
         self.num_read = end
 
     def propose(self, most: int, config: SuffixConfig) -> Proposal | Pause:
-        """What is worth most; the longer little is worth drafting, the longer the pause.
+        """Return the best copy, or a pause that grows with the calls that found nothing.
 
         Looking costs about as much as drafting, for the caches are cold after a pass.
         """
@@ -119,7 +119,7 @@ class Reader:
         return Pause(num_tokens=1 << (self.num_idle + 1) // 2)
 
     def _best(self, most: int, config: SuffixConfig) -> Copy:
-        """The copy expected to be worth most."""
+        """Return the copy with the highest expected value."""
         best = NOTHING
         for match in self.matches:
             copy = copy_on(match, most, config)
@@ -129,7 +129,7 @@ class Reader:
 
 
 def judge(match: Match, token: int) -> None:
-    """Tell the rates whether a copy would have had the next token right."""
+    """Learn whether a copy would have been right about the next token."""
     state, length = match.place
     favourite, share = match.automaton.favourite(state)
     if length and favourite != NONE:
@@ -137,7 +137,7 @@ def judge(match: Match, token: int) -> None:
 
 
 def proposal_of(copy: Copy) -> Proposal:
-    """A chain for the engine."""
+    """Return a copied chain as a proposal."""
     return Proposal(
         tokens=torch.tensor(copy.tokens),
         tree=TokenTree.chain(len(copy.tokens)),
@@ -151,7 +151,7 @@ SHELVES = 2
 
 
 class OutputStore:
-    """At most `max_tokens` tokens in all; the scopes that were idle longest lose theirs first.
+    """Outputs of finished requests by scope; the scope idle for longest is dropped first.
 
     An automaton cannot forget, so a scope's texts are in two: when the younger is full, the older
     is dropped.
@@ -166,18 +166,18 @@ class OutputStore:
 
     @property
     def num_tokens(self) -> int:
-        """What is kept, over all scopes."""
+        """Number of tokens stored over all scopes."""
         return sum(s.num_tokens for shelves in self._shelves.values() for s in shelves)
 
     def texts_of(self, scope: str) -> tuple[SuffixAutomaton, ...]:
-        """What a scope's next request may draw on, the latest first."""
+        """Return the stored texts of a scope, the latest first."""
         if scope not in self._shelves:
             return ()
         self._shelves.move_to_end(scope)
         return tuple(self._shelves[scope])
 
     def add(self, scope: str, tokens: Sequence[int]) -> None:
-        """Keep the output of a finished request, or as much of its end as there is room for."""
+        """Store the output of a finished request, or the end of it that fits."""
         room = self.max_tokens // SHELVES
         kept = tokens[max(0, len(tokens) - room + 1) :]
         if not kept or room < 1:

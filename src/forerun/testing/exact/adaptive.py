@@ -1,4 +1,4 @@
-"""A real controller between two enumerated steps: the second K is its decision after the first."""
+"""Two enumerated steps with a real controller, which decides the K of the second."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CAPACITY = Capacity(max_rows=64)
 
 @dataclass(frozen=True, slots=True)
 class Cheap:
-    """Costs at which some K between the least and the largest is best."""
+    """Costs under which neither the least nor the largest K is best."""
 
     def at(self, temperature: float) -> CostTable:
-        """Rows and drafts that cost a quarter of a step together."""
+        """Return a table in which a row and a draft token cost a quarter of a step."""
         line = CostLine(rows=(1, 4), verify_s=(1.0, 1.3), plain_s=1.0, draft_s=0.15)
         return CostTable(lines=(line,))
 
 
 def goodput_k(num_drafts: int, num_accepted: int) -> int:
-    """K after one step that accepted so many of so many; at least 1, for 0 is no chain."""
+    """Return the K a controller plans after a first step, at least 1."""
     controller = GoodputController({"draft_model": Cheap()}, MAX_K)
     controller.decide([STATE], CAPACITY)
     controller.observe([outcome(num_drafts, num_accepted)])
@@ -37,7 +37,7 @@ def goodput_k(num_drafts: int, num_accepted: int) -> int:
 
 
 def outcome(num_drafts: int, num_accepted: int) -> StepRecord:
-    """What a controller is told of the first step."""
+    """Return the record of the first step."""
     return StepRecord(
         cycle_id=0,
         t_s=0.0,

@@ -1,4 +1,4 @@
-"""Coupled decoding on the engine's real noise: whatever is drafted, the text of plain decoding."""
+"""Coupled decoding with the engine's noise, compared with plain decoding for every draft."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Draws:
         self._tokens: dict[tuple[int, int], list[list[int]]] = {}
 
     def token(self, pair: int, key: int, prefix: tuple[int, ...]) -> int:
-        """What the target draws after `prefix` with the noise of `key`."""
+        """Return the token that the target draws after `prefix` with the noise of `key`."""
         level = len(prefix)
         if (key, level) not in self._tokens:
             probs = self.pairs.target[level].float()
@@ -63,7 +63,7 @@ class Draws:
         return self._tokens[key, level][pair][spell(prefix, self.pairs.vocab_size)]
 
     def plain_text(self, pair: int) -> tuple[int, ...]:
-        """Plain decoding to the horizon."""
+        """Return the text of plain decoding to the horizon."""
         text: tuple[int, ...] = ()
         for position in range(self.pairs.horizon):
             key = position_key(self.key, NUM_PROMPT + position)
@@ -73,7 +73,7 @@ class Draws:
     def steps(
         self, pair: int, plain: tuple[int, ...], tree: TokenTree
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What each possible step emits, and what plain decoding says there."""
+        """Yield what each possible step emits and what plain decoding emits there."""
         nodes = range(len(tree.parents))
         paths = [tree.path(node) for node in nodes]
         for start in range(self.pairs.horizon - max(tree.depths)):

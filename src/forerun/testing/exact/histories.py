@@ -21,7 +21,7 @@ Interval = tuple[Tensor, Tensor]
 
 
 class Inexact(Exception):
-    """A verifier lacks a property its exactness rests on."""
+    """Raised where a verifier lacks a property that its exactness depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class Histories:
 
     @classmethod
     def begin(cls, num_pairs: int) -> Histories:
-        """The one history in which nothing has happened."""
+        """Return the single history before the first draw."""
         return cls(
             weights=torch.ones(num_pairs, 1, dtype=torch.float64),
             prefixes=torch.zeros(1, dtype=torch.int64),
@@ -54,7 +54,7 @@ class Histories:
         )
 
     def interval(self, key: int) -> Interval:
-        """Where the uniform of `key` lies in each history; [0, 1) for a fresh key."""
+        """Return the interval of the uniform of `key` in each history; [0, 1) for a new key."""
         if key not in self.intervals:
             return torch.zeros_like(self.weights), torch.ones_like(self.weights)
         low, high = self.intervals[key]

@@ -78,7 +78,7 @@ def masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedView:
-    """A bug in what rows know of the text before them.
+    """A bug in the history that a row's processors read.
 
     Attributes:
         name: of the bug.

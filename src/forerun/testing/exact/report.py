@@ -1,4 +1,4 @@
-"""What the enumeration found, as values and as a table."""
+"""Results of the enumeration, as values and as a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BIAS_CAUGHT = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierResult:
-    """One verifier of the engine.
+    """The result for one verifier of the engine.
 
     Attributes:
         name: which.
@@ -42,7 +42,7 @@ class VerifierResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedResult:
-    """One planted bug.
+    """The result for one planted bug.
 
     Attributes:
         name: which.
@@ -80,7 +80,7 @@ class ExactReport:
         return all(v.ok for v in self.verifiers) and all(p.caught for p in self.planted)
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the report as JSON-compatible values."""
         return {
             "seed": self.seed,
             "tolerance": TOLERANCE,

@@ -1,4 +1,4 @@
-"""What the enumeration runs for a sampled chain: the engine's own functions, each replaceable.
+"""The engine's functions that the enumeration runs on sampled chains, each replaceable.
 
 A `ChainVerifier` with nothing replaced is the engine; the planted bugs of `plants` replace a part.
 """
@@ -36,7 +36,7 @@ Decision = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainRows:
-    """What verification sees, flattened over pairs and histories.
+    """The input of verification, flattened over pairs and histories.
 
     Attributes:
         target: after every prefix of the chain.
@@ -75,7 +75,7 @@ def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
 
 
 def loaded_kernels() -> SamplingKernels:
-    """The kernels of this machine; `sampling_kernels` has said that there are some."""
+    """Return the kernels of this machine, where `sampling_kernels` has found some."""
     kernels = sampling_kernels()
     assert kernels is not None
     return kernels
@@ -109,7 +109,7 @@ def going_on(rule: StopRule, values: Tensor) -> Tensor:
 
 
 def one_more(num_drafts: int, num_accepted: int) -> int:
-    """K of the second step: it tells of the noise of the first."""
+    """Return a K of the second step that depends on the noise of the first."""
     return num_accepted + 1
 
 

@@ -47,7 +47,7 @@ class Walker:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WalkTable:
-    """What a walk over one tree emits, whatever was drafted.
+    """The texts that a walk over one tree emits, for every draft.
 
     Attributes:
         emits: by number of emitted tokens: whether, for draft tokens (as a base-vocab number), some
