@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
+.PHONY: help install demo test test-full fuzz check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ test: check  ## static checks, then every test
 
 test-full: check  ## the same with the full grid of cases (twice as long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "full or not full" $(ARGS)
+
+fuzz: $(STAMP)  ## every reader against hostile inputs; SECONDS=600 for each
+	FORERUN_FUZZ_SECONDS=$(or $(SECONDS),600) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/fuzz
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

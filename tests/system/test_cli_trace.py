@@ -150,7 +150,7 @@ def test_damage_is_shown_beside_what_is_whole(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "1 requests, 1 of them unfinished, 1 steps" in text
     assert "not read (2 places)" in text
-    assert f"line 2 (byte {len(lines[0])}): no JSON" in text
+    assert f"line 2 (byte {len(lines[0])}): is not JSON" in text
     assert "cut off in the middle" in text
 
 
@@ -158,7 +158,7 @@ def test_an_empty_trace_is_refused(path, capsys):
     write(path, [])
     assert main(["trace", "summarize", str(path)]) == 2
     captured = capsys.readouterr()
-    assert "holds no records" in captured.err and not captured.out
+    assert "holds no record" in captured.err and not captured.out
 
 
 @pytest.mark.parametrize(
