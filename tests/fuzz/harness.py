@@ -54,7 +54,7 @@ def mutated(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
                 st.just(b""),
             )
         )
-        data = (data[:start] + piece + data[end:])[: 1 << 18]
+        data = (data[:start] + piece + data[end:])[: 1 << 16]
     return data
 
 

@@ -119,7 +119,7 @@ HOSTILE_STEPS = [
         (f'"verify_s":{STEP.verify_s:.9f}', '"verify_s":1e308'),
     )
 ]
-BLANK = [b"\n" * 100_000, b"# \n" * 20_000, b"---\n" * 5000, b" \t\n" * 20_000]
+BLANK = [b"\n" * 50_000, b"# \n" * 5000, b"---\n" * 2000, b" \t\n" * 5000]
 NESTED = [b"forerun_facts: 1\nfacts: " + b"[" * 100_000, b"[" * 200_000, b'{"a":' * 50_000]
 NUMBERS = [b"forerun_facts: 1\nfacts: {k: " + b"9" * 400 + b"}", b'{"timings": 1e999}']
 
