@@ -13,7 +13,7 @@ from forerun.models.architecture import read_architecture
 from forerun.models.decoder import read_decoder
 from forerun.models.memory import geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
-from forerun.models.runner.graphs.recorder import GraphRecorder
+from forerun.models.runner.graphs.programs import GraphRecorder
 
 
 class Again:

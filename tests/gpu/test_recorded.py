@@ -18,7 +18,7 @@ from forerun.models.base import RowBatch
 from forerun.models.context import Context, pack
 from forerun.models.huggingface import adapt
 from forerun.models.runner.graphs.model import TorchModel
-from forerun.models.runner.graphs.recorder import CudaRecorder
+from forerun.models.runner.graphs.programs import CudaRecorder
 from forerun.sampling.config import SamplingParams
 from forerun.theory.tree import NO_TREE, TokenTree
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from forerun.models.base import Span
 from forerun.models.context import pack
-from forerun.models.runner.graphs.elementwise import TorchElementwise
+from forerun.models.runner.graphs.layers import TorchElementwise
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.graphs.passes import RectanglePass
 from forerun.models.runner.graphs.programs import Programs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.models.base import LanguageModel, Span
 from forerun.models.context import Context, pack
-from forerun.models.prefixes import MIN_SHARED_TOKENS
+from forerun.models.slots import MIN_SHARED_TOKENS
 from forerun.models.tabular import TabularModel
 from forerun.theory.tree import TokenTree
 

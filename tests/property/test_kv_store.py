@@ -17,7 +17,7 @@ from forerun.errors import NotEnoughMemory
 from forerun.models.base import KVPrefix, KVStore
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry
-from forerun.models.prefixes import MIN_SHARED_TOKENS, Prefix
+from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
 from forerun.models.tabular import TokenStore
 
 NUM_SLOTS = 3

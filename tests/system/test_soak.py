@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from tests.soak import soak_laws, soak_networks
 
-from forerun.models import prefixes
-
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 

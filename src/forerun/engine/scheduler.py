@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from forerun.engine.config import EngineConfig
 from forerun.engine.scheduled import ScheduledSequence
 from forerun.engine.sequence import Sequence
-from forerun.models.prefixes import MIN_SHARED_TOKENS, common_length
+from forerun.models.slots import MIN_SHARED_TOKENS, common_length
 
 __all__ = ["Scheduler"]
 

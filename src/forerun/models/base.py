@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from forerun.models.prefixes import Prefix
+from forerun.models.slots import Prefix
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import NO_TREE, TokenTree
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.base import KVStore, RowBatch, Span
-from forerun.models.prefixes import Prefix
+from forerun.models.slots import Prefix
 from forerun.theory.tree import NO_TREE, TokenTree
 
 __all__ = ["Context", "pack"]

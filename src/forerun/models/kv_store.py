@@ -14,8 +14,7 @@ from torch import Tensor
 from forerun.models.base import KVPrefix
 from forerun.models.features import FeatureRows, check_features, kept_features
 from forerun.models.memory import KVGeometry, bytes_needed
-from forerun.models.prefixes import Prefix
-from forerun.models.slots import SlotTable, num_in_place
+from forerun.models.slots import Prefix, SlotTable, num_in_place
 
 __all__ = ["ContiguousKVStore"]
 

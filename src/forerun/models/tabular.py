@@ -12,8 +12,7 @@ from forerun.errors import UnsupportedFeatures
 from forerun.models.base import KVPrefix, ModelOutput, RowBatch, Span
 from forerun.models.features import FeatureRows, check_features, kept_features
 from forerun.models.greedy import chain_by_forward
-from forerun.models.prefixes import Prefix
-from forerun.models.slots import SlotTable
+from forerun.models.slots import Prefix, SlotTable
 
 __all__ = ["TabularModel", "TokenStore"]
 

@@ -10,7 +10,7 @@ from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.huggingface import HuggingFaceModel
-from forerun.models.prefixes import MIN_SHARED_TOKENS
+from forerun.models.slots import MIN_SHARED_TOKENS
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 

@@ -6,7 +6,7 @@ import pytest
 
 from forerun.models.base import Span
 from forerun.models.context import Context
-from forerun.models.prefixes import MIN_SHARED_TOKENS, common_length
+from forerun.models.slots import MIN_SHARED_TOKENS, common_length
 from forerun.models.tabular import TokenStore
 
 LONG = list(range(100, 140))

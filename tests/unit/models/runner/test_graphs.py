@@ -13,13 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.models.base import RowBatch, Span
 from forerun.models.context import Context, pack
-from forerun.models.runner.graphs.backend import working_or_torch
-from forerun.models.runner.graphs.elementwise import TorchElementwise
-from forerun.models.runner.graphs.inputs import Inputs
-from forerun.models.runner.graphs.model import TorchModel
-from forerun.models.runner.graphs.programs import disagreement
-from forerun.models.runner.graphs.recorder import GraphRecorder
+from forerun.models.runner.graphs.layers import TorchElementwise
+from forerun.models.runner.graphs.model import TorchModel, working_or_torch
+from forerun.models.runner.graphs.programs import GraphRecorder, disagreement
 from forerun.models.runner.graphs.rectangle import (
+    Inputs,
     PassShape,
     ShapeLimits,
     shape_of,

@@ -1,22 +1,158 @@
 """One pass through a decoder: packed rows of tokens in, logits of the wanted rows out.
 
-What depends on the layout of the rows or on the hardware is handed in: who attends to what, and how
-the element-wise work between two matrices is done.
+The weights are tensors on one device. What depends on the layout of the rows or on the hardware is
+passed in: the attention of the rows, and the operations between two matrix products. The
+operations are defined here in torch; Triton's kernels compute the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.models.decoder import LayerWeights
-from forerun.models.runner.graphs.weights import Weights
+from forerun.models.decoder import (
+    Decoder,
+    EndWeights,
+    LayerWeights,
+    ReadTensor,
+    read_ends,
+    read_layer,
+)
 
-__all__ = ["Attend", "Elementwise", "Pass", "logits_of"]
+__all__ = [
+    "Attend",
+    "Elementwise",
+    "Pass",
+    "Rotation",
+    "TorchElementwise",
+    "Weights",
+    "features_buffer",
+    "heads_of",
+    "logits_of",
+    "read_weights",
+    "rotation_at",
+]
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine per row and pair, fp32 [rows, head_dim / 2]."""
+
+
+class TorchElementwise:
+    """Operations between two matrix products, one torch call each."""
+
+    def add_norm(
+        self,
+        residual: Float[Tensor, "rows hidden"],
+        update: Float[Tensor, "rows hidden"],
+        weight: Float[Tensor, " hidden"],
+        eps: float,
+    ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
+        """The sum, and its RMS norm times `weight`."""
+        total = residual + update
+        return total, self.norm(total, weight, eps)
+
+    def norm(
+        self, rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
+    ) -> Float[Tensor, "rows hidden"]:
+        """RMS norm times `weight`."""
+        return F.rms_norm(rows, rows.shape[-1:], weight, eps)
+
+    def gate(
+        self, gate_up: Float[Tensor, "rows gate_up_rows"]
+    ) -> Float[Tensor, "rows intermediate"]:
+        """SiLU of the first half times the second."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def rotation_at(decoder: Decoder, positions: Int64[Tensor, " rows"]) -> Rotation:
+    """Rotation of every row, the same for all layers."""
+    angles = positions[:, None].float() * decoder.inv_freq
+    return angles.cos() * decoder.rope_scale, angles.sin() * decoder.rope_scale
+
+
+def heads_of(
+    decoder: Decoder,
+    layer: LayerWeights,
+    qkv: Float[Tensor, "rows qkv_rows"],
+    rotation: Rotation,
+) -> tuple[
+    Float[Tensor, "rows heads head_dim"],
+    Float[Tensor, "rows kv_heads head_dim"],
+    Float[Tensor, "rows kv_heads head_dim"],
+]:
+    """Queries and keys, normed where the family does and rotated, and values."""
+    sizes, eps = decoder.architecture, decoder.norm_eps
+    bounds = (sizes.num_heads, sizes.num_heads + sizes.num_kv_heads)
+    query, key, value = qkv.view(len(qkv), -1, sizes.head_dim).tensor_split(bounds, dim=1)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query = F.rms_norm(query, query.shape[-1:], layer.query_norm, eps)
+        key = F.rms_norm(key, key.shape[-1:], layer.key_norm, eps)
+    return rotated(query, rotation), rotated(key, rotation), value
+
+
+def rotated(
+    heads: Float[Tensor, "rows heads head_dim"], rotation: Rotation
+) -> Float[Tensor, "rows heads head_dim"]:
+    """Rotate every pair (i, i + head_dim / 2) by its row's angle, in fp32."""
+    cosine, sine = (part[:, None] for part in rotation)
+    first, second = heads.chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat(turned, dim=-1).to(heads.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """All weights of a model.
+
+    Attributes:
+        decoder: sizes and constants; its rotation lies on the device of the weights.
+        layers: in order.
+        ends: embedding, last norm and head.
+    """
+
+    decoder: Decoder
+    layers: tuple[LayerWeights, ...]
+    ends: EndWeights
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor once, shared tensors included."""
+        parts: tuple[LayerWeights | EndWeights, ...] = (*self.layers, self.ends)
+        found = [getattr(part, field.name) for part in parts for field in fields(part)]
+        return tuple({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Size of the model, tied parameters counted once."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+
+def features_buffer(
+    weights: Weights, num_rows: int, layers: tuple[int, ...]
+) -> Float[Tensor, "rows layers hidden"] | None:
+    """Allocate the features of a pass; None if no layer is wanted."""
+    if not layers:
+        return None
+    embedding = weights.ends.embedding
+    with torch.inference_mode(False):  # a recording may write to it outside inference mode
+        return embedding.new_empty((num_rows, len(layers), embedding.shape[1]))
+
+
+def read_weights(decoder: Decoder, read: ReadTensor, device: torch.device) -> Weights:
+    """Read the weights layer by layer, so that only one layer is in memory twice."""
+    return Weights(
+        decoder=replace(decoder, inv_freq=decoder.inv_freq.to(device)),
+        layers=tuple(
+            read_layer(decoder, index, read) for index in range(decoder.architecture.num_layers)
+        ),
+        ends=read_ends(decoder, read),
+    )
 
 
 @runtime_checkable

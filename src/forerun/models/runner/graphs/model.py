@@ -1,9 +1,12 @@
-"""The torch runner, whose passes are recorded as CUDA graphs on CUDA."""
+"""The torch runner, whose passes are recorded as CUDA graphs on CUDA, and its kernels."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +18,60 @@ from forerun.models.decoder import Decoder, ReadTensor
 from forerun.models.greedy import chain_by_forward
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry
-from forerun.models.runner.graphs.backend import kernels_for
-from forerun.models.runner.graphs.passes import RectanglePass
-from forerun.models.runner.graphs.programs import Programs
-from forerun.models.runner.graphs.ragged import ragged_pass
-from forerun.models.runner.graphs.recorder import CudaRecorder, GraphRecorder
+from forerun.models.runner.graphs.layers import Elementwise, TorchElementwise, Weights, read_weights
+from forerun.models.runner.graphs.passes import AttendRows, RectanglePass, ragged_pass
+from forerun.models.runner.graphs.programs import CudaRecorder, GraphRecorder, Programs
 from forerun.models.runner.graphs.rectangle import ShapeLimits
-from forerun.models.runner.graphs.weights import Weights, read_weights
+from forerun.models.runner.graphs.torch_attention import torch_attention
 from forerun.models.stored import StoredModel
 
-__all__ = ["TorchModel", "build_torch_model"]
+__all__ = [
+    "Kernels",
+    "TorchModel",
+    "build_torch_model",
+    "kernels_for",
+    "torch_kernels",
+    "working_or_torch",
+]
+
+Kernels = tuple[AttendRows, Elementwise]
+
+logger = logging.getLogger("forerun.graphs")
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Return Triton's kernels on CUDA if they work there, otherwise torch's."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return torch_kernels()
+    return working_or_torch(triton_kernels, device)
+
+
+def torch_kernels() -> Kernels:
+    """Return kernels made of torch operations, for any device."""
+    return torch_attention, TorchElementwise()
+
+
+def triton_kernels() -> Kernels:
+    """Return Triton kernels, which fuse several torch operations into one launch."""
+    from forerun.models.runner.graphs.triton_rows import TritonElementwise, triton_attention
+
+    return triton_attention, TritonElementwise()
+
+
+def working_or_torch(make: Callable[[], Kernels], device: torch.device) -> Kernels:
+    """Return kernels after a test run on `device`; log a warning and return torch's if it fails."""
+    try:
+        attend_rows, elementwise = make()
+        rows = torch.ones((1, 16), device=device)
+        elementwise.add_norm(rows, rows, rows[0], 1e-5)
+    except Exception as error:  # noqa: BLE001 (no compiler, no driver, an older GPU: any of it)
+        logger.warning(
+            "Triton does not work here (%s: %s): passes use torch's kernels, which are slower",
+            type(error).__name__,
+            error,
+        )
+        return torch_kernels()
+    return attend_rows, elementwise
 
 
 class TorchModel(StoredModel):

@@ -1,4 +1,7 @@
-"""The functions that are recorded: one pass over a rectangle of rows, and a greedy chain."""
+"""Passes over a rectangle of rows, which can be recorded, and over any other rows.
+
+Prefill and other passes that fit no rectangle attend sequence by sequence and are not recorded.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,88 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.models.decoder import Decoder
+from forerun.models.attention import AttentionPass, attend_blocks, plan_pass
+from forerun.models.base import ModelOutput, RowBatch
+from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.runner.graphs.inputs import Inputs, Rows
-from forerun.models.runner.graphs.layers import Attend, Elementwise, Pass, logits_of
-from forerun.models.runner.graphs.rectangle import PassShape
-from forerun.models.runner.graphs.weights import Weights
+from forerun.models.runner.graphs.layers import (
+    Attend,
+    Elementwise,
+    Pass,
+    Rotation,
+    TorchElementwise,
+    Weights,
+    features_buffer,
+    heads_of,
+    logits_of,
+    rotation_at,
+)
+from forerun.models.runner.graphs.rectangle import Inputs, PassShape, Rows
 
-__all__ = ["AttendRows", "RectanglePass"]
+__all__ = ["AttendRows", "RaggedAttention", "RectanglePass", "ragged_attention", "ragged_pass"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RaggedAttention:
+    """An `Attend` over views of the store, cut to each sequence's own keys.
+
+    Attributes:
+        decoder: sizes and constants.
+        rotation: of every row.
+        plan: who writes where and sees what.
+    """
+
+    decoder: Decoder
+    rotation: Rotation
+    plan: AttentionPass
+
+    def __call__(
+        self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
+    ) -> Float[Tensor, "rows query_rows"]:
+        """Rotate, store the keys and values of layer `index`, attend."""
+        heads = heads_of(self.decoder, layer, qkv, self.rotation)
+        query, key, value = (part.transpose(0, 1)[None] for part in heads)
+        scaling = self.decoder.architecture.head_dim**-0.5
+        self.plan.write(index, key, value)
+        attended = attend_blocks(index, query, self.plan.blocks(None), scaling)
+        return attended.reshape(len(qkv), -1)
+
+
+def ragged_attention(
+    decoder: Decoder, store: ContiguousKVStore, batch: RowBatch
+) -> RaggedAttention:
+    """Stage the rows of a pass and plan its attention.
+
+    Raises:
+        NotEnoughMemory: rows do not fit into their slot.
+        ValueError: rows overwrite committed ones or leave a gap.
+    """
+    groups = decoder.architecture.num_heads // decoder.architecture.num_kv_heads
+    return RaggedAttention(
+        decoder=decoder,
+        rotation=rotation_at(decoder, batch.positions),
+        plan=plan_pass(batch.spans, store, groups),
+    )
+
+
+def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
+    """Stage the rows of a pass and run it without a recording.
+
+    Raises:
+        NotEnoughMemory: rows do not fit into their slot.
+        ValueError: rows overwrite committed ones or leave a gap.
+    """
+    features = features_buffer(weights, len(batch.tokens), batch.feature_layers)
+    rows = Pass(
+        tokens=batch.tokens,
+        wanted=batch.logit_rows,
+        attend=ragged_attention(weights.decoder, store, batch),
+        elementwise=TorchElementwise(),
+        feature_layers=batch.feature_layers,
+        features=features,
+    )
+    return ModelOutput(logits=logits_of(weights, rows), features=features)
+
 
 AttendRows = Callable[[Decoder, ContiguousKVStore, Rows], Attend]
 """Attention over a rectangle; called anew in every pass, inside the recording."""

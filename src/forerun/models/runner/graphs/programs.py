@@ -1,4 +1,4 @@
-"""Recorded passes by shape, each recorded when its shape first occurs."""
+"""Recorded passes by shape, each recorded as a CUDA graph when its shape first occurs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,73 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.models.base import ModelOutput, RowBatch
-from forerun.models.runner.graphs.inputs import Inputs
+from forerun.models.runner.graphs.layers import features_buffer
 from forerun.models.runner.graphs.passes import RectanglePass
-from forerun.models.runner.graphs.recorder import GraphRecorder
-from forerun.models.runner.graphs.rectangle import PassShape, ShapeLimits, shape_of
-from forerun.models.runner.graphs.weights import features_buffer
+from forerun.models.runner.graphs.rectangle import Inputs, PassShape, ShapeLimits, shape_of
 
-__all__ = ["Programs"]
+__all__ = ["CudaRecorder", "GraphRecorder", "Programs"]
+
+
+@runtime_checkable
+class GraphRecorder(Protocol):
+    """Records a function of fixed buffers."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Record what `run` does to its buffers and return a function that repeats it.
+
+        The result may be overwritten by any later call of anything recorded here.
+
+        Args:
+            run: reads and writes the same tensors at every call and never waits for the device.
+        """
+
+
+class CudaRecorder:
+    """CUDA graphs over one memory pool.
+
+    Recordings share the pool because they are played one after another on one stream; it is as
+    large as the largest of them.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run once to compile and to let libraries set themselves up, then capture.
+
+        What other threads do on the device meanwhile does not matter.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for what the recording needs.
+        """
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotations here
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                run()
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
 
 logger = logging.getLogger("forerun.graphs")
 preparation = logging.getLogger("forerun.preparation")

@@ -15,8 +15,8 @@ from torch import Tensor
 from forerun.models.attention import attend
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.runner.graphs.elementwise import Rotation, heads_of, rotation_at
-from forerun.models.runner.graphs.inputs import Rows
+from forerun.models.runner.graphs.layers import Rotation, heads_of, rotation_at
+from forerun.models.runner.graphs.rectangle import Rows
 
 __all__ = ["TorchAttention", "torch_attention"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.runner.graphs.elementwise import Rotation, rotation_at
-from forerun.models.runner.graphs.inputs import Rows
+from forerun.models.runner.graphs.layers import Rotation, rotation_at
+from forerun.models.runner.graphs.rectangle import Rows
 from forerun.models.runner.graphs.triton_kernels import (
     attend_kernel,
     combine_kernel,
