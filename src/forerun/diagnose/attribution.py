@@ -26,7 +26,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One step of the waterfall.
+    """One part of the time per emitted token.
 
     Attributes:
         name: in words.
@@ -49,7 +49,7 @@ class Counterfactual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """What is known of speedup = tau / kappa.
+    """How the time per token splits into parts: speedup = tau / kappa.
 
     Attributes:
         num_speculative_tokens: K.
@@ -92,7 +92,7 @@ class Attribution:
         return min(1.0, max(0.0, cost / gap)) if gap > TOLERANCE else 0.0
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "acceptance_length": self.acceptance_length,
@@ -192,7 +192,7 @@ def cost_parts(tau: float, k: int, kappa: float | None, costs: Costs) -> list[Pa
 def counterfactuals(
     tau: float, k: int, kappa: float | None, costs: Costs
 ) -> tuple[Counterfactual, ...]:
-    """One thing ideal at a time."""
+    """The speedup if one part of the cost were ideal, for each part."""
     if kappa is None:
         return ()
     found = [Counterfactual(name="every drafted token were accepted", speedup=(k + 1) / kappa)]

@@ -20,7 +20,7 @@ __all__ = ["CAUSES", "Cause", "Finding", "Remedy", "Sign"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a fact says about a cause.
+    """The weight of one fact for or against a cause.
 
     Attributes:
         fact: the fact.
@@ -32,7 +32,7 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """The fact and how it was come by."""
+        """The fact in words, with its source."""
         value = self.fact.value
         if isinstance(value, bool):
             said = self.fact.definition if value else f"not: {self.fact.definition}"
@@ -94,7 +94,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Something to change.
+    """A change that helps if the cause is present.
 
     Attributes:
         change: what to do.

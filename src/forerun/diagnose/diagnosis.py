@@ -30,7 +30,7 @@ class Change:
     prediction: Prediction | None
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return {
             "change": self.remedy.change,
             "price": self.remedy.price,
@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedCause:
-    """A cause as a candidate.
+    """A cause with its score, the test that would confirm it, and what to change.
 
     Attributes:
         scored: how it fares.
@@ -54,7 +54,7 @@ class RankedCause:
     changes: tuple[Change, ...]
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         test = self.next_test
         return {
             "label": self.scored.cause.label,
@@ -76,7 +76,7 @@ class RankedCause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found.
+    """The result of a diagnosis.
 
     Attributes:
         verdict: healthy, problem, or that too little is known.
@@ -93,7 +93,7 @@ class Diagnosis:
     evidence: Evidence
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         evidence, test = self.evidence, self.next_test
         return {
             "verdict": self.verdict,
@@ -149,7 +149,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
 
 
 def add_shares(evidence: Evidence, found: Attribution) -> None:
-    """The parts of the gap as facts."""
+    """Add the share of each part in the gap to the ideal as facts."""
     for kind in ("rejection", "draft", "verify", "overhead"):
         evidence.conclude(
             f"gap_share_{kind}", found.share(kind), "attribution of the time per token"

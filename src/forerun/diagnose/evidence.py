@@ -25,7 +25,7 @@ MAX_LIST = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One thing known.
+    """One known value of a named fact.
 
     Attributes:
         name: in the vocabulary, which has its definition.
@@ -45,7 +45,7 @@ class Fact:
         return FACTS[self.name].definition
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         ends: Json = None if self.interval is None else (self.interval.low, self.interval.high)
         return {
             "value": list(self.value) if isinstance(self.value, tuple) else self.value,
@@ -58,7 +58,7 @@ class Fact:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """What one source came to.
+    """How one source was read.
 
     Attributes:
         source: its name.
@@ -75,7 +75,7 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return {
             "source": self.source,
             "kinds": tuple(sorted(self.kinds)),
@@ -111,7 +111,7 @@ class Evidence:
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
-        """Take a fact in; None says that there is none.
+        """Add a fact; a value of None is ignored.
 
         Raises:
             ValueError: there is no such fact, or no such value of it; the message says so.
@@ -182,7 +182,7 @@ class Evidence:
 
 
 def checked_value(name: str, value: object) -> Value:
-    """A value as the vocabulary wants it.
+    """Check a value against the definition of its fact and convert it.
 
     Raises:
         ValueError: there is no such fact, or no such value of it.
@@ -225,7 +225,7 @@ def shown(value: object) -> str:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Yes or no."""
+    """Check an observation and convert it to a bool."""
     known: Mapping[object, bool] = {"yes": True, "true": True, "no": False, "false": False}
     found = known.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
@@ -234,7 +234,7 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 def checked_number(name: str, value: object) -> float:
-    """A finite number within the bounds of its kind."""
+    """Check a number against the bounds of its fact."""
     kind = FACTS[name]
     try:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ def alike(one: Value, other: Value) -> bool:
 
 
 def same(one: float | str, other: float | str) -> bool:
-    """One entry of a value."""
+    """Whether two entries are equal, numbers to within 2%."""
     if isinstance(one, str) or isinstance(other, str):
         return one == other
     return math.isclose(one, other, rel_tol=0.02)

@@ -20,7 +20,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "best_experiment", "experiment_for"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One thing to do.
+    """A test that an operator can run.
 
     Attributes:
         name: short.

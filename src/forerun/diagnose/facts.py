@@ -15,7 +15,7 @@ __all__ = ["FACTS", "GROUPS", "FactKind", "current_name"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactKind:
-    """One name that evidence can have.
+    """The definition of one fact.
 
     Attributes:
         name: how files, flags and causes call it.

@@ -19,7 +19,7 @@ __all__ = ["Bar", "Bars", "Curve", "Curves", "charts_of", "page_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One bar.
+    """One bar of a bar chart.
 
     Attributes:
         label: at its left.
@@ -66,7 +66,7 @@ class Curves:
 
 
 def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
-    """Every picture there is evidence for."""
+    """The charts that the evidence has data for."""
     found, series = diagnosis.attribution, diagnosis.evidence.series
     bars, curves = [], []
     if found is not None:
@@ -82,7 +82,7 @@ def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...
 
 
 def waterfall(found: Attribution) -> Bars:
-    """From the ideal to what is paid."""
+    """The waterfall chart from the ideal time per token to the actual one."""
     places, at = [], 0.0
     for part in parts_shown(found):
         places.append((part, min(at, at + part.cost), abs(part.cost)))
@@ -172,7 +172,7 @@ def by_tag(evidence: Evidence) -> Bars:
 
 
 def k_histogram(evidence: Evidence) -> Bars:
-    """Steps by K."""
+    """A histogram of steps by K."""
     common = sorted(evidence.series["K"], key=lambda point: -point[1])[:MAX_BARS]
     counts = sorted((float(k), n) for k, n, _ in common)
     most = max(n for _, n in counts) or 1.0
@@ -187,7 +187,7 @@ def k_histogram(evidence: Evidence) -> Bars:
 
 
 def spread(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Values at equal distances."""
+    """Place values at equal horizontal distances."""
     last = max(1, len(values) - 1)
     return tuple((index / last, value) for index, value in enumerate(values))
 
@@ -209,7 +209,7 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 def page_of(diagnosis: Diagnosis) -> str:
-    """The page's text."""
+    """Render the report page as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     bars, curves = charts_of(diagnosis)
     every = list(sections(diagnosis))

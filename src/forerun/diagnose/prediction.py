@@ -76,7 +76,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a remedy would come to.
+    """The predicted speedup after a remedy.
 
     Attributes:
         speedup: over plain decoding.
@@ -91,7 +91,7 @@ class Prediction:
     num_speculative_tokens: int | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return {
             "speedup": self.speedup,
             "gain": self.gain,
@@ -189,7 +189,7 @@ Rule = Callable[[Evidence, Attribution, Outlook], float | None]
 
 
 def at_best_k(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """K at its best for this profile."""
+    """The K of highest predicted speedup for this acceptance profile."""
     return outlook.speedup(best_drafting_k(outlook))
 
 
@@ -226,12 +226,12 @@ def halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) 
 
 
 def kappa_now(found: Attribution, outlook: Outlook) -> float:
-    """As measured, else as assumed."""
+    """The cycle cost now, measured if known and assumed otherwise."""
     return found.cycle_cost or outlook.cycle_cost(found.num_speculative_tokens)
 
 
 def less(saved: Callable[[int, Outlook], float]) -> Rule:
-    """A step that is cheaper by something."""
+    """The prediction for a step whose cost is reduced."""
 
     def rule(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
         k = found.num_speculative_tokens

@@ -19,7 +19,7 @@ MIN_ALSO = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredCause:
-    """A cause and how it fares.
+    """A cause with its score and the evidence for and against it.
 
     Attributes:
         cause: which.

@@ -155,7 +155,7 @@ def waterfall(found: Attribution) -> Iterator[str]:
 
 
 def what_if(found: Attribution) -> Iterator[str]:
-    """Counterfactuals."""
+    """The speedups if one part of the cost were ideal, as lines."""
     for other in found.counterfactuals:
         yield f"{other.speedup:5.2f}x  if {other.name}"
 
@@ -187,7 +187,7 @@ def changes_of(diagnosis: Diagnosis) -> list[Change]:
 
 
 def change_line(change: Change) -> str:
-    """What, what for, and at what price."""
+    """A change with its predicted gain and its price."""
     predicted = change.prediction
     if predicted is None:
         gain = "no change of speed, or none that can be predicted from this evidence"

@@ -28,7 +28,7 @@ class MeasuredCycleCost:
     num_uncompared: int
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return {
             "estimate": self.estimate,
             "num_steps": self.num_steps,
@@ -44,7 +44,7 @@ class Total:
     seconds: float = 0.0
 
     def add(self, num_steps: int, seconds: float) -> None:
-        """Count more."""
+        """Add to the counts."""
         self.num_steps += num_steps
         self.seconds += seconds
 

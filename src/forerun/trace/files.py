@@ -42,7 +42,7 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a name that says nothing of the format.
+    """Refuse a path whose suffix names no trace format.
 
     Raises:
         InvalidRequest: it ends in something else.

@@ -150,7 +150,7 @@ DURATIONS = ("draft_s", "verify_s", "other_s")
 
 
 def check_counts(record: StepRecord) -> None:
-    """Refuse what cannot have happened."""
+    """Refuse counts and times that no step can have."""
     if not 0 <= record.num_accepted <= record.depth_drafted <= record.num_drafted:
         raise ValueError(
             f"{record.num_accepted} accepted of {record.num_drafted} nodes, "

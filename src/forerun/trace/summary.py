@@ -185,13 +185,13 @@ class TimeSplit:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Total time in seconds."""
         return self.draft_s + self.verify_s + self.other_s
 
 
 @dataclass(slots=True, kw_only=True)
 class TraceSummary:
-    """What `summarise` found.
+    """Figures of a trace, as `summarise` adds them up.
 
     Attributes:
         headers: what was run; one per draft.
@@ -236,7 +236,7 @@ class TraceSummary:
         return median(self.ttft_s) if self.ttft_s else None
 
     def to_dict(self) -> dict[str, Json]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         times, plain = self.times, self.plain_step_s
         return {
             "headers": [header.to_dict() for header in self.headers],
@@ -292,7 +292,7 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
 def split_off(
     items: Iterable[Item], found: TraceSummary, ended: dict[str, tuple[str, ...]]
 ) -> Iterator[StepRecord]:
-    """The steps; everything else is noted on the way."""
+    """Yield the steps; add headers, requests and damage to the summary."""
     for item in items:
         if isinstance(item, StepRecord):
             yield item
@@ -337,7 +337,7 @@ def plot(summary: TraceSummary, title: str, path: Path) -> None:
 
 
 def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
-    """What is drawn, by label."""
+    """The groups to draw, by label."""
     drafting = [(tag, group) for tag, group in summary.tags.items() if group.positions]
     drafting.sort(key=lambda entry: -entry[1].acceptance.num_steps)
     lines = {"all": summary.overall} if summary.overall.positions else {}

@@ -31,7 +31,7 @@ class FlushRule:
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where records end up."""
+    """A file format that records are written to."""
 
     @property
     def flush_rule(self) -> FlushRule:
@@ -45,7 +45,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Give back what is open.
+        """Close open files.
 
         Raises:
             OSError: as for `write`.
@@ -99,7 +99,7 @@ class TraceWriter:
                 self._due_s = record.t_s + self._rule.seconds
 
     def flush(self) -> None:
-        """Write all that wait."""
+        """Write the buffered records."""
         waiting, self._waiting, self._due_s = self._waiting, [], math.inf
         if self.failed or not waiting:
             return
@@ -111,7 +111,7 @@ class TraceWriter:
             self.num_written += len(waiting)
 
     def close(self) -> None:
-        """Write all that wait and close the file."""
+        """Write the buffered records and close the file."""
         self.flush()
         try:
             self.sink.close()

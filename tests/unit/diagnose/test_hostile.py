@@ -35,7 +35,7 @@ def read(data: bytes) -> Evidence:
 @pytest.mark.parametrize("line", [b"\n", b" \n", b"\t\n", b"# comment\n", b"---\n", b" # \n"])
 def test_lines_that_say_nothing_are_passed_over_at_once(line):
     started = time.monotonic()
-    read(line * 50_000)
+    read(line * 20_000)
     read(line * 2000 + b"forerun_facts")
     assert time.monotonic() - started < 10.0
 
@@ -156,6 +156,20 @@ def test_a_pipe_without_a_writer_ends(tmp_path, monkeypatch):
         read_source(str(path), interval_s=1.0)
     with pytest.raises(InvalidTrace, match="regular"):
         list(read_trace(path))
+
+
+def test_the_log_of_a_running_server_is_used_up_to_the_time_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LIMITS", sources.ReadLimits(max_seconds=1.0))
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    try:
+        os.write(writer, b"sglang:spec_accept_length 2.5\n" * 3)
+        evidence = read_source(str(path), interval_s=1.0)
+    finally:
+        os.close(writer)
+    assert "acceptance_length" in evidence
+    assert "only the beginning was read" in evidence.readings[0].notes[0]
 
 
 def test_a_trace_may_come_through_a_pipe(tmp_path):

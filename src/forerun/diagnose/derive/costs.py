@@ -45,7 +45,7 @@ def add_times(evidence: Evidence) -> None:
 
 
 def add_parts(evidence: Evidence) -> None:
-    """c, v and o from timers."""
+    """Add the costs of drafting, of the target pass and of the rest, from timers."""
     plain_s, k = evidence.number("plain_step_s"), evidence.number("k")
     if not plain_s:
         return
@@ -121,7 +121,7 @@ RATIOS = (
 
 
 def add_ratios(evidence: Evidence) -> None:
-    """Figures that are one over another."""
+    """Add facts that are ratios of two others."""
     if "tokens_per_s_client" in evidence and "tokens_per_s_server" not in evidence:
         rate = evidence.number("tokens_per_s")
         evidence.conclude("tokens_per_s_server", rate, "the rate that was measured at the engine")

@@ -84,7 +84,7 @@ def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interv
 
 
 def add_draft_rate(evidence: Evidence) -> None:
-    """Accepted / drafted."""
+    """Add the draft acceptance rate: accepted / drafted tokens."""
     accepted, drafted = evidence.number("num_accepted"), evidence.number("num_drafted")
     tau, k = evidence.number("acceptance_length"), evidence.number("k")
     name = "draft_acceptance_rate"
@@ -122,7 +122,7 @@ def mean_drafted(evidence: Evidence) -> float | None:
 
 
 def add_first_position(evidence: Evidence) -> None:
-    """alpha_1, counted where it was."""
+    """Add alpha_1, the acceptance at the first drafted position."""
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
     drafts = evidence.number("num_drafts")

@@ -25,14 +25,14 @@ RECURRENT = re.compile(r"(?i)mamba|\bssm\b|\bgdn\b|rwkv|jamba|hybrid|delta-?net|
 
 
 def add_names(evidence: Evidence) -> None:
-    """Facts of both names."""
+    """Add what the names of target and draft imply."""
     for side in ("target", "draft"):
         for name in evidence.words(f"{side}_name"):
             add_name(evidence, side, name)
 
 
 def add_name(evidence: Evidence, side: str, name: str) -> None:
-    """Facts of one name."""
+    """Add what the name of one checkpoint implies."""
     source = f"name of the {side}: {name}"
     if (size := billions_of(name)) is not None and f"{side}_parameters" not in evidence:
         evidence.conclude(f"{side}_parameters", size, source)

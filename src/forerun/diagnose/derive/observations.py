@@ -129,7 +129,7 @@ def add_not_drafted(evidence: Evidence) -> None:
 
 
 def add_shapes(evidence: Evidence) -> None:
-    """Observations that take two figures."""
+    """Add observations that need two figures."""
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
         evidence.conclude(

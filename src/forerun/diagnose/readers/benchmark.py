@@ -47,7 +47,7 @@ class BenchmarkOutput:
         self._rates: dict[int, float] = {}
 
     def read(self, line: str) -> bool:
-        """One line."""
+        """Read one line; False if it is of another format."""
         for name, pattern in COUNTS.items():
             if (value := matched_number(pattern, line)) is not None:
                 self.tally.count(name, value)

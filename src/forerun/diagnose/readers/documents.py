@@ -16,7 +16,7 @@ Object = Mapping[str, object]
 
 
 class Documents:
-    """Takes objects, wherever in a document they are."""
+    """Reads the JSON objects of engines at any depth of a document."""
 
     def __init__(self) -> None:
         self.tally = Tally()
@@ -153,5 +153,5 @@ def number(entry: Object, name: str) -> float | None:
 
 
 def first_number(entry: Object, *names: str) -> float | None:
-    """The first of several spellings that is there."""
+    """The number under the first of several names that is present."""
     return next((value for name in names if (value := number(entry, name)) is not None), None)

@@ -76,7 +76,7 @@ class Remarks:
         self.tally = Tally()
 
     def read(self, line: str) -> bool:
-        """One line."""
+        """Read one line; False if it is of another format."""
         found = False
         line = line[:MAX_LENGTH]
         for pattern, facts in REMARKS:
@@ -87,7 +87,7 @@ class Remarks:
         return found
 
     def close(self) -> None:
-        """Nothing takes several lines."""
+        """Do nothing: every line was complete."""
 
 
 GATE = re.compile(r"\[SpeculationGate\] Speculative decoding disabled: rolling acceptance avg")
@@ -102,7 +102,7 @@ class TensorRtLlmLog:
         self.tally = Tally()
 
     def read(self, line: str) -> bool:
-        """One line."""
+        """Read one line; False if it is of another format."""
         if not GATE.search(line):
             return False
         for name in ("speculation_off", "adaptive_k", "adaptive_stuck", "acceptance_low"):
@@ -110,4 +110,4 @@ class TensorRtLlmLog:
         return True
 
     def close(self) -> None:
-        """Nothing takes several lines."""
+        """Do nothing: every line was complete."""

@@ -86,7 +86,7 @@ def add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
 
 
 def interval_of(key: str, value: Mapping[str, object]) -> Interval | None:
-    """Two ends around the value."""
+    """Check the interval of a fact: two ends around its value."""
     ends, estimate = value.get("interval"), value.get("value")
     if ends is None:
         return None
@@ -147,7 +147,7 @@ def property_of(kind: FactKind) -> dict[str, Json]:
 
 
 def value_schema(kind: FactKind) -> dict[str, Json]:
-    """What the value itself may be."""
+    """The JSON Schema of a fact without source and interval."""
     if kind.type == "flag":
         return {"type": "boolean"}
     if kind.type in ("word", "words"):

@@ -72,7 +72,7 @@ def add_rate(
 
 
 def page_of(url: str) -> PrometheusText:
-    """One sample.
+    """Read the page once.
 
     Raises:
         InvalidRequest: as for `read_live`.

@@ -37,7 +37,7 @@ class LlamaCppLog:
         self._statistics: dict[str, tuple[float, float, float]] = {}
 
     def read(self, line: str) -> bool:
-        """One line."""
+        """Read one line; False if it is of another format."""
         if found := ACCEPTANCE.search(line):
             self._read_acceptance(line, float(found.group(1)), float(found.group(2)))
         elif found := PER_POSITION.search(line):
@@ -59,7 +59,7 @@ class LlamaCppLog:
         return True
 
     def close(self) -> None:
-        """What takes several lines."""
+        """Add what follows from several lines together."""
         if self._eval_ms > 0.0 and self._eval_tokens > 1:
             rate = 1000.0 * self._eval_tokens / self._eval_ms
             self.tally.say("tokens_per_s", rate)

@@ -83,7 +83,7 @@ class Metrics:
     num_samples: int = 0
 
     def add(self, name: str, labels: str, value: float) -> None:
-        """One sample."""
+        """Add one sample."""
         if self.num_samples >= MAX_SERIES or not math.isfinite(value):
             return
         self.num_samples += 1
@@ -124,7 +124,7 @@ def is_gauge(name: str) -> bool:
 
 
 def grown(now: float, before: float) -> float:
-    """Growth of a counter."""
+    """The growth of a counter between two samples; a counter that was reset starts at 0."""
     return now - before if now >= before else now
 
 
@@ -157,7 +157,7 @@ class PrometheusText:
         return True
 
     def close(self) -> None:
-        """From samples to counts."""
+        """Convert the samples that were read to facts."""
         self.tally = metrics_of(self.metrics)
 
     def _name(self, name: str) -> None:

@@ -41,7 +41,7 @@ class SglangLog:
         self._changes: list[tuple[int, int]] = []
 
     def read(self, line: str) -> bool:
-        """One line."""
+        """Read one line; False if it is of another format."""
         if "Decode batch" in line:
             return self._read_decode(line)
         if found := ADAPTIVE.search(line):

@@ -60,7 +60,7 @@ class SpecDecodingLog:
         self._old: tuple[float, float, float, float] | None = None
 
     def read(self, line: str) -> bool:
-        """One line."""
+        """Read one line; False if it is of another format."""
         if "SpecDecoding metrics:" in line:
             return self._read_metrics(line)
         if rate := THROUGHPUT.search(line):

@@ -23,7 +23,7 @@ class Mean:
     weight: float = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """One more line."""
+        """Add one value."""
         self.total += value * weight
         self.weight += weight
 
@@ -35,7 +35,7 @@ class Mean:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What one engine's lines add up to.
+    """Sums of counts, means and facts over the lines of one engine.
 
     Attributes:
         counts: counters by fact name, added up.
@@ -60,7 +60,7 @@ class Tally:
         self.means.setdefault(name, Mean()).add(value, weight)
 
     def say(self, name: str, value: object) -> None:
-        """A fact."""
+        """Set a fact; the first value stays."""
         self.facts.setdefault(name, value)
 
     def positions(self, accepted: Sequence[float]) -> None:
@@ -113,7 +113,7 @@ MAX_NUMBERS = 64
 
 @runtime_checkable
 class LineReader(Protocol):
-    """Knows the lines of one format."""
+    """Reads the log lines of one format."""
 
     @property
     def kind(self) -> str:

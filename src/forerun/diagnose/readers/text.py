@@ -46,10 +46,41 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
 @runtime_checkable
 class Readable(Protocol):
-    """Bytes, some at a time."""
+    """A binary stream."""
 
     def read(self, size: int, /) -> bytes:
         """At most so many; none at the end."""
+
+
+class PartialSource:
+    """A source of which the part before a limit is used, such as the log of a running server.
+
+    Attributes:
+        stopped: the limit at which reading ended; None if the end was reached.
+    """
+
+    def __init__(self, file: Readable) -> None:
+        self.file = file
+        self.stopped: str | None = None
+        self._has_read = False
+
+    def read(self, size: int, /) -> bytes:
+        """At most so many bytes; none at the end or at a limit.
+
+        Raises:
+            UnreadableInput: nothing could be read.
+        """
+        if self.stopped is not None:
+            return b""
+        try:
+            data = self.file.read(size)
+        except UnreadableInput as error:
+            if not self._has_read:
+                raise
+            self.stopped = str(error)
+            return b""
+        self._has_read = True
+        return data
 
 
 def read_text(file: Readable, name: str) -> Evidence:
@@ -58,6 +89,15 @@ def read_text(file: Readable, name: str) -> Evidence:
     Raises:
         InvalidRequest: it is binary, or a facts file that is malformed.
     """
+    source = PartialSource(file)
+    evidence = read_source_text(source, name)
+    if source.stopped is not None:
+        evidence.readings[0].notes.append(f"only the beginning was read: {source.stopped}")
+    return evidence
+
+
+def read_source_text(file: Readable, name: str) -> Evidence:
+    """Evidence of a text that is read up to a limit."""
     head = b""
     while len(head) <= MAX_DOCUMENT and (chunk := file.read(MAX_DOCUMENT + 1 - len(head))):
         head += chunk
@@ -185,7 +225,7 @@ Concluding = LineReader | Documents | PrometheusText
 
 
 def conclude(evidence: Evidence, reader: Concluding, name: str) -> None:
-    """What a reader found becomes facts."""
+    """Add the facts that a reader found to the evidence."""
     reader.close()
     if reader.tally.is_empty:
         return

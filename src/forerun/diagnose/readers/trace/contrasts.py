@@ -64,7 +64,7 @@ def add_contrasts(
 
 
 def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
-    """What the draft before came to.
+    """Compare acceptance by the outcome of the previous draft.
 
     Acceptance clusters: text that was easy stays easy. So a step after some acceptance accepts at
     least as much as one after less, unless the state it drafts from is wrong.
@@ -77,7 +77,7 @@ def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None
 
 
 def split(places: StretchCounts, high: str, low: str) -> Comparison | None:
-    """Two of the places that words name."""
+    """Compare the steps of two named places."""
     return compare(places, places.place == PAUSES.index(high), places.place == PAUSES.index(low))
 
 
@@ -231,7 +231,7 @@ NUM_CUTS = 16
 
 
 def sharpest(stretches: Stretches) -> Comparison | None:
-    """The surest drop at any of some moments."""
+    """The most significant drop of acceptance over several points in time."""
     places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
     if not len(starts_s):
         return None

@@ -1,4 +1,4 @@
-"""Our own traces as evidence."""
+"""Traces of forerun as evidence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperatur
 
 @dataclass(slots=True, kw_only=True)
 class TraceRead:
-    """Everything of a trace that evidence is made of.
+    """What was read of a trace: totals, headers, requests and damage.
 
     Attributes:
         totals: over its steps.
@@ -118,7 +118,7 @@ def trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
 
 
 def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Large tables whose ends are ends of cycles."""
+    """Join tables of steps to large ones that end with a whole cycle."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)

@@ -124,7 +124,7 @@ class Stretches:
 
 
 def column(table: pa.Table, name: str) -> Ints:
-    """Whole numbers."""
+    """A column as an integer array."""
     found: Ints = table[name].to_numpy().astype(np.int64)
     return found
 
@@ -137,7 +137,7 @@ def codes(table: pa.Table, name: str, words: Sequence[str]) -> Ints:
 
 
 def bucket(values: Ints) -> Ints:
-    """Powers of four."""
+    """The power of four that a value lies in."""
     found: Ints = np.floor(np.log2(values + 1.0) / 2.0).astype(np.int64)
     return found
 
@@ -218,7 +218,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Steps of one side.
+    """One group of steps in a comparison.
 
     Attributes:
         num_steps: how many.
@@ -235,7 +235,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two sides and what lies between them.
+    """The difference of acceptance between two groups of steps.
 
     Attributes:
         high: where acceptance may be higher.
@@ -251,7 +251,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the means."""
+        """Difference of the two means."""
         return self.high.mean - self.low.mean
 
     @property
@@ -305,7 +305,7 @@ def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
 
 
 def side_of(places: StretchCounts, mask: Mask) -> Side:
-    """The entries of one side."""
+    """Add up the entries of one group."""
     num_steps = int(places.num_steps[mask].sum())
     return Side(
         num_steps=num_steps,

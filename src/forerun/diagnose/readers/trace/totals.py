@@ -36,7 +36,7 @@ class Hits:
     num_first: int = 0
 
     def add(self, num_steps: int, num_first: int) -> None:
-        """Count more."""
+        """Add to the counts."""
         self.num_steps += num_steps
         self.num_first += num_first
 
@@ -58,7 +58,7 @@ class Seconds:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Total time in seconds."""
         return self.draft_s + self.verify_s + self.other_s
 
 
@@ -68,7 +68,7 @@ PAUSING = frozenset({"suffix"})
 
 @dataclass(slots=True, kw_only=True)
 class TraceTotals:
-    """What figures are made of.
+    """Sums over the steps of a trace.
 
     Attributes:
         num_steps: steps of requests, plain ones included.
@@ -279,7 +279,7 @@ def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
 
 
 def fine_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Powers of the square root of two."""
+    """The power of the square root of two that a value lies in."""
     floor = pc.floor(pc.multiply(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
     return pc.cast(floor, pa.int64())
 
