@@ -72,7 +72,7 @@ class TableRows:
 
 
 class TableTeacher:
-    """A law for every last token, which a draft can learn completely."""
+    """A distribution for every last token, which a draft can learn completely."""
 
     exact = True
     truncated = False

@@ -3,9 +3,10 @@
     python benchmarks/align/objectives.py --alignment DIR --out FILE.json
 
 DIR is a finished alignment: its responses and caches are used, its draft to begin with is the one
-every arm starts from. Arms differ in what they minimise, at which temperature the target's law is
-taken (and the draft judged), and who wrote the text. Steps are equal, except in the arms of
-`--group raw`, which train for equal seconds on the target's responses and on library source.
+every arm starts from. Arms differ in what they minimise, at which temperature the target's
+distribution is taken (and the draft judged), and who wrote the text. Steps are equal, except in
+the arms of `--group raw`, which train for equal seconds on the target's responses and on library
+source.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Options:
     groups: tuple[Group, ...] = ("objectives", "on-policy", "raw")
     """Which arms."""
     temperatures: tuple[float, ...] = TEMPERATURES
-    """At which the law is taken and the draft judged."""
+    """At which the distribution is taken and the draft judged."""
     num_steps: int = 400
     """Optimiser steps of an arm."""
     seconds: float = 100.0
@@ -87,7 +88,7 @@ class Arm:
 
     Attributes:
         objective: what is minimised.
-        temperature: of the target's law and of the judge.
+        temperature: of the target's distribution and of the judge.
         on_policy_share: of the learned tokens, by the draft itself.
         text: the target's responses, or library source as it is.
         seconds: train for so long; None: the common number of steps.

@@ -1,10 +1,10 @@
-"""What a row of the target's law costs: rerun, from cached hidden states, from drawn ids; in turns.
+"""Cost of a row of the target's distribution: rerun, from cached hidden states, from drawn ids.
 
     python benchmarks/align/teachers.py --threads 2 [--seconds 30] [--out FILE.json]
 
-The same packed batches of program text go to every teacher, which gives the laws of all learned
-rows as training asks for them, 256 at a time. What lies between, without laws, is measured too: the
-target's body for the one, reading states from disk for the other.
+The same packed batches of program text go to every teacher, which gives the distributions of all
+learned rows as training needs them, 256 at a time. What lies between is measured too: the target's
+body for the one, reading states from disk for the other.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def samples_of(target: str) -> list[Sample]:
     return found
 
 
-def all_laws(teacher: Teacher, batch: PackedBatch) -> None:
-    """Every learned row's law, a chunk at a time."""
+def all_distributions(teacher: Teacher, batch: PackedBatch) -> None:
+    """Every learned row's distribution, a chunk at a time."""
     rows = teacher.rows(batch)
     for start in range(0, len(rows), CHUNK_ROWS):
         rows.distribution(slice(start, min(start + CHUNK_ROWS, len(rows))))
@@ -77,8 +77,8 @@ def measure(
     """Seconds per batch of every arm, in an order that rotates."""
     arms: dict[str, Callable[[PackedBatch], object]] = {}
     for kind, teacher in teachers.items():
-        arms[kind] = lambda batch, teacher=teacher: all_laws(teacher, batch)
-        arms[f"{kind}, no laws"] = lambda batch, teacher=teacher: teacher.rows(batch)
+        arms[kind] = lambda batch, teacher=teacher: all_distributions(teacher, batch)
+        arms[f"{kind}, no distributions"] = lambda batch, teacher=teacher: teacher.rows(batch)
     found: dict[str, list[float]] = {name: [] for name in arms}
     for call in arms.values():
         call(batches[0])

@@ -2,15 +2,15 @@
 
     python benchmarks/align/training_rate.py --threads 2 [--clock cpu] [--out FILE.json]
 
-Three arms over the same packed rows, model, objective and law:
+Three arms over the same packed rows, model, objective and distribution:
 
 - bare: the draft's decoder, the chunked loss and backward under bf16 autocast, on ready batches;
 - logits: what one would write first, with all logits at once, torch's KL and autograd's gradient;
 - trainer: an optimiser step as `forerun align` runs it, packing, acceptance, clipping, AdamW and
   metrics included.
 
-The target's law is one fixed tensor, so that no teacher's cost dilutes the difference. Every second
-block runs backwards.
+The target's distribution is one fixed tensor, so that no teacher's cost dilutes the difference.
+Every second block runs backwards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NUM_PROMPT = 16
 
 
 class FixedRows:
-    """The same laws for whatever rows."""
+    """The same distributions for whatever rows."""
 
     def __init__(self, target_probs: torch.Tensor, num_rows: int) -> None:
         self.target_probs = target_probs

@@ -11,7 +11,7 @@ from forerun.align.progress import Phases
 
 def shown(*told: tuple[int, int]) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Phases(console).bar("teacher", "the target's laws") as on_progress:
+    with Phases(console).bar("teacher", "the target's distributions") as on_progress:
         for done, total in told:
             on_progress(done, total)
     return console.file.getvalue()
@@ -23,13 +23,13 @@ def test_a_bar_stays_where_something_was_done():
 
 def test_no_bar_stays_where_nothing_was():
     last_frame = shown().rpartition("\x1b[2K")[2]
-    assert "the target's laws" not in last_frame
+    assert "the target's distributions" not in last_frame
 
 
 def test_a_phase_is_timed_whether_it_shows_anything_or_not():
     phases = Phases(None)
     for _ in range(2):
-        with phases.bar("teacher", "the target's laws"):
+        with phases.bar("teacher", "the target's distributions"):
             pass
     assert phases.seconds.keys() == {"teacher"}
     assert phases.seconds["teacher"] >= 0

@@ -87,7 +87,7 @@ def test_greedy_figures_are_matches_with_the_targets_own_text(target, cousin):
     ],
     ids=["plain", "truncated", "penalised", "greedy draft"],
 )
-def test_alpha_is_the_overlap_of_the_deployed_laws(target, cousin, changes):
+def test_alpha_is_the_overlap_of_the_deployed_distributions(target, cousin, changes):
     params = replace(SAMPLED, **changes)
     judge = judge_of(target, params)
     figures = judge.judge(as_draft(cousin), max_prompts=2)
@@ -96,19 +96,21 @@ def test_alpha_is_the_overlap_of_the_deployed_laws(target, cousin, changes):
     for index, response in zip(chosen, judge.responses(chosen), strict=True):
         ids = torch.tensor([[*HELD_OUT[index].prompt_ids, *response]])
         for end in range(len(HELD_OUT[index].prompt_ids), ids.shape[1]):
-            target_law, draft_law = (
-                law_of(model(ids[:, :end]).logits[0, -1], ids[0, :end], params)
+            target_distribution, draft_distribution = (
+                distribution_of(model(ids[:, :end]).logits[0, -1], ids[0, :end], params)
                 for model in (target, cousin)
             )
             if params.draft_temperature == 0:
-                draft_law = torch.nn.functional.one_hot(draft_law.argmax(), len(draft_law))
-            wanted.append(torch.minimum(target_law, draft_law).sum().item())
+                draft_distribution = torch.nn.functional.one_hot(
+                    draft_distribution.argmax(), len(draft_distribution)
+                )
+            wanted.append(torch.minimum(target_distribution, draft_distribution).sum().item())
     found = [alpha for prompt in figures.prompts for alpha in prompt.alphas]
     assert found == pytest.approx(wanted[: len(found)], abs=1e-5)
     assert len(found) == len(wanted)  # none of these texts loops
 
 
-def law_of(logits, seen, params):
+def distribution_of(logits, seen, params):
     """Repetition penalty, temperature and top_k as their definitions have them."""
     logits = logits.clone()
     for token in seen.unique().tolist():

@@ -37,7 +37,7 @@ def test_chunks_change_nothing(target, cousin, params, monkeypatch):
         assert found == pytest.approx(whole, abs=1e-5)
 
 
-def test_what_a_law_depends_on_is_told_to_both(target, cousin):
+def test_what_a_distribution_depends_on_is_told_to_both(target, cousin):
     found = {
         name: acceptance_probabilities(target, cousin, PROMPT, RESPONSE, params)
         for name, params in PARAMS.items()
@@ -91,7 +91,7 @@ def test_a_text_is_followed_up_to_an_id_the_draft_lacks(target):
     assert found[3] > 0  # other ids are shared there
 
 
-def test_a_draft_without_a_law_is_never_accepted(target):
+def test_a_draft_without_a_distribution_is_never_accepted(target):
     broken = network(seed=2)
     broken.lm_head.weight.fill_(float("nan"))
     found = acceptance_probabilities(target, adapted(broken), PROMPT, RESPONSE, PARAMS["plain"])

@@ -122,7 +122,7 @@ def test_our_engine_accepts_the_same_from_the_same_place(pair: Pair) -> None:
     assert {place: ours[place] for place in common} == {place: theirs[place] for place in common}
 
 
-def law_at(model: Any, ids: list[int], temperature: float) -> Tensor:
+def distribution_at(model: Any, ids: list[int], temperature: float) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([ids])).logits[:, -1] / temperature
     return logits.float()
@@ -142,8 +142,8 @@ def test_sampled_it_accepts_with_the_predicted_probability(pair: Pair) -> None:
             settings = {"temperature": temperature, "top_k": 0, "do_sample": True}
             text = [*PROMPT, *models.generate(PROMPT, 40, **settings)]
             for start, accepted in models.steps(1, len(text)):
-                distribution = law_at(target, text[:start], temperature).softmax(-1)
-                logits = law_at(draft, text[:start], temperature)
+                distribution = distribution_at(target, text[:start], temperature).softmax(-1)
+                logits = distribution_at(draft, text[:start], temperature)
                 alpha = acceptance_probability(
                     logits, DenseDistribution(target_probs=distribution), temperature
                 )

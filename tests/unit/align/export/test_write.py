@@ -75,7 +75,7 @@ def test_transformers_reads_k_from_the_draft_and_keeps_its_other_settings(own: P
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
-    # transformers' own default of top_k is 50, which would be another law.
+    # transformers' own default of top_k is 50, which would be another distribution.
     assert written(own, "hf")["generate"] == {
         "do_sample": True,
         "temperature": 0.7,

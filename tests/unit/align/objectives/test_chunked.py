@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.align.objectives.distributions import GivenRows, argmax_law, dense_law, normal
+from tests.unit.align.objectives.distributions import (
+    GivenRows,
+    argmax_distribution,
+    dense_distribution,
+    normal,
+)
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig, ObjectiveName
@@ -39,7 +44,9 @@ def rows_of(
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: float) -> None:
     hidden, weight, bias = tensors()
-    distribution = dense_law(ROWS, VOCAB) if temperature else argmax_law(ROWS, VOCAB)
+    distribution = (
+        dense_distribution(ROWS, VOCAB) if temperature else argmax_distribution(ROWS, VOCAB)
+    )
     weights = normal(ROWS, seed=9).abs()
     rows, head = rows_of(hidden, distribution, weights), DraftHead(weight=weight, bias=bias)
     objective = make_objective(ObjectiveConfig(objective=name), temperature)
@@ -58,7 +65,7 @@ def test_it_is_the_loss_of_all_logits_at_once(name: ObjectiveName, temperature: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_acceptance_comes_with_it(temperature: float) -> None:
     hidden, weight, _ = tensors()
-    distribution = dense_law(ROWS, VOCAB)
+    distribution = dense_distribution(ROWS, VOCAB)
     rows, head = rows_of(hidden, distribution), DraftHead(weight=weight)
     objective = make_objective(ObjectiveConfig(objective="ce"), temperature)
     found = chunked_loss(rows, head, objective, temperature=temperature, with_acceptance=True)
@@ -78,7 +85,7 @@ def test_acceptance_comes_with_it(temperature: float) -> None:
 def test_what_is_frozen_gets_no_gradient() -> None:
     hidden, weight, _ = tensors()
     rows, objective = (
-        rows_of(hidden, dense_law(ROWS, VOCAB)),
+        rows_of(hidden, dense_distribution(ROWS, VOCAB)),
         make_objective(ObjectiveConfig(), 1.0),
     )
     found = chunked_loss(rows, DraftHead(weight=weight.detach()), objective, temperature=1.0)
@@ -93,7 +100,7 @@ def test_what_is_frozen_gets_no_gradient() -> None:
 def test_a_tied_head_gets_both_gradients() -> None:
     _, weight, _ = tensors()
     ids = torch.arange(ROWS) % VOCAB
-    distribution = dense_law(ROWS, VOCAB)
+    distribution = dense_distribution(ROWS, VOCAB)
     objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
     rows = rows_of(weight[ids], distribution)
     found = chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0).loss
@@ -105,7 +112,7 @@ def test_a_tied_head_gets_both_gradients() -> None:
 
 def test_under_autocast_products_are_bf16_and_gradients_keep_their_dtype() -> None:
     hidden, weight, _ = tensors(torch.float32)
-    distribution = dense_law(ROWS, VOCAB)
+    distribution = dense_distribution(ROWS, VOCAB)
     objective = make_objective(ObjectiveConfig(objective="fkl"), 1.0)
     rows, head = rows_of(hidden, distribution), DraftHead(weight=weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -124,7 +131,7 @@ def test_under_autocast_products_are_bf16_and_gradients_keep_their_dtype() -> No
 def test_no_rows_are_no_loss() -> None:
     hidden, weight, _ = tensors()
     empty = LearnedRows(
-        hidden=hidden[:0], labels=torch.arange(0), teacher=GivenRows(dense_law(0, VOCAB))
+        hidden=hidden[:0], labels=torch.arange(0), teacher=GivenRows(dense_distribution(0, VOCAB))
     )
     objective = make_objective(ObjectiveConfig(), 1.0)
     found = chunked_loss(empty, DraftHead(weight=weight), objective, temperature=1.0)
@@ -156,7 +163,9 @@ def test_a_teacher_is_asked_only_for_what_is_needed() -> None:
 
     hidden, weight, _ = tensors()
     labels = torch.zeros(ROWS, dtype=torch.int64)
-    rows = LearnedRows(hidden=hidden, labels=labels, teacher=Unwilling(dense_law(ROWS, VOCAB)))
+    rows = LearnedRows(
+        hidden=hidden, labels=labels, teacher=Unwilling(dense_distribution(ROWS, VOCAB))
+    )
     objective = make_objective(ObjectiveConfig(objective="ce"), 1.0)
     chunked_loss(rows, DraftHead(weight=weight), objective, temperature=1.0)
     with pytest.raises(AssertionError, match="without need"):

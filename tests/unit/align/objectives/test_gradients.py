@@ -1,7 +1,7 @@
 """Every objective against its gradient in closed form, in fp64.
 
-p is the target's law, q the draft's, z its logits. Derived by hand from the definitions: for a loss
-L(q) with g_i = dL/dq_i, the softmax gives dL/dz_i = q_i (g_i - sum_j q_j g_j).
+p is the target's distribution, q the draft's, z its logits. Derived by hand from the definitions:
+for a loss L(q) with g_i = dL/dq_i, the softmax gives dL/dz_i = q_i (g_i - sum_j q_j g_j).
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.align.objectives.distributions import argmax_law, dense_law, normal, truncated_law
+from tests.unit.align.objectives.distributions import (
+    argmax_distribution,
+    dense_distribution,
+    normal,
+    truncated_distribution,
+)
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig, ObjectiveName
@@ -21,7 +26,11 @@ from forerun.align.objectives.named import make_objective
 ROWS, VOCAB = 7, 23
 BETA, ETA = 0.3, 2.5
 NAMES: tuple[ObjectiveName, ...] = ("ce", "fkl", "rkl", "jsd", "tv", "nla", "lk")
-LAWS = {"dense": dense_law, "truncated": truncated_law, "argmax": argmax_law}
+DISTRIBUTIONS = {
+    "dense": dense_distribution,
+    "truncated": truncated_distribution,
+    "argmax": argmax_distribution,
+}
 
 Closed = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -80,10 +89,10 @@ def losses_of(
     return objective.losses(logits, distribution, torch.arange(ROWS) * 3 % VOCAB)
 
 
-@pytest.mark.parametrize("distribution", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_is_the_closed_form(name: ObjectiveName, distribution: str) -> None:
-    target = LAWS[distribution](ROWS, VOCAB)
+    target = DISTRIBUTIONS[distribution](ROWS, VOCAB)
     logits = normal(ROWS, VOCAB, seed=0, scale=2).requires_grad_()
     (found,) = torch.autograd.grad(losses_of(name, logits, target).sum(), logits)
     draft, probs = logits.detach().softmax(-1), dense_probs(target, VOCAB).double()
@@ -96,7 +105,7 @@ def test_gradient_is_the_closed_form(name: ObjectiveName, distribution: str) -> 
 def test_a_perfect_draft_has_nothing_to_learn_on_average(name: ObjectiveName) -> None:
     """Of CE over labels drawn from the target, which is its expectation over p."""
     logits = normal(ROWS, VOCAB, seed=0).requires_grad_()
-    distribution = dense_law(ROWS, VOCAB)
+    distribution = dense_distribution(ROWS, VOCAB)
     target = type(distribution)(target_probs=logits.detach().softmax(-1).float())
     if name == "ce":
         everything = torch.stack(
@@ -119,15 +128,15 @@ def test_a_perfect_draft_has_nothing_to_learn_on_average(name: ObjectiveName) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_at_temperature_0_the_argmax_alone_is_the_whole_law(name: ObjectiveName) -> None:
-    sparse = argmax_law(ROWS, VOCAB)
-    dense = type(dense_law(1, 1))(target_probs=dense_probs(sparse, VOCAB))
+def test_at_temperature_0_the_argmax_alone_is_the_whole_distribution(name: ObjectiveName) -> None:
+    sparse = argmax_distribution(ROWS, VOCAB)
+    dense = type(dense_distribution(1, 1))(target_probs=dense_probs(sparse, VOCAB))
     logits = normal(ROWS, VOCAB, seed=0)
     torch.testing.assert_close(losses_of(name, logits, sparse), losses_of(name, logits, dense))
 
 
 def test_at_temperature_0_fkl_and_log_acceptance_are_ce_on_the_argmax() -> None:
-    distribution = argmax_law(ROWS, VOCAB)
+    distribution = argmax_distribution(ROWS, VOCAB)
     logits = normal(ROWS, VOCAB, seed=0, scale=4)
     surprise = -logits.log_softmax(-1).gather(1, distribution.ids)[:, 0]
     for name in ("fkl", "nla"):
@@ -136,9 +145,11 @@ def test_at_temperature_0_fkl_and_log_acceptance_are_ce_on_the_argmax() -> None:
 
 
 @pytest.mark.parametrize("name", ["ce", "fkl"])
-def test_the_linear_ones_average_over_drawn_ids_to_the_whole_law(name: ObjectiveName) -> None:
-    """Gradients under each possible id, weighed by its probability, sum to that of the law."""
-    distribution = dense_law(ROWS, VOCAB)
+def test_the_linear_ones_average_over_drawn_ids_to_the_whole_distribution(
+    name: ObjectiveName,
+) -> None:
+    """Gradients under each id, weighted by its probability, sum to that of the whole."""
+    distribution = dense_distribution(ROWS, VOCAB)
     logits = normal(ROWS, VOCAB, seed=0).requires_grad_()
     objective = make_objective(ObjectiveConfig(objective=name), 1.0)
     assert objective.linear
@@ -162,7 +173,9 @@ def test_the_others_say_that_drawn_ids_do_not_do(name: ObjectiveName) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_laws_without_anything_in_common_leave_gradients_finite(name: ObjectiveName) -> None:
+def test_distributions_without_anything_in_common_leave_gradients_finite(
+    name: ObjectiveName,
+) -> None:
     logits = torch.full((1, VOCAB), -300.0, dtype=torch.float32)
     logits[0, 0] = 300.0
     logits.requires_grad_()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.align.objectives.distributions import dense_law, normal
+from tests.unit.align.objectives.distributions import dense_distribution, normal
 
 from forerun.align.config import ObjectiveConfig
 from forerun.align.objectives.length_aware import length_weights
@@ -40,7 +40,7 @@ def test_certain_acceptance_and_none() -> None:
 
 def test_with_log_acceptance_it_is_the_gradient_of_log_expected_length() -> None:
     lengths, vocab = (9, 2, 1), 11
-    distribution = dense_law(sum(lengths), vocab)
+    distribution = dense_distribution(sum(lengths), vocab)
     logits = normal(sum(lengths), vocab, seed=0).requires_grad_()
     labels = torch.zeros(sum(lengths), dtype=torch.int64)
     losses = make_objective(ObjectiveConfig(objective="nla"), 1.0).losses(

@@ -1,4 +1,4 @@
-"""Teachers over a cache: the same laws without the target, nothing lost, nothing foreign."""
+"""Teachers over a cache: the same distributions without the target, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def shards(source):
     return sorted(source.cache_dir.glob("*/rows-*.safetensors"))
 
 
-def test_hidden_states_give_the_laws_of_the_target(make, on_disk):
+def test_hidden_states_give_the_distributions_of_the_target(make, on_disk):
     packing, batch = all_rows(texts())
     teacher = make()
     teacher.prepare(packing.samples)

@@ -25,7 +25,7 @@ def test_auto_caches_hidden_states_if_they_fit_and_reruns_the_target_if_not(on_d
     assert "hidden states would not fit" in caplog.text
 
 
-def test_auto_keeps_one_id_of_a_greedy_law_whatever_is_learned(on_disk):
+def test_auto_keeps_one_id_of_a_greedy_distribution_whatever_is_learned(on_disk):
     source = on_disk.with_(sampling=GREEDY)
     for name in ("fkl", *NOT_LINEAR):
         teacher = make_teacher(caching("auto"), objective(name), source, 100)
@@ -34,7 +34,9 @@ def test_auto_keeps_one_id_of_a_greedy_law_whatever_is_learned(on_disk):
 
 @pytest.mark.parametrize("kind", ["sampled", "top-k"])
 @pytest.mark.parametrize("name", NOT_LINEAR)
-def test_objectives_that_are_not_linear_are_refused_from_parts_of_a_law(kind, name, on_disk):
+def test_objectives_that_are_not_linear_are_refused_from_parts_of_a_distribution(
+    kind, name, on_disk
+):
     with pytest.raises(InvalidRequest, match=f'objective "{name}" cannot be learned from .*{kind}'):
         make_teacher(caching(kind), objective(name), on_disk.source, 100)
     make_teacher(caching(kind), objective(name), on_disk.with_(sampling=GREEDY), 100)

@@ -33,7 +33,7 @@ def test_packed_rows_are_what_the_samples_are_alone(family):
     rows = teacher.rows(batch)
     assert len(rows) == packing.num_learned
     expected = expected_logits(network, packing, batch).softmax(-1)
-    assert expected.amax(-1).mean() < 0.9  # laws in which something can differ
+    assert expected.amax(-1).mean() < 0.9  # distributions in which something can differ
     distribution = rows.distribution(slice(0, len(rows)))
     torch.testing.assert_close(distribution.target_probs, expected, atol=2e-5, rtol=2e-4)
 
@@ -57,7 +57,7 @@ def test_temperature_and_truncation_are_those_deployed():
     torch.testing.assert_close(distribution.target_probs, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_a_greedy_law_is_the_most_likely_token():
+def test_a_greedy_distribution_is_the_most_likely_token():
     network = tiny.network()
     packing, batch = all_rows(texts())
     distribution = (
@@ -79,7 +79,7 @@ def test_penalties_and_biases_are_left_to_the_engine():
     assert torch.equal(*probs_of_rows)
 
 
-def test_laws_can_be_trained_on():
+def test_distributions_can_be_trained_on():
     """Tensors of inference mode could not be."""
     _, batch = all_rows(texts())
     distribution = (

@@ -1,4 +1,4 @@
-"""Drawn ids: unbiased, near the law they were drawn from, the same whenever they are drawn."""
+"""Drawn ids: unbiased, near the distribution they were drawn from, and reproducible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def counts_of(drawn: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_ids", [1, 2, 7, 64])
-def test_expected_shares_are_the_law(num_ids):
+def test_expected_shares_are_the_distribution(num_ids):
     """Offsets on a fine grid stand for all of them: an id's draws are off by one step at most."""
     probs, num_offsets = some_probs(), 500
     total = torch.zeros(len(probs), VOCAB_SIZE, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_the_last_token_may_be_impossible():
 
 
 def test_the_gradient_of_a_linear_objective_is_unbiased():
-    """Averaged over offsets, the gradient from drawn ids is that from the whole law."""
+    """Averaged over offsets, the gradient from drawn ids is that from the whole distribution."""
     probs, num_offsets = some_probs(), 400
     generator = torch.Generator().manual_seed(5)
     logits = torch.empty(len(probs), VOCAB_SIZE).normal_(generator=generator).requires_grad_()
@@ -87,7 +87,7 @@ def merged(distribution: SparseDistribution) -> SparseDistribution:
     return SparseDistribution(ids=best.indices, shares=best.values)
 
 
-def test_a_law_that_is_no_number_is_refused():
+def test_a_distribution_that_is_no_number_is_refused():
     probs = some_probs()
     probs[2] = torch.nan
     with pytest.raises(NumericalError, match="not finite"):
@@ -99,7 +99,7 @@ def sampled(on_disk, num_ids: int = 64, **changes):
     return make_teacher(config, objective(), on_disk.with_(**changes), 100)
 
 
-def test_shares_are_near_the_deployed_law(on_disk):
+def test_shares_are_near_the_deployed_distribution(on_disk):
     packing, batch = all_rows(texts())
     params = SamplingParams(temperature=0.8, top_k=9)
     teacher = sampled(on_disk, sampling=params)
@@ -127,11 +127,11 @@ def test_drawn_ids_depend_on_the_text_alone(on_disk, tmp_path):
         teacher.prepare(packing.samples)
         rows = teacher.rows(batch)
         found.append(dense_probs(rows.distribution(slice(0, len(rows))), tiny.VOCAB_SIZE))
-    # Padding of a pass moves a law by a rounding, and with it a draw at most.
+    # Padding of a pass moves a distribution by a rounding, and with it a draw at most.
     assert (found[0] != found[1]).any(-1).float().mean() < 0.02
 
 
-def test_a_greedy_law_is_one_id_and_exact(on_disk):
+def test_a_greedy_distribution_is_one_id_and_exact(on_disk):
     packing, batch = all_rows(texts())
     teacher = sampled(on_disk, sampling=SamplingParams(temperature=0))
     teacher.prepare(packing.samples)

@@ -1,4 +1,4 @@
-"""A server's log-probabilities as a law: what is missing is never made up."""
+"""A server's log-probabilities as a distribution: what is missing is never made up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def some_logits(num_rows: int = 40, vocab_size: int = 30) -> torch.Tensor:
 
 
 def known_and_true(params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shares of the tokens a server names, and their probabilities in the whole deployed law."""
+    """Shares of the tokens a server names, and their whole deployed probabilities."""
     logits = some_logits()
     named = logits.log_softmax(-1).topk(KNOWN)
     packed = pack_params([params], rows=[0] * len(logits))
@@ -125,7 +125,7 @@ def test_rows_are_those_of_their_samples(on_disk):
         assert not probs[row][~named].any()
 
 
-def test_a_greedy_law_is_known_whole(on_disk):
+def test_a_greedy_distribution_is_known_whole(on_disk):
     source = on_disk.with_(sampling=SamplingParams(temperature=0))
     teacher = make_teacher(caching("top-k"), objective("rkl"), source, 100)
     assert not teacher.truncated
@@ -146,3 +146,9 @@ def test_a_response_without_them_is_named(spoil, on_disk):
     teacher = make_teacher(caching("top-k"), objective(), on_disk.source, 100)
     with pytest.raises(InvalidRequest, match="prompt 0000000000000001 has no log-probabilities"):
         teacher.prepare(samples)
+
+
+def test_a_token_exactly_at_min_p_is_kept() -> None:
+    logprobs = torch.tensor([[0.5, 0.25, 0.125]], dtype=torch.float64).log()
+    found = known_shares(logprobs, SamplingParams(min_p=0.5))
+    torch.testing.assert_close(found, torch.tensor([[2 / 3, 1 / 3, 0.0]], dtype=torch.float64))
