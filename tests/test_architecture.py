@@ -26,7 +26,7 @@ TORCH_FREE = (
     "forerun.engine.config",
     "forerun.plan.advice",
     "forerun.plan.simulation.comparison",
-    "forerun.probe.profile_file",
+    "forerun.probe.profile",
     "forerun.sampling.config",
     "forerun.trace.files",
     "forerun.trace.summary",

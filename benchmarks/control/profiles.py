@@ -17,8 +17,7 @@ from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import estimates_of, measure_pair
 from forerun.probe.pair import facts_of, load_pair
-from forerun.probe.profile import Profile
-from forerun.probe.profile_file import load_profile, write_profile
+from forerun.probe.profile import Profile, load_profile, write_profile
 from forerun.probe.rounds import widest
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
@@ -63,7 +62,7 @@ def measure_profiles(place: Place, num_threads: int, *, anew: bool) -> None:
             facts_of(DRAFTS[name], pair.draft, "auto"),
         )
         profile = measure_pair(
-            pair, facts, config, clock=time.perf_counter, tell=lambda rounds, error: None
+            pair, facts, config, clock=time.perf_counter, notify=lambda rounds, error: None
         )
         if not anew:
             profile = joined(load_profile(profile_path(place, name)), profile)

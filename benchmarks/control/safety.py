@@ -38,7 +38,7 @@ from forerun.engine.observing import EmittedRecords
 from forerun.models.load import model_folder
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.pictures import picture
-from forerun.probe.profile_file import load_profile
+from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "suffix"))
 
 from scripted import ScriptedModel
 
-from forerun.bench.scout import MIN_TOKENS
+from forerun.bench.compare import MIN_TOKENS
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords

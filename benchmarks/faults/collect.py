@@ -22,7 +22,7 @@ from lab.setups import Fault
 
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.facts_file import facts_document
-from forerun.probe.evidence.config import EvidenceConfig
+from forerun.probe.config import EvidenceConfig
 from forerun.probe.evidence.run import ProbedEngine, probe_engine
 
 PROBE = EvidenceConfig(num_prompts=8, num_tokens=64, num_self_prompts=0, max_rows=0)

@@ -200,7 +200,7 @@ def main() -> None:
             budget_s=options.profile_s,
         ),
         clock=time.perf_counter,
-        tell=lambda rounds, error: say(f"round {rounds}: within {error:.1%}"),
+        notify=lambda rounds, error: say(f"round {rounds}: within {error:.1%}"),
     )
     peer = static_model(SHAPES[options.target], dtype, device)
     results = []

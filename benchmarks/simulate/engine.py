@@ -34,7 +34,7 @@ from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import SimulatedServerConfig, Slo
 from forerun.plan.simulation.correction import corrected, correction_of
 from forerun.plan.simulation.recorded import workload_of
-from forerun.probe.profile_file import load_profile
+from forerun.probe.profile import load_profile
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_mean

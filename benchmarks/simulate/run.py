@@ -19,7 +19,7 @@ from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Workload
 from forerun.plan.simulation.workload_file import load_workload
-from forerun.probe.profile_file import load_profile
+from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 
 HERE = Path(__file__).parent

@@ -23,11 +23,9 @@ from edits import edit_prompts
 from scripted import ScriptedModel, ScriptReader
 
 import forerun
-from forerun.bench.arms import warm_up
-from forerun.bench.compare import BenchArm, Prompt, batched, run_blocks
-from forerun.bench.scout import scouted
+from forerun.bench.arms import on_best_threads, warm_up
+from forerun.bench.compare import BenchArm, Prompt, batched, run_blocks, scouted
 from forerun.bench.summary import ArmSummary, summarise
-from forerun.bench.threads import on_best_threads
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.suffix.automaton import SuffixAutomaton

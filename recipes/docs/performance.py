@@ -10,10 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forerun.probe.cells import Quantity
+from forerun.probe.config import Quantity
 from forerun.probe.plot import plot
-from forerun.probe.profile import Profile
-from forerun.probe.profile_file import load_profile
+from forerun.probe.profile import Profile, load_profile
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval
 

@@ -28,7 +28,7 @@ GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What somebody needs to repeat a measurement.
+    """What is needed to repeat a measurement.
 
     Attributes:
         version: of forerun.
@@ -62,7 +62,7 @@ class Provenance:
         return f"forerun {self.version}{commit}, {packages}, {machine}, {self.date}"
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         return asdict(self)
 
 
@@ -134,7 +134,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def commit_of(source: Path) -> str | None:
     """Commit of the checkout that tracks `source`, marked where tracked files differ from it."""
-    # An installed copy may lie inside somebody else's checkout: only a tracked file counts.
+    # An installed copy may lie inside another project's checkout: only a tracked file counts.
     if git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return None
     commit = git(source.parent, "rev-parse", "HEAD")

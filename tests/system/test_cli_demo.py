@@ -53,7 +53,7 @@ def demo_of(config):
     ticks = count()
     prompts = [f"def f{i}({'x' * i}):" for i in range(NUM_PROMPTS)]
     return Demo(
-        config, prompts, clock=lambda: next(ticks) / 1000, started_s=0.0, tell=lambda stage: None
+        config, prompts, clock=lambda: next(ticks) / 1000, started_s=0.0, notify=lambda stage: None
     )
 
 

@@ -88,7 +88,7 @@ class Device:
     Attributes:
         pass_s: time of passes so far, by whose they are.
         hidden_s: CPU time that computing them took, which the clock does not count.
-        waited_s: time that somebody waited without computing.
+        waited_s: time spent waiting without computing.
     """
 
     pass_s: dict[Role, float] = field(default_factory=lambda: {"target": 0.0, "draft": 0.0})
@@ -122,7 +122,7 @@ class DeviceModel(ObservedModel):
         return time.thread_time()
 
     def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        """Tell the clock what the passes take on the device, and hide what they took here."""
+        """Notify the clock what the passes take on the device, and hide what they took here."""
         self.runs_on.pass_s[self.role] += self._seconds(batch, num_passes)
         self.runs_on.hidden_s += time.thread_time() - begun
 

@@ -1,4 +1,4 @@
-"""What is run: engines, the requests they get, and what whoever complains says of it."""
+"""What is run: engines, the requests they get, and the complaint about it."""
 
 from __future__ import annotations
 

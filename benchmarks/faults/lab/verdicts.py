@@ -1,4 +1,4 @@
-"""Laws that are not what they are taken for, and verdicts that are not what they should be."""
+"""Distributions that are recorded wrongly, and verdicts that are not what they should be."""
 
 from __future__ import annotations
 

@@ -1,11 +1,19 @@
-"""Arms over one loaded target: plain decoding, and every K of every draft."""
+"""Arms over one loaded target: plain decoding, and every K of every draft.
+
+The baseline runs on the number of threads with which plain decoding is fastest. A small model waits
+longer at every barrier between two threads than the second one saves, and where another process
+uses a core the wait becomes the whole step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from forerun.bench.compare import BenchArm
+import torch
+
+from forerun.bench.compare import BenchArm, Generator
 from forerun.bench.config import DraftArms
 from forerun.control.config import ControllerName
 from forerun.engine.engine import Engine
@@ -13,7 +21,7 @@ from forerun.engine.loading import default_controller
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["adaptive_arms", "draft_arms", "plain_arm", "warm_up"]
+__all__ = ["adaptive_arms", "draft_arms", "on_best_threads", "plain_arm", "warm_up"]
 
 WARM_UP_TOKENS = 8
 
@@ -92,3 +100,49 @@ def warm_up(arms: Sequence[BenchArm], text: str, clock: Callable[[], float]) -> 
         arm.engine.generate([text], params)
         seconds += clock() - start_s
     return seconds / WARM_UP_TOKENS
+
+
+Loaded = TypeVar("Loaded", bound=Generator)
+
+NUM_TOKENS = 8
+
+
+def on_best_threads(
+    load: Callable[[int], Loaded],
+    text: str,
+    clock: Callable[[], float],
+    num_threads: int | None = None,
+) -> tuple[Loaded, float]:
+    """Load with one thread and with all of them, and keep whichever decodes faster.
+
+    A runner may fix its threads when it loads; torch has its own number, which is set for the whole
+    process and which a runner may lower while it loads.
+
+    Args:
+        load: an engine that decodes plainly, for a number of threads.
+        text: what it continues.
+        clock: seconds.
+        num_threads: the only number to use; None tries one thread and all.
+
+    Returns:
+        The engine, and its seconds per token, prefill included.
+    """
+    found: list[tuple[float, int, Loaded]] = []
+    candidates = {1, torch.get_num_threads()} if num_threads is None else {num_threads}
+    for candidate in sorted(candidates):
+        torch.set_num_threads(candidate)
+        engine = load(candidate)
+        pace_s = seconds_per_token(engine, text, clock)
+        found.append((pace_s, torch.get_num_threads(), engine))
+    pace_s, num_torch_threads, best = min(found, key=lambda entry: entry[0])
+    torch.set_num_threads(num_torch_threads)
+    return best, pace_s
+
+
+def seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
+    """Seconds per token of a short completion, in the second run."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    plain.generate([text], params)
+    start_s = clock()
+    plain.generate([text], params)
+    return (clock() - start_s) / NUM_TOKENS

@@ -1,22 +1,29 @@
-"""Paired, interleaved comparison: every arm continues a batch of prompts before the next one comes.
+"""Paired, interleaved comparison: every arm continues a batch of prompts before the next batch.
 
-A machine's speed drifts by more than the difference between two arms: other tenants, clocks,
-caches. Arms measured minutes apart cannot be compared; within a block they share the weather, and
-the order rotates from block to block so that none always goes first.
+A machine's speed drifts by more than the difference between two arms: other processes, clocks,
+caches. Arms measured minutes apart cannot be compared; within a block they share the same
+conditions, and the order rotates from block to block so that no arm always goes first.
+
+Looping text flatters every drafter, and a small model's greedy text often ends in a loop. One
+batched run of plain decoding finds where each completion first repeats itself, and the comparison
+stops there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
+from forerun.bench.config import SCOUT_BATCH
 from forerun.engine.results import RequestOutput
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.text import first_repeat
 
 __all__ = [
+    "MIN_TOKENS",
     "Batch",
     "BenchArm",
     "Block",
@@ -25,6 +32,7 @@ __all__ = [
     "Prompt",
     "batched",
     "run_blocks",
+    "scouted",
     "within_budget",
 ]
 
@@ -168,7 +176,7 @@ def within_budget(
 
     Args:
         blocks: lazily measured blocks.
-        deadline_s: when to be done, on the clock's scale.
+        deadline_s: time of the end, on the clock's scale.
         clock: seconds.
         at_least: blocks to measure whatever the time.
     """
@@ -181,3 +189,25 @@ def within_budget(
         longest_s = max(longest_s, clock() - start_s)
         num_done += 1
         yield block
+
+
+MIN_TOKENS = 16
+"""Shorter completions time little but the prefill; their prompts are passed over."""
+
+
+def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> Iterator[Prompt]:
+    """Prompts whose `max_tokens` ends before the first repeated 32-gram of the plain completion.
+
+    Lazy: a batch is decoded when its first prompt is asked for.
+
+    Args:
+        plain: decodes without a draft.
+        texts: prompts.
+        params: greedy parameters with `max_tokens` set.
+    """
+    for start in range(0, len(texts), SCOUT_BATCH):
+        batch = texts[start : start + SCOUT_BATCH]
+        for text, output in zip(batch, plain.generate(batch, params), strict=True):
+            length = first_repeat(output.token_ids)
+            if length >= MIN_TOKENS:
+                yield Prompt(text=text, params=replace(params, max_tokens=length))

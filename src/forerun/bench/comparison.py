@@ -12,12 +12,10 @@ from itertools import islice
 
 import torch
 
-from forerun.bench.arms import adaptive_arms, draft_arms, plain_arm, warm_up
-from forerun.bench.compare import BenchArm, Block, Prompt, batched, run_blocks
+from forerun.bench.arms import adaptive_arms, draft_arms, on_best_threads, plain_arm, warm_up
+from forerun.bench.compare import BenchArm, Block, Prompt, batched, run_blocks, scouted
 from forerun.bench.config import BenchConfig
 from forerun.bench.report import BenchReport, CellReport
-from forerun.bench.scout import scouted
-from forerun.bench.threads import on_best_threads
 from forerun.bench.tracing import BenchTrace
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
@@ -43,10 +41,10 @@ class BenchComparison:
         config: what to compare.
         prompts: texts to continue.
         clock: seconds.
-        tell: told what happens next.
+        notify: called with a description of every stage.
 
     Attributes:
-        trace: told of every measured request, if there is one; set between `load` and `run`.
+        trace: takes every measured request, unless None; set between `load` and `run`.
     """
 
     def __init__(
@@ -55,12 +53,12 @@ class BenchComparison:
         prompts: Sequence[str],
         *,
         clock: Callable[[], float],
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self.config = config
         self.prompts = prompts
         self.clock = clock
-        self.tell = tell
+        self.notify = notify
         self.arms: tuple[BenchArm, ...] = ()
         self.trace: BenchTrace | None = None
         self.num_threads: int | None = None
@@ -82,13 +80,13 @@ class BenchComparison:
             raise InvalidRequest(
                 f"{len(self.prompts)} prompts do not fill a batch of {largest}; give more prompts"
             )
-        self.tell("loading models")
+        self.notify("loading models")
         dtype, wanted = self.config.dtype, self.config.num_threads
         target, _ = on_best_threads(self.target, self.prompts[0], self.clock, wanted)
         self.num_threads = target.config.num_threads
         drafts = [arm for d in self.config.arms for arm in draft_arms(target, d, dtype=dtype)]
         self.arms = (plain_arm(target), *drafts)
-        self.tell("warming up")
+        self.notify("warming up")
         warm_up(self.arms, self.prompts[0], self.clock)
 
     @property
@@ -123,7 +121,7 @@ class BenchComparison:
         waiting = {cell: self.measured(cell) for cell in self.blocks}
         while waiting:
             for cell, blocks in list(waiting.items()):
-                self.tell(self.progress)
+                self.notify(self.progress)
                 block = next(blocks, None)
                 if block is None:
                     del waiting[cell]
@@ -133,7 +131,7 @@ class BenchComparison:
                         self.trace.write()
 
     def measured(self, cell: BenchCell) -> Iterator[Block]:
-        """Blocks of one cell, measured when they are asked for."""
+        """Blocks of one cell, measured lazily."""
         batches = batched(self.prompts_at(cell.temperature), cell.batch)
         arms = self.arms
         if self.trace is not None:

@@ -37,7 +37,7 @@ class DraftArms:
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
-    """Arms as a shell says them: `[NAME=]DRAFT@K[,K...]`, for example `zoo:code-2m@1,2,4`.
+    """Arms of the command line: `[NAME=]DRAFT@K[,K...]`, for example `zoo:code-2m@1,2,4`.
 
     "plain" is allowed and changes nothing: plain decoding is always the baseline.
 
@@ -155,7 +155,7 @@ class DemoConfig:
             least number of prompts allows.
         max_tokens: longest completion measured.
         min_tokens: shortest `max_tokens` a slow machine is given.
-        target: the model whose text is wanted.
+        target: name of the target.
         general_draft: a draft trained on other text than the target.
         general_k: its K.
         domain_draft: a draft trained on the target's domain.

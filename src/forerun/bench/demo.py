@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from forerun.bench.arms import draft_arms, plain_arm, warm_up
-from forerun.bench.compare import BenchArm, Block, Prompt, batched, run_blocks, within_budget
+from forerun.bench.arms import draft_arms, on_best_threads, plain_arm, warm_up
+from forerun.bench.compare import (
+    BenchArm,
+    Block,
+    Prompt,
+    batched,
+    run_blocks,
+    scouted,
+    within_budget,
+)
 from forerun.bench.config import LEAST_BLOCKS, DemoConfig, DraftArms
 from forerun.bench.exactness import ExactnessReport, check_exactness
 from forerun.bench.prompts import neighbours_apart
 from forerun.bench.report import DemoReport
-from forerun.bench.scout import scouted
 from forerun.bench.summary import best_arm, measurable, summarise
-from forerun.bench.threads import on_best_threads
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.errors import InvalidRequest
@@ -74,7 +80,7 @@ class Demo:
         prompts: texts to continue; the first `config.num_calibration`, spread out, choose K.
         clock: seconds.
         started_s: when the time budget began, on that clock.
-        tell: told what happens next.
+        notify: called with a description of every stage.
     """
 
     def __init__(
@@ -84,13 +90,13 @@ class Demo:
         *,
         clock: Callable[[], float],
         started_s: float,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self.config = config
         self.prompts = neighbours_apart(prompts)
         self.clock = clock
         self.deadline_s = started_s + config.seconds
-        self.tell = tell
+        self.notify = notify
         self.exactness: ExactnessReport | None = None
         self.calibration: list[Block] = []
         self.blocks: list[Block] = []
@@ -100,7 +106,7 @@ class Demo:
 
     def run(self) -> None:
         """Do everything; at most a few seconds beyond the budget on a slow machine."""
-        self.tell("loading models")
+        self.notify("loading models")
         arms = load_arms(self.config, self.prompts[0], self.clock)
         self.num_threads = arms.num_threads
         self.exactness = self._check_exactness(arms.step_s)
@@ -134,11 +140,11 @@ class Demo:
         # Both cases take all prompts one by one in plain decoding, which is most of the work.
         seconds = self._left_s * EXACTNESS_SHARE
         length = fitting(seconds / (2 * config.num_exact * step_s), 8, config.exact_tokens)
-        self.tell("loading models in fp32")
+        self.notify("loading models in fp32")
         engine = replace(config.engine, num_threads=self.num_threads)
         plain = Engine.load(config.target, dtype="float32", config=engine)
         speculative = plain.with_draft(config.domain_draft, config.domain_ks[-1], dtype="float32")
-        self.tell("checking exactness")
+        self.notify("checking exactness")
         cases = {
             "greedy": SamplingParams(temperature=0, max_tokens=length),
             "at T=1 with a seed": SamplingParams(
@@ -182,7 +188,7 @@ class Demo:
         self, seconds: float, arms: Sequence[BenchArm], *, num_blocks: int
     ) -> SamplingParams:
         """Warm the arms up; completions as long as lets `num_blocks` blocks fit into the time."""
-        self.tell("warming up")
+        self.notify("warming up")
         pace_s = warm_up(arms, self.prompts[0], self.clock)
         fits = seconds / (num_blocks * pace_s)
         length = fitting(fits, self.config.min_tokens, self.config.max_tokens)
@@ -198,15 +204,15 @@ class Demo:
         """Blocks within a share of the time, at least LEAST_BLOCKS, each announced."""
         blocks = run_blocks(arms, batched(prompts, 1), self.clock)
         end_s = self.clock() + seconds
-        self.tell(stage)
+        self.notify(stage)
         timed = within_budget(blocks, end_s, self.clock, at_least=LEAST_BLOCKS)
         for count, block in enumerate(timed, start=1):
-            self.tell(f"{stage}: {count} prompts")
+            self.notify(f"{stage}: {count} prompts")
             yield block
 
     def _show_example(self, arm: BenchArm) -> None:
         """One completion with its sources: the first that was compared."""
-        self.tell("writing an example")
+        self.notify("writing an example")
         assert isinstance(arm.engine, Engine)
         (prompt,) = self.blocks[0][0].batch
         (output,) = arm.engine.generate([prompt.text], prompt.params)

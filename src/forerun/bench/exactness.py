@@ -60,7 +60,7 @@ class ExactnessReport:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         return {"passed": self.passed, "sentence": self.sentence, **asdict(self)}
 
 

@@ -1,21 +1,74 @@
-"""What comparisons found, ready for JSON."""
+"""Results of comparisons for JSON, with the speedup that a cost table predicts beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from forerun.bench.best import BestOfSeveral, best_of_several
 from forerun.bench.compare import Block, Measurement
 from forerun.bench.config import LEAST_BLOCKS, BenchConfig, DemoConfig
 from forerun.bench.exactness import ExactnessReport
-from forerun.bench.prediction import BenchPrediction, predict
-from forerun.bench.summary import ArmSummary, measurable, summarise
-from forerun.bench.verdict import verdict
+from forerun.bench.summary import (
+    ArmSummary,
+    BestOfSeveral,
+    best_of_several,
+    measurable,
+    summarise,
+    verdict,
+)
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import Provenance
+from forerun.theory.intervals import Interval
 
-__all__ = ["BenchReport", "CellReport", "DemoReport"]
+__all__ = ["BenchPrediction", "BenchReport", "CellReport", "DemoReport", "predict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPrediction:
+    """What the cost table and the measured acceptance imply.
+
+    Attributes:
+        cycle_cost: kappa by the table, at the arm's K, batch and mean context.
+        reading_cost: the draft's reading of the prompt, in plain steps per cycle; 0 where it is not
+            known. It comes after the first token, so decoding pays for it.
+        decode_speedup: measured tau over the two together; the interval is the table's alone.
+    """
+
+    cycle_cost: Interval
+    reading_cost: float
+    decode_speedup: Interval
+
+    def to_dict(self) -> dict[str, object]:
+        """Fields of the JSON output."""
+        return asdict(self)
+
+
+def predict(
+    summary: ArmSummary, costs: DraftCosts, *, temperature: float, batch: int
+) -> BenchPrediction | None:
+    """Speedup of an arm from how much was accepted and what its cycles should cost.
+
+    None where the table is too rough to bound kappa from below, and so the speedup from above.
+    """
+    table, context = costs.at(temperature), round(summary.mean_context)
+    kappa = table.cycle_cost_interval(summary.arm.num_speculative_tokens, context, batch)
+    if kappa.low <= 0:
+        return None
+    read_s = (
+        0.0 if costs.reading is None else costs.reading.draft_more_s(round(summary.mean_prompt))
+    )
+    # Of a batch all prompts are read, and all its requests wait for that.
+    per_cycle = batch * read_s / summary.decode_steps / table.plain_step_s(context, batch)
+    tau = summary.acceptance_length
+    return BenchPrediction(
+        cycle_cost=kappa,
+        reading_cost=per_cycle,
+        decode_speedup=Interval(
+            estimate=tau / (kappa.estimate + per_cycle),
+            low=tau / (kappa.high + per_cycle),
+            high=tau / (kappa.low + per_cycle),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +92,7 @@ class DemoReport:
     num_calibration: int
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         return {
             "rows": [as_row(summary) for summary in self.rows],
             "sampled_rows": [as_row(summary) for summary in self.sampled_rows],
@@ -108,7 +161,7 @@ class CellReport:
         return f"{how}, batch {self.batch}, {len(self.blocks)} blocks"
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         return {
             "temperature": self.temperature,
             "batch": self.batch,
@@ -145,7 +198,7 @@ class BenchReport:
         return any(cell.rows for cell in self.cells)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         return {
             "cells": [cell.to_dict() for cell in self.cells],
             "provenance": self.provenance.to_dict(),
@@ -154,12 +207,12 @@ class BenchReport:
 
 
 def as_row(summary: ArmSummary) -> dict[str, object]:
-    """One row of the table as JSON wants it."""
+    """One row of the table, for JSON."""
     return summary.to_dict() | {"verdict": verdict(summary)}
 
 
 def as_sample(measurement: Measurement) -> dict[str, object]:
-    """One measurement as JSON wants it, so that figures can be worked out again."""
+    """One measurement for JSON, from which all figures can be computed again."""
     return {
         "arm": measurement.arm.name,
         "total_s": measurement.total_s,

@@ -1,4 +1,4 @@
-"""From measured blocks to figures with intervals, for tables, plots and verdicts."""
+"""From measured blocks to figures with intervals, the best of several arms, and a sentence each."""
 
 from __future__ import annotations
 
@@ -9,22 +9,34 @@ from functools import partial
 from statistics import mean
 
 from forerun.bench.compare import BenchArm, Block, Measurement
+from forerun.bench.config import LEAST_BLOCKS
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval, bootstrap_ratio
 from forerun.theory.text import distinct_ngram_share
 
-__all__ = ["MIN_BLOCKS", "ArmSummary", "best_arm", "drafting_only", "measurable", "summarise"]
+__all__ = [
+    "MIN_BLOCKS",
+    "ArmSummary",
+    "BestOfSeveral",
+    "best_arm",
+    "best_of_several",
+    "drafting_only",
+    "measurable",
+    "outcome",
+    "summarise",
+    "verdict",
+]
 
 RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
 """Interval of sum(numerators) / sum(denominators) over paired blocks."""
 
 MIN_BLOCKS = 5
-"""Fewer blocks say too little about their spread for an interval to be believed."""
+"""Least number of blocks from which an interval is trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSummary:
-    """What all blocks say about one arm.
+    """Figures of one arm over all blocks.
 
     Attributes:
         arm: which.
@@ -66,7 +78,7 @@ class ArmSummary:
         return self.acceptance.acceptance_length or 1.0
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Fields of the JSON output."""
         return {
             "name": self.arm.name,
             "method": self.arm.method,
@@ -198,3 +210,81 @@ def mean_context(measurements: Sequence[Measurement]) -> float:
 def ends(interval: Interval) -> list[float]:
     """Low and high end."""
     return [interval.low, interval.high]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestOfSeveral:
+    """The winner of one half of the blocks.
+
+    Attributes:
+        num_candidates: arms it was chosen from.
+        num_chosen_on: blocks that chose it.
+        summary: its figures on the other blocks.
+    """
+
+    num_candidates: int
+    num_chosen_on: int
+    summary: ArmSummary
+
+    def to_dict(self) -> dict[str, object]:
+        """Fields of the JSON output."""
+        return {
+            "num_candidates": self.num_candidates,
+            "num_chosen_on": self.num_chosen_on,
+            "scored": self.summary.to_dict(),
+        }
+
+
+def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
+    """Choose among all arms but the first on every other block, score on the rest.
+
+    Returns:
+        None where there is no choice, or too few blocks for both halves.
+    """
+    blocks = measurable(blocks)
+    chosen_on, scored_on = blocks[0::2], blocks[1::2]
+    if len(scored_on) < LEAST_BLOCKS or len(blocks[0]) < 3:
+        return None
+    winner = best_arm([block[1:] for block in chosen_on])
+    pairs = [(block[0], next(m for m in block if m.arm.name == winner.name)) for block in scored_on]
+    return BestOfSeveral(
+        num_candidates=len(blocks[0]) - 1,
+        num_chosen_on=len(chosen_on),
+        summary=summarise(pairs)[1],
+    )
+
+
+def verdict(summary: ArmSummary) -> str:
+    """What the figures of one arm amount to, and why."""
+    if summary.arm.num_speculative_tokens == 0:
+        return f"baseline: one target pass per token, {1000.0 * summary.step_s:.1f} ms each"
+    return f"{outcome(summary)}: {reason(summary)}"
+
+
+def outcome(summary: ArmSummary) -> str:
+    """Faster, slower, or not shown to be either."""
+    speedup = summary.speedup
+    if summary.num_blocks < MIN_BLOCKS:
+        return f"not shown ({summary.num_blocks} blocks are too few)"
+    if speedup.is_above(1.0):
+        return f"faster, {speedup.estimate:.2f}x"
+    if speedup.is_below(1.0):
+        return f"slower, {speedup.estimate:.2f}x"
+    return f"not shown (the interval {speedup.low:.2f} to {speedup.high:.2f} includes 1)"
+
+
+def reason(summary: ArmSummary) -> str:
+    """Accepted over drafted against the rate at which a cycle pays for itself."""
+    acceptance, break_even = summary.acceptance, summary.break_even
+    rate = acceptance.draft_acceptance_rate
+    if rate is None or break_even is None:
+        return "nothing was drafted"
+    counts = f"accepts {acceptance.num_accepted} of {acceptance.num_drafted} drafted ({rate:.2f})"
+    if break_even > 1.0:
+        costs = f"a step costs {summary.cycle_cost:.2f} plain steps"
+        return f"{counts}, and {costs}, more than full acceptance would repay"
+    side = "above" if rate > break_even else "below"
+    sentence = f"{counts}, {side} the break-even of {max(0.0, break_even):.2f}"
+    if rate > break_even and summary.speedup.is_below(1.0):
+        return f"{sentence}; reading the prompt with the draft costs the rest"
+    return sentence

@@ -1,4 +1,4 @@
-"""The trace of a comparison: every measured request of every arm, and how to tell them apart."""
+"""The trace of a comparison: every measured request, tagged with its arm."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Call:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TracedEngine:
-    """An engine that keeps its records while somebody holds a stopwatch.
+    """An engine that keeps its records until the measurement is over.
 
     Attributes:
         engine: what generates.
-        arm: name of the arm, which tells requests of several engines apart.
+        arm: name of the arm; it is part of every request id.
         tags: of its requests.
         drafter_hash: content hash of its draft.
         calls: what has not been written.
@@ -85,7 +85,7 @@ class BenchTrace:
     Args:
         trace: where to; its headers are written.
         draft_hashes: content hash by name of the draft.
-        with_tokens: whether steps say which ids they emitted.
+        with_tokens: whether steps record the token ids they emitted.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ def aligned(options: AlignOptions) -> int:
     from forerun.align.run import align
     from forerun.cli.align_tables import print_report
     from forerun.cli.pair_costs import PairCosts
-    from forerun.probe.profile_file import load_profile
+    from forerun.probe.profile import load_profile
 
     profile = None if options.profile is None else load_profile(options.profile)
     costs = None if options.no_prediction else PairCosts(config, options.threads, profile)

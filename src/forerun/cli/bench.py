@@ -135,12 +135,12 @@ def run(options: BenchOptions) -> int:
     options.check()
     prompts = texts_of(options)
 
+    from forerun.bench.compare import MIN_TOKENS
     from forerun.bench.comparison import BenchComparison
-    from forerun.bench.scout import MIN_TOKENS
 
     with SafeConsole(stderr=True).status("starting") as status, ExitStack() as opened:
         comparison = BenchComparison(
-            config, prompts, clock=time.perf_counter, tell=status_text(status)
+            config, prompts, clock=time.perf_counter, notify=status_text(status)
         )
         try:
             comparison.load()
@@ -176,7 +176,7 @@ def texts_of(options: BenchOptions) -> list[str]:
 
 
 def costs_of(
-    options: BenchOptions, comparison: BenchComparison, tell: Callable[[str], None]
+    options: BenchOptions, comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
     """Cost tables per draft: from profiles, measured now, or none."""
     if options.no_prediction:
@@ -185,7 +185,7 @@ def costs_of(
 
     if options.profile:
         return read_costs(options.profile, comparison)
-    return measured_costs(comparison, tell)
+    return measured_costs(comparison, notify)
 
 
 def begin_trace(

@@ -9,11 +9,9 @@ from rich.panel import Panel
 from rich.table import Column
 from rich.text import Text
 
-from forerun.bench.best import BestOfSeveral
 from forerun.bench.demo import Example
 from forerun.bench.report import BenchReport, CellReport, DemoReport
-from forerun.bench.summary import ArmSummary
-from forerun.bench.verdict import outcome, verdict
+from forerun.bench.summary import ArmSummary, BestOfSeveral, outcome, verdict
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.cli.writers import ColouredText, legend
 

@@ -55,7 +55,7 @@ def run(options: DemoOptions) -> int:
             [prompt.text for prompt in held_out_prompts()],
             clock=time.perf_counter,
             started_s=started_s,
-            tell=status_text(status),
+            notify=status_text(status),
         )
         try:
             demo.run()

@@ -110,7 +110,7 @@ class DiagnoseOptions:
 
 
 def run(options: DiagnoseOptions) -> int:
-    """Read, diagnose, report; the exit code says what was found."""
+    """Read, diagnose, report; the exit code is that of the verdict."""
     options.check()
 
     from forerun.diagnose.diagnosis import diagnose
@@ -153,7 +153,7 @@ def costs_of(options: DiagnoseOptions) -> CostTable | None:
     """The cost table of the temperature."""
     if options.profile is None:
         return None
-    from forerun.probe.profile_file import load_profile
+    from forerun.probe.profile import load_profile
 
     profile = load_profile(options.profile)
     return profile.sampled if options.temperature else profile.greedy

@@ -110,7 +110,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, system: str | None) -> list[int]:
-    """Ids of the prompt, wrapped in the chat template where one is asked for."""
+    """Ids of the prompt, wrapped in the chat template with --chat."""
     if not chat:
         return tokenizer.encode(prompt)
     messages = [] if system is None else [{"role": "system", "content": system}]

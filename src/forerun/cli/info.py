@@ -83,7 +83,7 @@ def describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tok
 def as_json(
     target: ModelDescription, draft: ModelDescription | None, fit: DraftFit | None
 ) -> dict[str, object]:
-    """The target's fields at the top level; draft and fit where one was asked for."""
+    """The target's fields at the top level; draft and fit with --draft."""
     content = target.to_dict()
     if draft is not None and fit is not None:
         content |= {"draft": draft.to_dict(), "fit": fit.to_dict()}

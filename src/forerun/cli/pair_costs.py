@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from forerun.align.config import AlignConfig
+from forerun.bench.arms import on_best_threads
 from forerun.bench.compare import BenchArm
 from forerun.bench.comparison import BenchComparison
-from forerun.bench.threads import on_best_threads
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
@@ -24,8 +24,7 @@ from forerun.plan.costs import DraftCosts
 from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import LoadedPair, ModelFacts, facts_of, load_pair, setup_of
-from forerun.probe.profile import Profile
-from forerun.probe.profile_file import check_setup, load_profile
+from forerun.probe.profile import Profile, check_setup, load_profile
 from forerun.theory.cost import CostTable
 
 __all__ = ["PairCosts", "measured_costs", "read_costs"]
@@ -35,7 +34,7 @@ BUDGET_S = 6.0
 
 
 def measured_costs(
-    comparison: BenchComparison, tell: Callable[[str], None]
+    comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
     """Measure the pair of every draft, on the very models that will be compared."""
     found = {}
@@ -43,10 +42,10 @@ def measured_costs(
         pair, facts = pair_of(comparison, arm)
 
         def say(num_rounds: int, error: float, draft: str = draft) -> None:
-            tell(f"measuring costs with {draft}: round {num_rounds}, within {error:.1%}")
+            notify(f"measuring costs with {draft}: round {num_rounds}, within {error:.1%}")
 
         profile = measure_pair(
-            pair, facts, probe_for(comparison), clock=time.perf_counter, tell=say
+            pair, facts, probe_for(comparison), clock=time.perf_counter, notify=say
         )
         found[draft] = profile.costs
     return found
@@ -126,7 +125,7 @@ SCOUT_TEXT = "The quick brown fox"
 
 
 class PairCosts:
-    """Costs read or measured once: training changes what a draft says, not what it costs.
+    """Costs read or measured once: training changes what a draft predicts, not what it costs.
 
     Args:
         config: of the alignment.
@@ -183,13 +182,13 @@ class PairCosts:
             "measuring what drafting and verifying cost"
         ) as status:
 
-            def tell(num_rounds: int, error: float) -> None:
+            def notify(num_rounds: int, error: float) -> None:
                 status.update(f"measuring costs: round {num_rounds}, within {error:.1%}")
 
-            return measure_pair(pair, facts, probe, clock=time.perf_counter, tell=tell)
+            return measure_pair(pair, facts, probe, clock=time.perf_counter, notify=notify)
 
     def _threads(self) -> int:
-        """The number asked for, or the best; training keeps its own."""
+        """The given number, or the fastest; training keeps its own."""
         if self.num_threads is not None:
             return self.num_threads
         config, num_torch_threads = self.config, torch.get_num_threads()

@@ -20,8 +20,7 @@ from forerun.plan.option import DraftCandidate
 from forerun.plan.roofline import Machine, cost_table
 from forerun.plan.traced import TracedDrafts, drafts_in
 from forerun.plan.what_if import BATCH_FACTORS, CONTEXT_FACTORS
-from forerun.probe.profile import Profile
-from forerun.probe.profile_file import load_profile
+from forerun.probe.profile import Profile, load_profile
 from forerun.theory.cost import CostTable
 from forerun.trace.files import read_trace
 
@@ -160,7 +159,7 @@ def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
 
 
 def read_traced(options: PlanOptions) -> TracedDrafts | None:
-    """What the trace says of drafters."""
+    """The drafters of the trace."""
     if options.trace is None:
         return None
     found = drafts_in(read_trace(options.trace), str(options.trace))

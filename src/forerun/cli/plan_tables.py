@@ -121,7 +121,7 @@ def cells(option: Option, advice: Advice) -> tuple[str, ...]:
 
 
 def short(name: str | None, advice: Advice) -> str:
-    """The last part of a path, where that tells the drafters apart."""
+    """The last part of a path, if it is unique among the drafters."""
     if name is None:
         return ""
     last = [Path(other).name for other, _ in advice.curves]

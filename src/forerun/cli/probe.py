@@ -13,7 +13,7 @@ from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.zoo.catalog import PREFIX
-from forerun.probe.evidence.config import QUICK, EvidenceConfig
+from forerun.probe.config import QUICK, EvidenceConfig
 from forerun.sampling.config import SamplingParams, Verification
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ def probed(
 ) -> Evidence:
     """Load and probe, with a progress bar on stderr; an incompatible pair is a fact too."""
     from forerun.probe.evidence.files import evidence_of_misfit
-    from forerun.probe.evidence.pair import PairNames, load_probed
-    from forerun.probe.evidence.run import probe_engine
+    from forerun.probe.evidence.run import PairNames, load_probed, probe_engine
 
     models = options.models
     engine = EngineConfig(
@@ -145,8 +144,8 @@ def probed(
             loaded = load_probed(names, engine, twice=not options.once)
     except IncompatibleDraft as error:
         return evidence_of_misfit(error)
-    with progress_bar("probing", 1.0) as tell:
-        return probe_engine(loaded, prompts, params, config, tell)
+    with progress_bar("probing", 1.0) as notify:
+        return probe_engine(loaded, prompts, params, config, notify)
 
 
 def texts(options: ProbeOptions) -> list[str]:

@@ -21,8 +21,7 @@ from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.probe.cells import Quantity
-from forerun.probe.config import THOROUGH, ProbeConfig
+from forerun.probe.config import THOROUGH, ProbeConfig, Quantity
 
 if TYPE_CHECKING:
     from forerun.probe.profile import Profile
@@ -115,30 +114,30 @@ def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
             facts_of(models.target, pair.target, models.dtype),
             facts_of(draft, pair.draft, models.dtype),
         )
-    with progress(config) as tell:
-        return measure_pair(pair, facts, config, clock=time.perf_counter, tell=tell)
+    with progress(config) as notify:
+        return measure_pair(pair, facts, config, clock=time.perf_counter, notify=notify)
 
 
 @contextmanager
 def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
-    """A bar that fills with the time budget and says how steady the figures are."""
+    """A bar that fills with the time budget and shows how steady the figures are."""
     with progress_bar("warming up", config.budget_s) as fill:
         started_s: list[float] = []
 
-        def tell(num_rounds: int, error: float) -> None:
+        def notify(num_rounds: int, error: float) -> None:
             started_s.append(time.monotonic())
             spent_s = started_s[-1] - started_s[0]
             within = f"within {error:.1%}" if math.isfinite(error) else "no intervals yet"
             text = f"round {num_rounds}, {within} (goal {config.target_error:.1%})"
             fill(text, min(spent_s, config.budget_s))
 
-        yield tell
+        yield notify
 
 
 def show(profile: Profile, options: ProfileOptions) -> None:
     """Print, write and draw."""
     from forerun.probe.plot import plot
-    from forerun.probe.profile_file import write_profile
+    from forerun.probe.profile import write_profile
 
     if options.json:
         print(json.dumps(profile.to_dict()))

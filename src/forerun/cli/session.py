@@ -23,8 +23,7 @@ from forerun.engine.results import RequestOutput, StreamChunk, request_records
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.probe.pair import LoadedPair, facts_of, setup_of
-from forerun.probe.profile import ProfileSetup
-from forerun.probe.profile_file import check_setup, load_profile
+from forerun.probe.profile import ProfileSetup, check_setup, load_profile
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import Json, StepRecord

@@ -75,7 +75,7 @@ def run(options: SimulateOptions) -> int:
         check_picture("--plot", options.plot)
 
     from forerun.plan.simulation.workload_file import load_workload
-    from forerun.probe.profile_file import load_profile
+    from forerun.probe.profile import load_profile
 
     workload = load_workload(options.workload)
     profile = load_profile(options.profile)
@@ -96,7 +96,7 @@ def run(options: SimulateOptions) -> int:
 
 
 def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: float) -> DraftCosts:
-    """The costs as a trace has them; says on stderr by how much they differ.
+    """The costs corrected by a trace; a line on stderr gives the factors.
 
     Raises:
         InvalidTrace: it cannot be read, is of another pair, or has nothing to compare.
@@ -128,7 +128,7 @@ def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: floa
 def simulated(
     options: SimulateOptions, workload: Workload, costs: DraftCosts, report: Callable[[str], None]
 ) -> tuple[list[Result], Oracle | None]:
-    """Every controller, and the oracle where it is wanted."""
+    """Every controller, and the oracle unless it is left out."""
     from forerun.plan.simulation.comparison import ControllerComparison
 
     comparison = ControllerComparison(
@@ -251,7 +251,7 @@ def remarks(results: Sequence[Result]) -> list[str]:
 
 
 def both(found: Quantiles) -> str:
-    """Median and 99th percentile for people, in the unit the larger one asks for."""
+    """Median and 99th percentile in the unit that suits the larger one."""
     unit, factor = ("s", 1.0) if found.p99 >= 1.0 else ("ms", 1e3)
     return f"{factor * found.p50:.3g} / {factor * found.p99:.3g} {unit}"
 

@@ -94,7 +94,10 @@ def advice_on(measured: int, context: int) -> str:
     """What to do about a cost that is not known well enough."""
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"
-    return "profile for longer"
+    return (
+        "profile again while the machine is idle or with a longer --budget-s, or plan for smaller K "
+        "with --num-speculative-tokens"
+    )
 
 
 def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:

@@ -1,13 +1,30 @@
-"""Settings of a profile; torch-free, so that the command line can read them cheaply."""
+"""Settings of profiles and probes, and the measurements of a profile; torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import pairwise
+from types import MappingProxyType
 
 from forerun.errors import InvalidRequest
 
-__all__ = ["THOROUGH", "ProbeConfig"]
+__all__ = [
+    "OVERHEAD_OF",
+    "QUICK",
+    "THOROUGH",
+    "EvidenceConfig",
+    "ProbeConfig",
+    "ProfileCell",
+    "Quantity",
+    "chain_cells",
+    "pass_cells",
+    "read_cells",
+    "sizes",
+    "step_cells",
+    "without",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +35,7 @@ class ProbeConfig:
         rows: rows per sequence of a target pass; a verify pass at K has K + 1.
         batches: sequences at once.
         contexts: committed tokens of every sequence.
-        drafted: K of the greedy chains and of the engine steps; a straight line through them tells
+        drafted: K of the greedy chains and of the engine steps; a straight line through them gives
             what a drafted token adds, and what is left what else a cycle takes at each.
         read: tokens of one sequence in a pass that reads them; fewer than two sizes: reading is not
             measured.
@@ -72,3 +89,158 @@ THOROUGH = ProbeConfig(
     budget_s=300.0,
 )
 """Every row count, more batches and contexts: minutes instead of seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceConfig:
+    """How much is generated and timed.
+
+    Attributes:
+        num_prompts: prompts used, evenly from all that are given.
+        num_tokens: most output tokens of each, once greedily and once sampled.
+        num_self_prompts: prompts on which the target drafts for itself; 0 leaves that out.
+        num_self_tokens: most output tokens of each of those.
+        max_rows: widest pass that is timed, over one sequence; 0 times nothing.
+        costs_s: seconds spent on timing passes.
+        seed: of every sampled request and of the randomised transform.
+    """
+
+    num_prompts: int = 32
+    num_tokens: int = 96
+    num_self_prompts: int = 8
+    num_self_tokens: int = 32
+    max_rows: int = 17
+    costs_s: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work, by name."""
+        for name, least in (("num_prompts", 1), ("num_tokens", 2), ("num_self_tokens", 2)):
+            if getattr(self, name) < least:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        for name in ("num_self_prompts", "max_rows", "costs_s"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+QUICK = EvidenceConfig(
+    num_prompts=16, num_tokens=64, num_self_prompts=4, num_self_tokens=24, costs_s=0.3
+)
+"""Two to four seconds on a pair as small as the shipped one."""
+
+
+class Quantity(StrEnum):
+    """What a number of seconds is of."""
+
+    TARGET_PASS = "target_pass"
+    """A forward of the target; size: rows per sequence."""
+    DRAFT_PASS = "draft_pass"
+    """A forward of the draft; size: rows per sequence."""
+    DRAFT_CHAIN = "draft_chain"
+    """One greedy chain of the draft; size: its tokens."""
+    TARGET_READ = "target_read"
+    """A forward of the target over tokens of one sequence, as in prefill; size: tokens."""
+    DRAFT_READ = "draft_read"
+    """The same of the draft."""
+    GREEDY_STEP = "greedy_step"
+    """A whole engine step at T=0; size: K, 0 for a plain step."""
+    SAMPLED_STEP = "sampled_step"
+    """The same at T=1."""
+    GREEDY_OVERHEAD = "greedy_overhead"
+    """The part of a greedy step outside both models."""
+    SAMPLED_OVERHEAD = "sampled_overhead"
+    """The part of a sampled step outside both models."""
+
+
+OVERHEAD_OF: Mapping[Quantity, Quantity] = MappingProxyType(
+    {
+        Quantity.GREEDY_STEP: Quantity.GREEDY_OVERHEAD,
+        Quantity.SAMPLED_STEP: Quantity.SAMPLED_OVERHEAD,
+    }
+)
+"""The part of a step outside both models; the same steps yield both."""
+SHORTENED = frozenset({Quantity.TARGET_PASS, Quantity.TARGET_READ, Quantity.DRAFT_READ})
+"""What is measured up to the size that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCell:
+    """One thing to measure.
+
+    Attributes:
+        quantity: what.
+        batch: sequences.
+        context: committed tokens of each when the measurement begins.
+        size: see Quantity.
+    """
+
+    quantity: Quantity
+    batch: int
+    context: int
+    size: int
+
+    def __str__(self) -> str:
+        """For messages."""
+        name = self.quantity.replace("_", " ")
+        return f"{name} of size {self.size} at batch {self.batch}, context {self.context}"
+
+
+def pass_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
+    """Target passes at one context."""
+    for batch in config.batches:
+        for rows in config.rows:
+            if batch * rows <= config.max_pass_rows:
+                yield ProfileCell(
+                    quantity=Quantity.TARGET_PASS, batch=batch, context=context, size=rows
+                )
+
+
+def chain_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
+    """Draft chains at one context, and the single pass that sampled drafting repeats."""
+    for batch in config.batches:
+        yield ProfileCell(quantity=Quantity.DRAFT_PASS, batch=batch, context=context, size=1)
+        for length in config.drafted:
+            yield ProfileCell(
+                quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length
+            )
+
+
+def read_cells(config: ProbeConfig, quantity: Quantity) -> Iterator[ProfileCell]:
+    """Passes of one model that read, at the shortest context."""
+    for size in config.read:
+        yield ProfileCell(quantity=quantity, batch=1, context=config.contexts[0], size=size)
+
+
+def step_cells(config: ProbeConfig) -> Iterator[ProfileCell]:
+    """Engine steps, plain and speculative, and their overhead, at the shortest context."""
+    for quantity in OVERHEAD_OF:
+        for batch in config.batches:
+            for k in (0, *config.drafted):
+                step = ProfileCell(
+                    quantity=quantity, batch=batch, context=config.contexts[0], size=k
+                )
+                yield step
+                yield replace(step, quantity=OVERHEAD_OF[quantity])
+
+
+def without(cells: Collection[ProfileCell], failed: ProfileCell) -> list[ProfileCell]:
+    """The cells that remain when one does not fit into memory.
+
+    Larger sizes of the same kind go with it. Where the batch cannot even do its smallest size it
+    goes altogether, and larger batches with it, so that what remains is still a grid.
+    """
+    smallest = min(c.size for c in cells if alike(c, failed))
+    if failed.size > smallest and failed.quantity in SHORTENED:
+        return [c for c in cells if not (alike(c, failed) and c.size >= failed.size)]
+    return [c for c in cells if c.batch < failed.batch]
+
+
+def alike(one: ProfileCell, other: ProfileCell) -> bool:
+    """Whether two cells differ in nothing but size."""
+    return (one.quantity, one.batch, one.context) == (other.quantity, other.batch, other.context)
+
+
+def sizes(cells: Iterable[ProfileCell], quantity: Quantity, batch: int, context: int) -> list[int]:
+    """Measured sizes of one kind, ascending."""
+    wanted = ProfileCell(quantity=quantity, batch=batch, context=context, size=0)
+    return sorted(c.size for c in cells if alike(c, wanted))

@@ -10,9 +10,9 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.tokenizers import Tokenizer
-from forerun.probe.cells import OVERHEAD_OF, ProfileCell, Quantity
+from forerun.probe.config import OVERHEAD_OF, ProfileCell, Quantity
 from forerun.probe.pass_rig import some_tokens
-from forerun.probe.timed_model import TimedModel
+from forerun.probe.stopwatch import TimedModel
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["MOST_STEPS", "EngineRig"]

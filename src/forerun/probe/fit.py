@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from forerun.probe.cells import ProfileCell, Quantity, sizes
+from forerun.probe.config import ProfileCell, Quantity, sizes
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine, CostReading, interpolate
 from forerun.theory.intervals import Interval
@@ -25,7 +25,7 @@ def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
     that are slower among it) is laid on a straight line over K. Its slope and that of the draft's
     chains are what a drafted token adds. What is left of a step, at every measured K, is its
     overhead, so that at the shortest context a cycle takes just what was measured. Only where less
-    than nothing is left the overhead is 0 and the cycle dearer than it was.
+    than nothing is left, the overhead is 0 and the cycle costs more than was measured.
 
     Args:
         found: estimates of every cell.

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-from forerun.probe.bandwidth import Bandwidth, read_bandwidth
-from forerun.probe.cells import Quantity, chain_cells, pass_cells, read_cells, step_cells
-from forerun.probe.config import ProbeConfig
+from forerun.probe.config import (
+    ProbeConfig,
+    Quantity,
+    chain_cells,
+    pass_cells,
+    read_cells,
+    step_cells,
+)
 from forerun.probe.engine_rig import EngineRig
 from forerun.probe.fit import cost_table, reading_cost
 from forerun.probe.pair import LoadedPair, ModelFacts, num_threads_of, setup_of
 from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.profile import MeasuredCell, Profile, ReadLimit
 from forerun.probe.rounds import Rig, Samples, estimates, measure
-from forerun.probe.stopwatch import Stopwatch
-from forerun.probe.timed_model import timed
+from forerun.probe.stopwatch import Bandwidth, Stopwatch, read_bandwidth, timed
 from forerun.provenance import collect
 from forerun.theory.cost import CostTable
 from forerun.theory.reading_cost import ReadingCost
@@ -29,7 +33,7 @@ def measure_pair(
     config: ProbeConfig,
     *,
     clock: Callable[[], float],
-    tell: Callable[[int, float], None],
+    notify: Callable[[int, float], None],
 ) -> Profile:
     """Measure a loaded pair.
 
@@ -38,7 +42,7 @@ def measure_pair(
         facts: of target and draft.
         config: what to measure, and until when.
         clock: seconds.
-        tell: told the number of finished rounds and the widest relative error after each.
+        notify: called after each round with the number of rounds and the widest relative error.
 
     Raises:
         NotEnoughMemory: not even the smallest batch fits.
@@ -47,7 +51,7 @@ def measure_pair(
     stopwatch = Stopwatch(clock, pair.target.device)
     num_threads = num_threads_of(pair.engine)
     before = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
-    rounds = measure(rigs(pair, config, stopwatch), config, clock, tell)
+    rounds = measure(rigs(pair, config, stopwatch), config, clock, notify)
     # The machine's best: it may have been busy the first time.
     after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
     return Profile(
@@ -63,7 +67,7 @@ def measure_pair(
 
 
 class SampleEstimates(TypedDict):
-    """What a profile says because of its samples alone."""
+    """The parts of a profile that follow from its samples alone."""
 
     measured: tuple[MeasuredCell, ...]
     greedy: CostTable
@@ -72,7 +76,7 @@ class SampleEstimates(TypedDict):
 
 
 def estimates_of(samples: Samples) -> SampleEstimates:
-    """What samples say, of one sitting or of several: what an hour did is divided out by rounds."""
+    """Estimates from the samples of one session or of several; drift is divided out by rounds."""
     found = estimates(samples)
     return SampleEstimates(
         measured=tuple(
@@ -86,7 +90,7 @@ def estimates_of(samples: Samples) -> SampleEstimates:
 
 
 def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
-    """Everything to be measured, by the set-up it needs."""
+    """All measurements, grouped by the set-up they need."""
     target_prefixes = prefixes(pair.target, config.contexts)
     draft_prefixes = prefixes(pair.draft, config.contexts)
     shortest = config.contexts[0]
@@ -119,7 +123,7 @@ def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequenc
 def read_limit(
     before: Bandwidth, after: Bandwidth, target: ModelFacts, draft: ModelFacts
 ) -> ReadLimit:
-    """The better of two rates, and what has to be read at it."""
+    """The better of two read rates, and the bytes of a pass."""
     best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
     return ReadLimit(
         bytes_per_s=best.bytes_per_s,

@@ -64,7 +64,7 @@ class LoadedPair:
 def load_pair(
     target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProbeConfig
 ) -> tuple[LoadedPair, ProbeConfig]:
-    """Load both, with room for what is to be measured.
+    """Load both, with room for all measurements.
 
     Args:
         target: folder, hub name or "zoo:" name.
@@ -72,7 +72,7 @@ def load_pair(
         dtype: as `Engine.load` takes it.
         device: the same.
         engine: runner and threads; sizes are chosen here.
-        config: what is to be measured.
+        config: the measurements.
 
     Returns:
         The pair, and the settings less the contexts it cannot hold and the batches whose KV does
@@ -120,7 +120,7 @@ def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
     """Room for the largest batch, the longest context and the most rows behind it."""
     most_rows = max(engine.max_step_rows, config.batches[-1] * config.rows[-1])
     chunk = min(engine.prefill_chunk, most_rows // config.batches[-1])
-    # In every step everything may be accepted; whoever is read first goes on meanwhile.
+    # Every step may accept everything, and the first prompt decodes while others are read.
     num_steps = MOST_STEPS + -(-config.contexts[0] // chunk)
     steps = config.contexts[0] + num_steps * (config.drafted[-1] + 1)
     text = config.contexts[0] + max(config.read, default=0)
@@ -136,7 +136,7 @@ def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
 def facts_of(
     name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
 ) -> ModelFacts:
-    """What a model's files and sizes say; reads the weight files unless their hash is known."""
+    """Facts from a model's files and sizes; reads the weight files unless their hash is known."""
     checkpoint = read_checkpoint(model_folder(name))
     settings, architecture = read_config(checkpoint)
     chosen = choose_dtype(dtype, checkpoint)

@@ -9,7 +9,7 @@ import torch
 
 from forerun.models.base import KVPrefix, LanguageModel, RowBatch, Span
 from forerun.models.context import Context, pack
-from forerun.probe.cells import ProfileCell, Quantity
+from forerun.probe.config import ProfileCell, Quantity
 from forerun.probe.stopwatch import Stopwatch
 from forerun.theory.tree import TokenTree
 

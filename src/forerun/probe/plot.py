@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.pictures import COLOURS, picture
-from forerun.probe.cells import Quantity
+from forerun.probe.config import Quantity
 from forerun.probe.profile import Profile
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval

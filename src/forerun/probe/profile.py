@@ -1,18 +1,35 @@
-"""A profile: what was measured, where and on what, and the cost tables that follow."""
+"""A profile: the measurements, where and on what they were made, the cost tables, and its file.
+
+Torch-free: planning with a profile needs neither the machine nor the models of the profile.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from forerun.atomic_write import atomic_write
+from forerun.bounded_documents import read_json
+from forerun.errors import InvalidProfile, UnreadableInput
 from forerun.plan.costs import DraftCosts
-from forerun.probe.cells import ProfileCell, Quantity
+from forerun.probe.config import ProfileCell, Quantity
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 from forerun.theory.reading_cost import ReadingCost
 
-__all__ = ["FORMAT", "MeasuredCell", "Profile", "ProfileSetup", "ReadLimit"]
+__all__ = [
+    "FORMAT",
+    "MeasuredCell",
+    "Profile",
+    "ProfileSetup",
+    "ReadLimit",
+    "check_setup",
+    "load_profile",
+    "write_profile",
+]
 
 FORMAT = 3
 """Raised whenever an older program could misread a file."""
@@ -83,7 +100,7 @@ class ReadLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCell:
-    """One cell: its median, the weather divided out, with the 95% interval, and all samples.
+    """One cell: its median with the 95% interval, drift divided out, and all samples.
 
     Attributes:
         cell: what was measured.
@@ -124,7 +141,7 @@ class Profile:
         limit: the read-bandwidth limit.
         measured: every cell.
         left_out: cells that did not fit into memory.
-        stable: whether every interval got as narrow as asked.
+        stable: whether every interval is as narrow as asked.
         greedy: costs at T=0.
         sampled: costs at T=1.
         reading: of prompts; None where it was not measured, as in profiles of format 1.
@@ -237,3 +254,56 @@ def objects(values: Any) -> Sequence[Mapping[str, Any]]:
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise TypeError("expected a list of objects")
     return values
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON."""
+    with atomic_write(path) as scratch:
+        scratch.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
+
+
+def load_profile(path: Path, *, expect: ProfileSetup | None = None) -> Profile:
+    """Read a profile.
+
+    Args:
+        path: what `write_profile` wrote.
+        expect: the set-up it is to be used in; None if it only has to be readable.
+
+    Raises:
+        InvalidProfile: the file cannot be read, is of a newer format, or is of another set-up.
+    """
+    try:
+        values = read_json(path)
+    except OSError as error:
+        raise InvalidProfile(f"the profile {path} cannot be read: {error.strerror}") from error
+    except UnreadableInput as error:
+        raise InvalidProfile(f"the profile cannot be read: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("format"), int):
+        raise InvalidProfile(f"{path} is no profile: it names no format")
+    if values["format"] > FORMAT:
+        raise InvalidProfile(
+            f"the profile {path} has format {values['format']}, this forerun reads up to {FORMAT}; "
+            "upgrade forerun, or profile again"
+        )
+    try:
+        profile = Profile.from_dict(values)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InvalidProfile(
+            f"the profile {path} is damaged ({type(error).__name__}: {error}); profile again"
+        ) from error
+    if expect is not None:
+        check_setup(profile, expect)
+    return profile
+
+
+def check_setup(profile: Profile, expect: ProfileSetup) -> None:
+    """Refuse a profile of another machine, pair or set-up.
+
+    Raises:
+        InvalidProfile: they differ; the message names every difference.
+    """
+    if differences := profile.setup.differences(expect):
+        raise InvalidProfile(
+            f"the profile of {profile.target} and {profile.draft} was made with "
+            f"{', '.join(differences)}; profile this set-up with `forerun profile`"
+        )

@@ -2,7 +2,7 @@
 
 A machine's speed drifts by more than the difference between two cells. So no cell is measured
 alone: a round visits all of them, in an order that rotates, and what a round did to all its cells
-(its weather) is divided out before medians are taken.
+(its drift) is divided out before medians are taken.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 
 from forerun.errors import NotEnoughMemory
-from forerun.probe.cells import ProfileCell, Quantity, without
-from forerun.probe.config import ProbeConfig
+from forerun.probe.config import ProbeConfig, ProfileCell, Quantity, without
 from forerun.theory.intervals import Interval, median_interval
 
 __all__ = ["Rig", "Rounds", "Samples", "corrected", "estimates", "measure", "widest"]
@@ -64,7 +63,7 @@ class Rounds:
     Attributes:
         samples: seconds per cell and round; the warm-up is not among them.
         left_out: cells that did not fit into memory.
-        stable: whether every interval got as narrow as asked.
+        stable: whether every interval is as narrow as `target_error`.
     """
 
     samples: Samples
@@ -76,7 +75,7 @@ def measure(
     rigs: Sequence[Rig],
     config: ProbeConfig,
     clock: Callable[[], float],
-    tell: Callable[[int, float], None],
+    notify: Callable[[int, float], None],
 ) -> Rounds:
     """Visit every cell once per round.
 
@@ -84,7 +83,7 @@ def measure(
         rigs: which between them have every cell.
         config: when to stop.
         clock: seconds.
-        tell: told the number of finished rounds and the widest relative error after each.
+        notify: called after each round with the number of rounds and the widest relative error.
 
     Raises:
         NotEnoughMemory: not even the smallest batch fits.
@@ -105,7 +104,7 @@ def measure(
         num_rounds += 1
         samples = {cell: [*samples[cell], seconds] for cell, seconds in found.items()}
         error = widest(samples)
-        tell(num_rounds, error)
+        notify(num_rounds, error)
     left_out = tuple(cell for cell in asked if cell not in samples)
     say_left_out(left_out, len(asked))
     return Rounds(samples=samples, left_out=left_out, stable=error <= config.target_error)
@@ -172,20 +171,20 @@ def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
 
 
 def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
-    """All seconds of every cell with the weather of their round divided out.
+    """All seconds of every cell with the speed of the machine in their round divided out.
 
-    A round's weather is the median, over cells, of what the cell took in it relative to its own
-    median: the column effect of one sweep of median polish.
+    The drift of a round is the median, over cells, of the cell's time in it relative to the cell's
+    own median: the column effect of one sweep of median polish.
 
     Source: Tukey 1977.
     """
     middles = {cell: median(s for v in visits for s in v) for cell, visits in samples.items()}
-    weather = []
+    drift = []
     for i in range(max(map(len, samples.values()))):
         relative = [median(samples[c][i]) / s for c, s in middles.items() if s and samples[c][i]]
-        weather.append(median(relative) if relative else 1.0)
+        drift.append(median(relative) if relative else 1.0)
     return {
-        cell: [s / weather[i] for i, visit in enumerate(visits) for s in visit]
+        cell: [s / drift[i] for i, visit in enumerate(visits) for s in visit]
         for cell, visits in samples.items()
     }
 
@@ -196,11 +195,11 @@ def estimates(samples: Samples) -> dict[ProfileCell, Interval]:
 
 
 def widest(samples: Samples) -> float:
-    """Half of the widest interval, as a share of what it is of.
+    """Half of the widest interval, as a share of its estimate.
 
-    Of overheads and drafts smaller than a plain target pass it is a share of that pass: to a tenth
-    of a step, a fifth more or less is two hundredths of what anybody waits for. Infinite while
-    there are too few samples for an interval of 95%.
+    For overheads and drafts smaller than a plain target pass it is a share of that pass, because a
+    relative error of a small part hardly changes the time of a step. Infinite while there are too
+    few samples for an interval of 95%.
     """
     if min(sum(map(len, visits)) for visits in samples.values()) < LEAST_SAMPLES:
         return math.inf

@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 
 from forerun.bench import comparison as module
-from forerun.bench.best import best_of_several
 from forerun.bench.compare import Prompt, batched, run_blocks
 from forerun.bench.comparison import BenchCell, BenchComparison
 from forerun.bench.config import BenchConfig, parse_arms
-from forerun.bench.prediction import predict
-from forerun.bench.report import CellReport
-from forerun.bench.summary import summarise
+from forerun.bench.report import CellReport, predict
+from forerun.bench.summary import best_of_several, summarise
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.cost import CostTable
@@ -28,7 +26,7 @@ def comparison(make_arm, clock, monkeypatch):
     monkeypatch.setattr(module, "content_hash", lambda name: "0")
     config = BenchConfig(arms=parse_arms(["d@1,2"]), batches=(1, 3), num_blocks=5)
     prompts = [str(i) for i in range(12)]
-    made = BenchComparison(config, prompts, clock=clock, tell=lambda stage: None)
+    made = BenchComparison(config, prompts, clock=clock, notify=lambda stage: None)
     made.arms = (
         make_arm("plain"),
         make_arm("d K=1", k=1, accepted=1, step_s=1.2),

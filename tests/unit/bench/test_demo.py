@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from forerun.bench import demo as module
+from forerun.bench.compare import scouted
 from forerun.bench.config import DemoConfig
 from forerun.bench.demo import Demo, DemoArms
 from forerun.bench.prompts import neighbours_apart
-from forerun.bench.scout import scouted
 from forerun.bench.summary import MIN_BLOCKS
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
@@ -40,7 +40,7 @@ def demo_for(make_arm, clock, monkeypatch):
             prompts,
             clock=clock,
             started_s=clock(),
-            tell=lambda stage: None,
+            notify=lambda stage: None,
         )
 
     return make

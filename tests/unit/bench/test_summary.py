@@ -7,8 +7,7 @@ import pytest
 
 from forerun.bench import summary
 from forerun.bench.compare import Prompt, batched, run_blocks
-from forerun.bench.summary import MIN_BLOCKS, best_arm, measurable
-from forerun.bench.verdict import verdict
+from forerun.bench.summary import MIN_BLOCKS, best_arm, measurable, verdict
 from forerun.sampling.config import SamplingParams
 
 summarise = partial(summary.summarise, num_resamples=100)

@@ -11,7 +11,7 @@ from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.kinds.config import Constant, Fixed, Poisson, Together, Uniform
-from forerun.probe.profile_file import load_profile
+from forerun.probe.profile import load_profile
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

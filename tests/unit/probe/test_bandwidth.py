@@ -5,8 +5,7 @@ import torch
 
 from forerun.models.memory import available_bytes
 from forerun.probe import bandwidth
-from forerun.probe.bandwidth import read_bandwidth, torch_threads
-from forerun.probe.stopwatch import Stopwatch
+from forerun.probe.stopwatch import Stopwatch, read_bandwidth, torch_threads
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,12 @@ from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.facts_file import facts_document, read_facts
 from forerun.models.zoo.catalog import zoo_path
-from forerun.probe.evidence.config import EvidenceConfig
+from forerun.probe.config import EvidenceConfig
 from forerun.probe.evidence.costs import add_pass_costs, pass_config
-from forerun.probe.evidence.files import add_card_ratio, add_files
-from forerun.probe.evidence.hits import AcceptedShare
+from forerun.probe.evidence.files import add_card_ratio, add_files, add_weights, looks_drawn
+from forerun.probe.evidence.replay import Transform
 from forerun.probe.evidence.run import ProbedEngine, probe_engine
-from forerun.probe.evidence.state import Onsets, StateTally
-from forerun.probe.evidence.transform import Transform
-from forerun.probe.evidence.weights import add_weights, looks_drawn
+from forerun.probe.evidence.state import AcceptedShare, Onsets, StateTally
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 from forerun.theory.uniformity import uniformity_p_value

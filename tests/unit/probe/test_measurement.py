@@ -11,7 +11,7 @@ import pytest
 from tests.unit.probe.planted import COMMIT_S, SMALL, Clock, Costs, facts, planted_pair
 
 from forerun.errors import NotEnoughMemory
-from forerun.probe.cells import Quantity
+from forerun.probe.config import Quantity
 from forerun.probe.measurement import measure_pair, rigs
 from forerun.probe.profile import Profile
 from forerun.probe.stopwatch import Stopwatch
@@ -32,10 +32,10 @@ def draft_costs(**changes) -> Costs:
     return Costs(pass_s=0.0008, row_s=1e-8, chain_s=CHAIN_S, chain_token_s=CHAIN_TOKEN_S, **changes)
 
 
-def profile_of(target: Costs, draft: Costs, config=SMALL, tell=lambda rounds, error: None):
+def profile_of(target: Costs, draft: Costs, config=SMALL, notify=lambda rounds, error: None):
     clock = Clock()
     pair = planted_pair(clock, target, draft)
-    return measure_pair(pair, (facts("target"), facts("draft")), config, clock=clock, tell=tell)
+    return measure_pair(pair, (facts("target"), facts("draft")), config, clock=clock, notify=notify)
 
 
 def jitter(count: int) -> float:
@@ -196,7 +196,7 @@ def test_an_unsteady_machine_stops_at_its_budget():
         target_costs(noise=jitter),
         draft_costs(noise=jitter),
         config,
-        tell=lambda rounds, error: told.append((rounds, error)),
+        notify=lambda rounds, error: told.append((rounds, error)),
     )
     assert not found.stable
     assert 6 <= found.num_rounds == len(told) < 50
@@ -247,7 +247,7 @@ def test_every_slot_is_given_back():
     pair = planted_pair(clock, target_costs(), draft_costs())
     free = pair.target.store.num_free, pair.draft.store.num_free
     measure_pair(
-        pair, (facts("t"), facts("d")), BRIEF, clock=clock, tell=lambda rounds, error: None
+        pair, (facts("t"), facts("d")), BRIEF, clock=clock, notify=lambda rounds, error: None
     )
     assert (pair.target.store.num_free, pair.draft.store.num_free) == free
 
@@ -257,7 +257,7 @@ def test_threads_of_the_passes_are_on_record():
     pair = planted_pair(clock, target_costs(), draft_costs())
     pair = replace(pair, engine=replace(pair.engine, num_threads=3))  # torch has another number
     both = (facts("t"), facts("d"))
-    found = measure_pair(pair, both, BRIEF, clock=clock, tell=lambda rounds, error: None)
+    found = measure_pair(pair, both, BRIEF, clock=clock, notify=lambda rounds, error: None)
     assert (found.setup.num_threads, found.provenance["num_threads"]) == (3, 3)
 
 

@@ -15,7 +15,7 @@ from forerun.diagnose.evidence import Evidence
 from forerun.engine import step as engine_step
 from forerun.models.tabular import TabularModel
 from forerun.models.zoo.catalog import zoo_path
-from forerun.probe.evidence.config import EvidenceConfig
+from forerun.probe.config import EvidenceConfig
 from forerun.probe.evidence.files import add_files
 from forerun.probe.evidence.run import ProbedEngine, probe_engine
 from forerun.sampling.config import SamplingParams

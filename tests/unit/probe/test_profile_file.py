@@ -7,9 +7,15 @@ import pytest
 from tests.profiles import SETUP, profile_of
 
 from forerun.errors import InvalidProfile
-from forerun.probe.cells import ProfileCell, Quantity
-from forerun.probe.profile import FORMAT, MeasuredCell, ProfileSetup
-from forerun.probe.profile_file import check_setup, load_profile, write_profile
+from forerun.probe.config import ProfileCell, Quantity
+from forerun.probe.profile import (
+    FORMAT,
+    MeasuredCell,
+    ProfileSetup,
+    check_setup,
+    load_profile,
+    write_profile,
+)
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import Interval
@@ -166,7 +172,7 @@ def test_a_malformed_part_is_damage(file, name, value):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "no JSON"), ("[]", "names no format"), ('{"format": "1"}', "names no format")],
+    [("{", "not JSON"), ("[]", "names no format"), ('{"format": "1"}', "names no format")],
 )
 def test_other_files_are_refused(tmp_path, text, message):
     path = tmp_path / "other.json"
@@ -183,3 +189,47 @@ def test_a_missing_file_is_named(tmp_path):
 def test_the_limit_counts_weights_once_and_keys_and_values_of_every_sequence():
     assert PROFILE.limit.pass_s(1, 0) == pytest.approx(4.0)
     assert PROFILE.limit.pass_s(2, 1000) == pytest.approx(4.002)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"format": 3, "target": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+        b'{"format": 1' + b"0" * 100_000 + b"}",
+        b"\xff\xfe\x00",
+        b'{"format": true}',
+        b"",
+    ],
+    ids=["lists", "objects", "digits", "bytes", "bool", "empty"],
+)
+def test_a_hostile_profile_is_refused(tmp_path, content):
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidProfile, match="profile"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1e999, 2**70, True, [[]]])
+def test_a_profile_with_one_wrong_value_is_read_or_refused(tmp_path, value):
+    document = json.loads(json.dumps(PROFILE.to_dict()))
+    path = tmp_path / "profile.json"
+
+    def places(node):
+        if isinstance(node, dict):
+            for key in node:
+                yield node, key
+                yield from places(node[key])
+        elif isinstance(node, list):
+            for index in range(min(len(node), 2)):
+                yield node, index
+                yield from places(node[index])
+
+    for node, key in list(places(document)):
+        before, node[key] = node[key], value
+        path.write_text(json.dumps(document))
+        try:
+            load_profile(path)
+        except InvalidProfile as error:
+            assert str(path) in str(error)
+        node[key] = before

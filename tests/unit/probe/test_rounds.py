@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.probe.planted import SMALL, Clock
 
-from forerun.probe.cells import ProfileCell, Quantity, without
+from forerun.probe.config import ProfileCell, Quantity, without
 from forerun.probe.rounds import corrected, estimates, measure, widest
 
 

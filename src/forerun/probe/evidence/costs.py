@@ -1,22 +1,32 @@
-"""What passes and steps cost: v(n) of the target, a drafted token, a plain step."""
+"""Facts about costs of passes and steps, and about the target as its own draft."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, combinations
 from statistics import median
 
 from forerun.diagnose.evidence import Evidence
-from forerun.models.base import LanguageModel
-from forerun.probe.cells import ProfileCell, Quantity
-from forerun.probe.config import ProbeConfig
+from forerun.drafters.self_draft import SelfDraft
+from forerun.engine.engine import Engine
+from forerun.models.base import LanguageModel, LayeredModel
+from forerun.probe.config import ProbeConfig, ProfileCell, Quantity
 from forerun.probe.evidence.tape import TapedRequest
 from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.rounds import measure
 from forerun.probe.stopwatch import Stopwatch
+from forerun.sampling.config import SamplingParams
+from forerun.theory.intervals import wilson_interval
 
-__all__ = ["add_pass_costs", "add_step_costs", "pass_config"]
+__all__ = [
+    "add_pass_costs",
+    "add_self_draft",
+    "add_step_costs",
+    "drafting_for_itself",
+    "pass_config",
+]
 
 CONTEXT = 64
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33)
@@ -87,7 +97,7 @@ def pass_config(max_rows: int, budget_s: float, room: int) -> ProbeConfig | None
     """What is timed; None where there is no room for two widths.
 
     Args:
-        max_rows: widest pass wanted.
+        max_rows: widest pass to time.
         budget_s: time for all of them.
         room: tokens that fit into the context behind each other.
     """
@@ -118,3 +128,44 @@ def add_step_costs(evidence: Evidence, plain: Iterable[TapedRequest]) -> None:
     if len(seconds) >= MIN_STEPS:
         words = f"median of {len(seconds)} plain steps of one sequence"
         evidence.add("plain_step_s", median(seconds), words)
+
+
+def drafting_for_itself(engine: Engine) -> Engine | None:
+    """The engine with all of the target's own layers as drafter; None where it has no layers.
+
+    They share the target's KV, so this exercises verification and the target's cache, not a draft
+    model's; an engine with the target loaded twice exercises both.
+    """
+    target = engine.target
+    if not isinstance(target, LayeredModel) or not engine.config.num_speculative_tokens:
+        return None
+    whole = target.first_layers(target.num_layers)
+    return engine.with_draft(SelfDraft(whole, vocab_size=target.vocab_size))
+
+
+def add_self_draft(
+    evidence: Evidence,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    num_tokens: int,
+) -> None:
+    """The share of drafted tokens that is accepted, half of the prompts greedily.
+
+    Args:
+        evidence: takes the fact.
+        engine: whose draft is its target.
+        prompts: token ids.
+        params: one per prompt.
+        num_tokens: most output tokens of each.
+    """
+    short = [replace(asked, max_tokens=num_tokens, ignore_eos=True) for asked in params]
+    greedy = [replace(asked, temperature=0.0) for asked in short]
+    asked = [greedy[i] if i % 2 else short[i] for i in range(len(short))]
+    outputs = engine.generate([list(prompt) for prompt in prompts], asked)
+    counts = [output.completions[0].acceptance for output in outputs]
+    drafted, accepted = sum(c.num_drafted for c in counts), sum(c.num_accepted for c in counts)
+    if drafted:
+        words = f"{accepted} of {drafted} tokens accepted with the target as its own draft"
+        interval = wilson_interval(accepted, drafted)
+        evidence.add("self_draft_rate", accepted / drafted, words, interval)

@@ -1,10 +1,15 @@
-"""What the files of a pair say: whether they belong together, and whether a draft was trained."""
+"""Facts from the files of a pair: whether they belong together, and whether a draft is trained."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import safe_open
+from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence, Reading
 from forerun.engine.loading import check_vocabularies
@@ -13,9 +18,8 @@ from forerun.models.checkpoint import read_checkpoint
 from forerun.models.content_hash import template_hash
 from forerun.models.draft_card import CardFigures, DraftCard, identify, read_card
 from forerun.models.load import load_tokenizer, read_config
-from forerun.probe.evidence.weights import add_weights
 
-__all__ = ["add_card_ratio", "add_files", "evidence_of_misfit"]
+__all__ = ["add_card_ratio", "add_files", "add_weights", "evidence_of_misfit", "looks_drawn"]
 
 
 def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
@@ -83,7 +87,78 @@ def figures_at(card: DraftCard, temperature: float) -> CardFigures | None:
 
 
 def evidence_of_misfit(error: IncompatibleDraft) -> Evidence:
-    """All there is to say of a pair whose tokenizers differ: it must not be run."""
+    """The facts about a pair whose tokenizers differ; it must not be run."""
     evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
     evidence.add("vocabularies_differ", True, str(error))
     return evidence
+
+
+MIN_SIZE = 64
+"""Least rows and columns of a matrix that is examined."""
+MAX_Z = 3.0
+POWER_STEPS = 20
+"""Where a direction stands out, this many passes find it; where none does, any will do."""
+
+
+def add_weights(evidence: Evidence, draft: Path) -> None:
+    """Matrices that are no weights, and the share of those that look untrained."""
+    wrong: list[str] = []
+    drawn: list[str] = []
+    num_large = 0
+    for name, matrix in matrices(draft):
+        if not bool(matrix.isfinite().all()) or bool((matrix == matrix[0, 0]).all()):
+            wrong.append(name)
+        elif min(matrix.shape) >= MIN_SIZE:
+            num_large += 1
+            if looks_drawn(matrix):
+                drawn.append(name)
+    if wrong:
+        words = f"{len(wrong)} matrices are not finite or constant: {', '.join(wrong[:3])}"
+        evidence.add("weights_incomplete", True, words)
+    if num_large:
+        words = f"{len(drawn)} of {num_large} matrices: {', '.join(drawn[:3]) or 'none'}"
+        evidence.add("drawn_share", len(drawn) / num_large, words)
+
+
+def matrices(folder: Path) -> Iterator[tuple[str, Float[Tensor, "rows columns"]]]:
+    """Weight matrices, one at a time."""
+    for path in read_checkpoint(folder).weight_files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_tensor(name)
+                if tensor.ndim == 2 and tensor.is_floating_point():
+                    yield name, tensor.float()
+
+
+def looks_drawn(matrix: Float[Tensor, "rows columns"]) -> bool:
+    """Whether all entries may have been drawn independently from one distribution.
+
+    Args:
+        matrix: finite, not constant, with some dozens of rows and columns.
+    """
+    centred = matrix - matrix.mean()
+    squares = centred.square()
+    scatter = max(abs(dispersion(squares)), abs(dispersion(squares.T)))
+    return scatter < MAX_Z and edge_excess(centred) < MAX_Z
+
+
+def dispersion(squares: Float[Tensor, "rows columns"]) -> float:
+    """How far the scatter of row sums is from that of independent entries, in standard errors."""
+    num_rows, num_columns = squares.shape
+    expected = squares.var() / num_columns
+    ratio = float(squares.mean(1).var() / expected)
+    return (ratio - 1.0) / math.sqrt(2.0 / (num_rows - 1))
+
+
+def edge_excess(centred: Float[Tensor, "rows columns"]) -> float:
+    """By how much the largest singular value passes that of independent entries, in its scale."""
+    long, short = max(centred.shape), min(centred.shape)
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.empty(centred.shape[1]).normal_(generator=generator)
+    for _ in range(POWER_STEPS):
+        vector = centred.T @ (centred @ (vector / vector.norm()))
+    sides = math.sqrt(long - 1), math.sqrt(short)
+    centre = sum(sides) ** 2
+    scale: float = sum(sides) * (1.0 / sides[0] + 1.0 / sides[1]) ** (1.0 / 3.0)
+    square = float(vector.norm() / centred.var())
+    return (square - centre) / scale

@@ -1,6 +1,6 @@
 """Greedy text: whether it is the target's, and whether drafts come from the state they should.
 
-At temperature 0 everything has one right answer, so single tokens tell: an emitted token that is
+At temperature 0 everything has one right answer, so single tokens notify: an emitted token that is
 not the target's first choice, a drafted one that is not the draft's own when it reads the same text
 from an empty cache.
 """
@@ -18,16 +18,15 @@ from torch import Tensor
 from forerun.align.evaluation.teacher_forced import logits_of
 from forerun.diagnose.evidence import Evidence
 from forerun.models.base import LanguageModel
-from forerun.probe.evidence.hits import AcceptedShare
 from forerun.probe.evidence.replay import Replay
-from forerun.probe.evidence.state import StateTally, before_step
+from forerun.probe.evidence.state import AcceptedShare, StateTally, before_step
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
 from forerun.theory.intervals import normal_interval
 
 __all__ = ["GreedyTally", "noise_width"]
 
 MIN_TOKENS = 30
-"""Fewer reached positions say nothing about acceptance."""
+"""Least number of reached positions for a fact about acceptance."""
 CHANCE = 0.05
 """Of all texts parting after a rejection when rejections have nothing to do with it."""
 TIE = 4.0
@@ -53,7 +52,7 @@ class GreedyTally:
         num_apart: those where the two differ.
         alphas: 1 where the replayed draft agrees with the target and 0 where not, at every position
             it could read.
-        state: where first drafted tokens cease to be the draft's own, by more than a tie.
+        state: where first drafted tokens stop being the draft's own, by more than a tie.
     """
 
     noise: float

@@ -1,4 +1,4 @@
-"""Both models over a text that is there already, from fresh caches: what the laws really were."""
+"""A request computed again with fresh caches, and numbers that are uniform if a text is right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.align.evaluation.teacher_forced import along, logits_of, num_known, probs_of_rows
@@ -15,8 +15,48 @@ from forerun.models.base import LanguageModel
 from forerun.probe.evidence.tape import TapedRequest
 from forerun.sampling.config import draft_params
 from forerun.sampling.history import History, RowHistory
+from forerun.sampling.noise import position_key, request_key, uniform
 
-__all__ = ["Replay", "replay"]
+__all__ = ["Replay", "Transform", "replay"]
+
+
+class Transform:
+    """Numbers for tokens: the mass of all that come before, and a random share of their own.
+
+    Tokens may come in any order that was fixed before the token was drawn; the order decides which
+    errors of a distribution show.
+
+    Args:
+        seed: of the random shares, which are independent of any noise an engine draws with.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._key = request_key(~seed, 0)
+        self._num_drawn = 0
+
+    def values(
+        self,
+        probs: Float[Tensor, "rows vocab"],
+        tokens: Int64[Tensor, " rows"],
+        order: Float[Tensor, "rows vocab"],
+    ) -> list[float]:
+        """One number in [0, 1] per row whose distribution is one.
+
+        Args:
+            probs: distributions the tokens should have been drawn from.
+            tokens: that were drawn.
+            order: tokens of lower values come first, equal ones together.
+        """
+        keys = [position_key(self._key, self._num_drawn + row) for row in range(len(tokens))]
+        self._num_drawn += len(tokens)
+        shares = uniform(torch.tensor(keys, dtype=torch.int64, device=probs.device))
+        probs = probs.double()
+        own = order.gather(-1, tokens[:, None])
+        before = (probs * (order < own)).sum(-1)
+        level = (probs * (order == own)).sum(-1)
+        numbers = (before + shares * level) / probs.sum(-1)
+        return [min(1.0, max(0.0, value)) for value in numbers.tolist() if value == value]
+
 
 NEAR = 64
 """Prompt tokens left to a draft that is to do without the rest."""
@@ -28,9 +68,9 @@ class Replay:
 
     Attributes:
         target_logits: the target's, raw, in fp32.
-        target_probs: the target's law under the request's parameters.
+        target_probs: the target's distribution under the request's parameters.
         draft_logits: the draft's, over the target's ids; of as many rows as the draft can read.
-        draft_probs: the draft's law under the parameters it drafts with; as many rows.
+        draft_probs: the draft's distribution under the parameters it drafts with; as many rows.
         near_probs: the same where the draft sees the output and the last `NEAR` tokens of the
             prompt; None where the prompt is not at least twice as long.
     """
@@ -43,7 +83,7 @@ class Replay:
 
     @property
     def num_read(self) -> int:
-        """Output positions that both models could be asked about."""
+        """Output positions that both models have read."""
         return len(self.draft_probs)
 
 
@@ -98,7 +138,7 @@ def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tens
 def histories_of(
     request: TapedRequest, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> list[RowHistory]:
-    """What the law of each output token depends on besides logits; empty where on nothing."""
+    """What the distribution of each output token depends on besides logits; empty if on nothing."""
     params = request.params
     if not params.needs_history:
         return []

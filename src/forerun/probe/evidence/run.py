@@ -1,13 +1,14 @@
 """Probing an engine for evidence that `forerun diagnose` reads: `probe_engine`.
 
-    probe_engine(probed, prompts, params=None, config=EvidenceConfig(), tell=silent) -> Evidence
+    probe_engine(probed, prompts, params=None, config=EvidenceConfig(), notify=silent) -> Evidence
 
-takes a live engine, a broken one too, and only listens to it; `QUICK` is the configuration for
+takes a live engine, a broken one too, and only observes it; `QUICK` is the configuration for
 hundreds of engines in one process.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,23 +16,33 @@ from statistics import fmean
 
 from forerun.align.evaluation.judge import draft_model_of, evenly_spaced
 from forerun.diagnose.evidence import Evidence, Reading
+from forerun.drafters.config import parse_drafter
+from forerun.drafters.draft_model import DraftModel
+from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.intake import Prompt
+from forerun.engine.loading import load_pair_member
+from forerun.errors import NotEnoughMemory
 from forerun.models.base import LanguageModel
-from forerun.probe.evidence.config import EvidenceConfig
-from forerun.probe.evidence.costs import add_pass_costs, add_step_costs, pass_config
+from forerun.models.load import model_folder
+from forerun.probe.config import EvidenceConfig
+from forerun.probe.evidence.costs import (
+    add_pass_costs,
+    add_self_draft,
+    add_step_costs,
+    drafting_for_itself,
+    pass_config,
+)
 from forerun.probe.evidence.files import add_card_ratio, add_files
 from forerun.probe.evidence.greedy import GreedyTally, noise_width
-from forerun.probe.evidence.own_draft import add_self_draft, drafting_for_itself
-from forerun.probe.evidence.replay import replay
+from forerun.probe.evidence.replay import Transform, replay
 from forerun.probe.evidence.sampled import SampledTally
 from forerun.probe.evidence.tape import TapedRequest, run_taped
-from forerun.probe.evidence.transform import Transform
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["ProbedEngine", "probe_engine"]
+__all__ = ["PairNames", "ProbedEngine", "load_probed", "probe_engine"]
 
-Tell = Callable[[str, float], None]
+Notify = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +80,7 @@ def probe_engine(
     prompts: Sequence[Prompt],
     params: SamplingParams | None = None,
     config: EvidenceConfig | None = None,
-    tell: Tell = silent,
+    notify: Notify = silent,
 ) -> Evidence:
     """Everything that can be measured with the models at hand.
 
@@ -79,7 +90,7 @@ def probe_engine(
         params: as deployed. The sampled half runs at their temperature, at 1 where that is 0; their
             lengths, seeds and number of samples are the probe's own.
         config: how much is generated and timed.
-        tell: told what is done next, and the share of the probe that is behind.
+        notify: called with a description of every stage and the share that is done.
 
     Returns:
         Evidence with facts for `forerun diagnose`, each with its counts as source.
@@ -93,10 +104,10 @@ def probe_engine(
     evidence.add("target_recurrent", False, "it keeps its context in rows, which can be cut")
     ids = chosen(probed.engine, prompts, config)
     asked = params_of(params or SamplingParams(), len(ids), config)
-    tell("greedy text", 0.0)
+    notify("greedy text", 0.0)
     greedy, plain = probe_greedy(probed, ids, asked)
     greedy.add_facts(evidence)
-    tell("sampled text", 0.4)
+    notify("sampled text", 0.4)
     sampled = probe_sampled(probed, ids, asked, config)
     sampled.add_facts(evidence)
     add_both(evidence, greedy, sampled)
@@ -105,9 +116,9 @@ def probe_engine(
         found = ((asked[0].temperature, sampled.alphas), (0.0, greedy.alphas))
         means = [(temperature, fmean(alphas)) for temperature, alphas in found if alphas]
         add_card_ratio(evidence, probed.draft_folder, means)
-    tell("the target as its own draft", 0.8)
+    notify("the target as its own draft", 0.8)
     probe_self(evidence, probed, ids, asked, config)
-    tell("costs of passes", 0.9)
+    notify("costs of passes", 0.9)
     if config.costs_s:
         add_step_costs(evidence, plain)
         probe_costs(evidence, probed, config)
@@ -117,11 +128,11 @@ def probe_engine(
 def add_both(evidence: Evidence, greedy: GreedyTally, sampled: SampledTally) -> None:
     """Facts that take both halves.
 
-    Laws tell more of the draft's state than single tokens do, unless they are not what was drawn
-    from.
+    Distributions show more of the draft's state than single tokens do, provided the draft was drawn
+    from them.
     """
-    use_laws = sampled.state.onsets and evidence.flag("draft_probs_differ") is False
-    (sampled if use_laws else greedy).state.add_facts(evidence)
+    use_probs = sampled.state.onsets and evidence.flag("draft_probs_differ") is False
+    (sampled if use_probs else greedy).state.add_facts(evidence)
     high, low = greedy.hits, sampled.hits
     words = f"{high.words} accepted at temperature 0, {low.words} above"
     evidence.add("acceptance_falls_with_temperature", low.is_below(high), words)
@@ -163,7 +174,7 @@ def params_of(params: SamplingParams, num: int, config: EvidenceConfig) -> list[
 
 
 def groups(engine: Engine, num: int) -> Iterator[range]:
-    """As many at a time as run together: what is kept of their laws is large."""
+    """As many at a time as run together: what is kept of their distributions is large."""
     size = engine.config.max_batch
     for start in range(0, num, size):
         yield range(start, min(start + size, num))
@@ -198,7 +209,7 @@ def probe_sampled(
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
 ) -> SampledTally:
-    """Sampled text beside the laws it should follow."""
+    """Sampled text beside the distributions it should follow."""
     engine, draft = probed.engine, probed.draft_model
     tally = SampledTally(Transform(config.seed))
     for group in groups(engine, len(prompts)):
@@ -230,3 +241,60 @@ def probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfig
     timed = pass_config(min(config.max_rows, k + 1), config.costs_s, room)
     if timed is not None:
         add_pass_costs(evidence, engine.target, draft, k, timed)
+
+
+logger = logging.getLogger("forerun.probe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairNames:
+    """The models to load, as `Engine.load` takes them.
+
+    Attributes:
+        target: folder, hub name or "zoo:" name.
+        draft: the same, or a drafter by its name.
+        dtype: of weights.
+        device: of both.
+    """
+
+    target: str
+    draft: str
+    dtype: str = "auto"
+    device: str = "auto"
+
+    @property
+    def folders(self) -> tuple[Path | None, Path | None]:
+        """Of target and draft; None for a drafter without a model of its own."""
+        draft = None if parse_drafter(self.draft) else model_folder(self.draft)
+        return model_folder(self.target), draft
+
+
+def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:
+    """Load target and draft, and the target again to draft for itself.
+
+    Args:
+        names: of the models.
+        config: of the engine.
+        twice: whether to; where the memory does not suffice, it is left out with a warning.
+
+    Raises:
+        InvalidModel: a model is missing, damaged or of an unsupported kind.
+        IncompatibleDraft: the tokenizers differ.
+        NotEnoughMemory: the pair does not fit.
+    """
+    engine = Engine.load(
+        names.target, names.draft, dtype=names.dtype, device=names.device, config=config
+    )
+    itself: Engine | None = None
+    if twice:
+        try:
+            copy, _ = load_pair_member(
+                names.target, dtype=names.dtype, device=names.device, config=config
+            )
+            itself = engine.with_draft(DraftModel(copy, engine.target.vocab_size))
+        except NotEnoughMemory as error:
+            logger.warning("the target drafts for itself with its own KV only: %s", error)
+    target, draft = names.folders
+    return ProbedEngine(
+        engine=engine, self_drafting=itself, target_folder=target, draft_folder=draft
+    )

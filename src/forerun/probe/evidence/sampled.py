@@ -1,4 +1,4 @@
-"""Sampled text: whether it follows the target's law, and acceptance is what it should be."""
+"""Sampled text: whether text and acceptance follow the distributions of target and draft."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from forerun.align.evaluation.teacher_forced import overlap
 from forerun.diagnose.evidence import Evidence
-from forerun.probe.evidence.hits import AcceptedShare
-from forerun.probe.evidence.replay import Replay
-from forerun.probe.evidence.state import StateTally
+from forerun.probe.evidence.replay import Replay, Transform
+from forerun.probe.evidence.state import AcceptedShare, StateTally
 from forerun.probe.evidence.tape import TapedRequest, TapedStep
-from forerun.probe.evidence.transform import Transform
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
 from forerun.sampling.processors import failed_rows
@@ -25,19 +23,19 @@ from forerun.theory.uniformity import uniformity_p_value
 __all__ = ["SampledTally"]
 
 MIN_VALUES = 50
-"""A test of uniformity on fewer has no power, and one that passes would say nothing."""
+"""Least number of values for a test of uniformity; with fewer it has no power."""
 CERTAIN = 0.001
 DOUBTFUL = 0.05
 MIN_NATS = 5.0
 """Log likelihood ratio that decides between two acceptance rules."""
-OTHER_LAW = 0.1
+OTHER_DISTRIBUTION = 0.1
 """Total variation that rounding does not come to."""
 TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A request whose draft is asked again without most of the prompt.
+    """A request whose draft is computed again without most of the prompt.
 
     Attributes:
         num_prompt: tokens of it.
@@ -57,11 +55,11 @@ class SampledTally:
     """What is counted over sampled requests.
 
     Attributes:
-        transform: makes every token a number that is uniform if its law is right.
+        transform: makes every token a number that is uniform if its distribution is right.
         emitted: numbers of the emitted tokens, least likely ones first.
         contrasted: the same, ordered by how much likelier they are to the draft.
-        drafted: numbers of the drafted tokens under the laws recorded for them.
-        residual: numbers of the tokens after a rejection, under the law of what was left.
+        drafted: numbers of the drafted tokens under the distributions recorded for them.
+        residual: numbers of the tokens after a rejection, under the distribution of what was left.
         num_accepted: accepted tokens.
         expected: what the engine's verifier expected.
         squares: of the differences, step by step.
@@ -70,12 +68,12 @@ class SampledTally:
         variance: of as many coin tosses with these probabilities.
         match_nats: log likelihood of acceptance by exact match over that of min(1, p / q).
         alphas: acceptance probabilities of the replayed draft, at every position it could read.
-        num_without_law: of these positions, those at which its logits are not finite.
-        entropies: of the target's law at emitted positions, in nats.
+        num_without_probs: of these positions, those at which its logits are not finite.
+        entropies: of the target's distribution at emitted positions, in nats.
         cut: per request with a long prompt, what its acceptance is with and without that.
-        num_one_hot: steps drafted greedily or without laws.
-        num_sampled: steps drafted from recorded laws.
-        state: where recorded laws cease to be those of the replayed draft.
+        num_one_hot: steps drafted greedily or without distributions.
+        num_sampled: steps drafted from recorded distributions.
+        state: where recorded distributions stop being those of the replayed draft.
     """
 
     transform: Transform
@@ -91,7 +89,7 @@ class SampledTally:
     variance: float = 0.0
     match_nats: float = 0.0
     alphas: list[float] = field(default_factory=list)
-    num_without_law: int = 0
+    num_without_probs: int = 0
     entropies: list[float] = field(default_factory=list)
     cut: list[Cut] = field(default_factory=list)
     num_one_hot: int = 0
@@ -109,33 +107,33 @@ class SampledTally:
             self._add_count(step)
             if (found := sampled_chain(step, replayed.target_probs.device)) is None:
                 continue
-            laws, tokens = found
+            probs, tokens = found
             # Coupled drafts meet the noise of a position again after a rejection: the first not.
             once = 1 if is_coupled(step) else len(tokens)
-            drawn.append((laws[:once], tokens[:once]))
+            drawn.append((probs[:once], tokens[:once]))
             start = step.record.context_tokens - request.num_prompt
             if start < replayed.num_read:
-                apart = 1.0 - float(overlap(laws[0], replayed.draft_probs[start]))
-                wrong[step.record.context_tokens] = apart > OTHER_LAW
-            self._add_step(request, replayed, step, laws, tokens)
+                apart = 1.0 - float(overlap(probs[0], replayed.draft_probs[start]))
+                wrong[step.record.context_tokens] = apart > OTHER_DISTRIBUTION
+            self._add_step(request, replayed, step, probs, tokens)
         self.state.add(request, wrong)
         if drawn:
-            laws, tokens = (torch.cat(column) for column in zip(*drawn, strict=True))
-            self.drafted += self.transform.values(laws, tokens, laws)
+            probs, tokens = (torch.cat(column) for column in zip(*drawn, strict=True))
+            self.drafted += self.transform.values(probs, tokens, probs)
 
     # --- the text
 
     def _add_text(self, request: TapedRequest, replayed: Replay) -> None:
         target, draft = replayed.target_probs, replayed.draft_probs
         tokens = torch.tensor(request.token_ids[: len(target)], device=target.device)
-        # Orders that depend on nothing but the text so far: else even a right law would look wrong.
+        # The order depends on the text so far alone: else a right distribution would look wrong.
         self.emitted += self.transform.values(target, tokens, target)
         num_read = replayed.num_read
         if num_read:
             read, said = target[:num_read], tokens[:num_read]
             self.contrasted += self.transform.values(read, said, contrast(read, draft))
             self.alphas += overlap(read, draft).tolist()
-            self.num_without_law += int(failed_rows(draft).sum())
+            self.num_without_probs += int(failed_rows(draft).sum())
         if replayed.near_probs is not None:
             num = len(replayed.near_probs)
             near = float(overlap(target[:num], replayed.near_probs).sum())
@@ -162,33 +160,35 @@ class SampledTally:
         request: TapedRequest,
         replayed: Replay,
         step: TapedStep,
-        laws: Tensor,
+        probs: Tensor,
         tokens: Tensor,
     ) -> None:
         start, num_accepted = step.record.context_tokens - request.num_prompt, step.num_reached
         target = replayed.target_probs[start : start + len(tokens)]
         if len(target) < num_accepted or step.was_cut:
             return
-        self._add_reached(step, target, laws, tokens)
+        self._add_reached(step, target, probs, tokens)
         if step.record.last_token_source != "recovered":
             return
         assert step.proposal is not None
         num_accepted = step.record.num_accepted
         method = resolve_verification(request.params, step.proposal.choice)
-        left = residual_law(method, target, laws, tokens, num_accepted)
+        left = residual_probs(method, target, probs, tokens, num_accepted)
         if left is not None:
             emitted = torch.tensor([request.token_ids[start + num_accepted]], device=left.device)
             self.residual += self.transform.values(left[None], emitted, left[None])
 
-    def _add_reached(self, step: TapedStep, target: Tensor, laws: Tensor, tokens: Tensor) -> None:
+    def _add_reached(self, step: TapedStep, target: Tensor, probs: Tensor, tokens: Tensor) -> None:
         num = step.num_reached
-        accept = overlap(target[:num], laws[:num]).double().clamp(max=1.0)  # equal laws round up
+        accept = (
+            overlap(target[:num], probs[:num]).double().clamp(max=1.0)
+        )  # equal distributions round up
         self.hits.add(num, step.record.num_accepted)
         self.overlaps += float(accept.sum())
         self.variance += float((accept * (1 - accept)).sum())
-        places = torch.arange(num, device=laws.device)
+        places = torch.arange(num, device=probs.device)
         match = target[places, tokens[:num]].double().clamp(TINY, 1 - TINY)
-        rule = (match / laws[places, tokens[:num]].double().clamp(min=TINY)).clamp(TINY, 1 - TINY)
+        rule = (match / probs[places, tokens[:num]].double().clamp(min=TINY)).clamp(TINY, 1 - TINY)
         accepted = places < step.record.num_accepted
         nats = torch.where(accepted, (match / rule).log(), ((1 - match) / (1 - rule)).log())
         self.match_nats += float(nats.sum())
@@ -199,7 +199,7 @@ class SampledTally:
         """What the counts come to."""
         self._add_calibration(evidence)
         self._add_rule(evidence)
-        self._add_laws(evidence)
+        self._add_drafted(evidence)
         self._add_replayed(evidence)
 
     def _add_replayed(self, evidence: Evidence) -> None:
@@ -207,8 +207,8 @@ class SampledTally:
         if self.entropies:
             mean = sum(self.entropies) / len(self.entropies)
             evidence.add("target_entropy", mean, f"mean over {len(self.entropies)} emitted tokens")
-        if self.num_without_law:
-            words = f"its replayed logits are NaN at {self.num_without_law} of {len(self.alphas)}"
+        if self.num_without_probs:
+            words = f"its replayed logits are NaN at {self.num_without_probs} of {len(self.alphas)}"
             evidence.add("draft_nan", True, words)
         self._add_context(evidence)
 
@@ -246,7 +246,7 @@ class SampledTally:
             )
             evidence.add("exact_match_rule", self.match_nats > 0.0, words)
 
-    def _add_laws(self, evidence: Evidence) -> None:
+    def _add_drafted(self, evidence: Evidence) -> None:
         tests = [values for values in (self.emitted, self.contrasted) if len(values) >= MIN_VALUES]
         if tests:
             p_value = min(1.0, len(tests) * min(map(uniformity_p_value, tests)))
@@ -255,9 +255,7 @@ class SampledTally:
             self._add_residual(evidence, p_value)
         if len(self.drafted) >= MIN_VALUES:
             p_value = uniformity_p_value(self.drafted)
-            words = (
-                f"{len(self.drafted)} drafted tokens under their recorded laws, p = {p_value:.2g}"
-            )
+            words = f"{len(self.drafted)} drafted tokens under recorded probs, p = {p_value:.2g}"
             evidence.add("draft_probs_differ", decided(p_value), words)
 
     def _add_residual(self, evidence: Evidence, p_of_text: float) -> None:
@@ -275,7 +273,7 @@ class SampledTally:
 def sampled_chain(
     step: TapedStep, device: torch.device
 ) -> tuple[Float[Tensor, "nodes vocab"], Int64[Tensor, " nodes"]] | None:
-    """Laws and tokens of a chain that was drawn from recorded laws; None of any other."""
+    """Probabilities and tokens of a chain drawn from recorded probabilities; None of any other."""
     proposal = step.proposal
     if proposal is None or proposal.draft_probs is None or not proposal.tree.is_chain:
         return None
@@ -299,25 +297,27 @@ def contrast(
     return (target.clamp(min=TINY).log() - draft.clamp(min=TINY).log()).nan_to_num(0.0)
 
 
-def residual_law(
-    method: str, target: Tensor, laws: Tensor, tokens: Tensor, num_accepted: int
+def residual_probs(
+    method: str, target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int
 ) -> Float[Tensor, " vocab"] | None:
-    """What the token after a rejection is drawn from; None under rules without such a law."""
+    """The distribution after a rejection; None under rules that have no such distribution."""
     if method == "token":
         ratio = 1.0
     elif method == "block":
-        ratio = prefix_ratio(target, laws, tokens, num_accepted)
+        ratio = prefix_ratio(target, probs, tokens, num_accepted)
     else:
         return None
-    left = (ratio * target[num_accepted] - laws[num_accepted]).clamp(min=0)
+    left = (ratio * target[num_accepted] - probs[num_accepted]).clamp(min=0)
     total = left.sum()
     return left / total if float(total) > TINY else target[num_accepted]
 
 
-def prefix_ratio(target: Tensor, laws: Tensor, tokens: Tensor, num_accepted: int) -> float:
+def prefix_ratio(target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int) -> float:
     """p_i of block verification: min(1, p_(i-1) x target / draft) along the accepted tokens."""
     ratio = 1.0
     for place in range(num_accepted):
         token = int(tokens[place])
-        ratio = min(1.0, ratio * float(target[place, token]) / max(float(laws[place, token]), TINY))
+        ratio = min(
+            1.0, ratio * float(target[place, token]) / max(float(probs[place, token]), TINY)
+        )
     return ratio

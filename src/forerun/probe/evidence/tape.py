@@ -49,7 +49,7 @@ class TapedRequest:
     Attributes:
         prompt_ids: its prompt.
         token_ids: its output.
-        params: it was asked for with.
+        params: of the request.
         steps: in order.
     """
 
