@@ -95,7 +95,7 @@ def advice_on(measured: int, context: int) -> str:
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"
     return (
-        "profile again while the machine is idle or with a longer --budget-s, or plan for smaller K "
+        "profile again while the machine is idle or with a longer --budget-s, or plan smaller K "
         "with --num-speculative-tokens"
     )
 

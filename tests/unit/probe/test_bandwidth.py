@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forerun.models.memory import available_bytes
-from forerun.probe import bandwidth
+from forerun.probe import stopwatch as bandwidth
 from forerun.probe.stopwatch import Stopwatch, read_bandwidth, torch_threads
 
 CPU = torch.device("cpu")

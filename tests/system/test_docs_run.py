@@ -1,0 +1,97 @@
+"""Every command and every snippet of the pages runs, on files that the page made before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.documents import Block, PageRunner, blocks_of
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # readers are in a checkout
+    runner = PageRunner(page.name)
+    for block in blocks_of(page.read_text("utf-8")):
+        runner.run(block)
+
+
+PAGE = """\
+Text.
+
+    forerun --version
+    forerun trace summarize missing.jsonl
+
+- an item
+
+      its continuation, not code
+
+1. another
+
+    still the item
+
+Text again.
+
+<!-- file: data.txt -->
+
+    x = 1
+
+```python
+print("data.txt")
+```
+
+<!-- not run: sample output -->
+
+    tokens/s 12
+
+```yaml
+a: 1
+```
+
+    a table of numbers
+"""
+
+
+def test_blocks_are_found_and_classified():
+    found = [(block.kind, block.text.splitlines()[0]) for block in blocks_of(PAGE)]
+    assert found == [
+        ("shell", "forerun --version"),
+        ("file", "x = 1"),
+        ("python", 'print("data.txt")'),
+        ("not run", "tokens/s 12"),
+        ("unknown", "a: 1"),
+        ("text", "a table of numbers"),
+    ]
+    assert [block.line for block in blocks_of(PAGE)][:2] == [3, 18]
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Block(line=3, text="forerun trace summarize missing.jsonl"), "exit code 2"),
+        (Block(line=3, text="forerun nonsense"), "no command"),
+        (Block(line=3, text="x = 1\nraise ValueError(x)"), "ValueError: 1"),
+        (Block(line=3, text="ls missing-folder | cat && false"), "exit code 1"),
+        (Block(line=3, text="a: 1", language="yaml"), "neither Python nor shell"),
+    ],
+)
+def test_a_block_that_fails_is_named(block, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match=message) as failure:
+        PageRunner("page.md").run(block)
+    assert "page.md:3" in str(failure.value)
+
+
+def test_blocks_share_files_and_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner = PageRunner("page.md", {"Path": Path})
+    runner.run(Block(line=1, text="3", file="three.txt"))
+    runner.run(Block(line=2, text="n = int(Path('three.txt').read_text())", language="python"))
+    runner.run(Block(line=3, text="Path('out.txt').write_text(str(n + 1))", language="python"))
+    runner.run(Block(line=4, text="$ cat out.txt | grep 4\nforerun --version  # a comment"))
