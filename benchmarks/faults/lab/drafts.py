@@ -28,9 +28,9 @@ class OwnText(DraftModel):
     ) -> list[Proposal | None]:
         """Take in what was committed since, then draft."""
         for request in requests:
-            branch = self._branches.get(request.request_id)
-            if branch is not None:
-                branch.context.ids += request.ids[self._taken[request.request_id] :]
+            sequence = self._sequences.get(request.request_id)
+            if sequence is not None:
+                sequence.context.ids += request.ids[self._taken[request.request_id] :]
             self._taken[request.request_id] = len(request.ids)
         proposals = super().propose(requests, plans)
         for request, proposal in zip(requests, proposals, strict=True):
@@ -46,13 +46,13 @@ class OwnText(DraftModel):
         for outcome in outcomes:
             if outcome.proposal is None or outcome.verdict is None:
                 continue
-            branch = self._branches[outcome.request_id]
+            sequence = self._sequences[outcome.request_id]
             proposed = self._proposed[outcome.request_id]
             num_accepted = outcome.verdict.num_accepted
             num_right, instead, num_skipped = self.replaced(num_accepted, proposed)
-            branch.context.ids += proposed[:num_right]
-            branch.commit(num_right)
-            branch.context.ids += instead
+            sequence.context.ids += proposed[:num_right]
+            sequence.commit(num_right)
+            sequence.context.ids += instead
             self._taken[outcome.request_id] += num_right + num_skipped
 
     def replaced(
@@ -122,7 +122,7 @@ class ForgetsOnPause(OwnText):
         """Lose what was paused, then draft."""
         for request in requests:
             name = request.request_id
-            known = name in self._branches
+            known = name in self._sequences
             # A step it took part in yields one token that it has not been told of yet.
             if known and len(request.ids) > self._taken[name] + 1:
                 self.forget(name)

@@ -8,7 +8,7 @@ from forerun.errors import InvalidRequest
 
 def test_arms_are_a_draft_and_its_ks():
     assert parse_arms(["zoo:code-2m@4,1,2", "plain", "mine=dir/a@b/draft@3"]) == (
-        DraftArms(name="draft-domain", draft="zoo:code-2m", ks=(1, 2, 4)),
+        DraftArms(name="code-2m", draft="zoo:code-2m", ks=(1, 2, 4)),
         DraftArms(name="mine", draft="dir/a@b/draft", ks=(3,)),
     )
 

@@ -34,7 +34,7 @@ def test_json_lines_with_tags(tmp_path):
         ("p.txt", "\n \n", None, "has no prompts"),
         ("p.txt", "a\n", "code", "has no tags"),
         ("p.jsonl", '{"prompt": "a"}\n', "code", "no prompts tagged 'code'"),
-        ("p.jsonl", '{"prompt": "a"}\nnonsense\n', None, r"p\.jsonl:2 is no JSON"),
+        ("p.jsonl", '{"prompt": "a"}\nnonsense\n', None, r"p\.jsonl line 2 is not JSON"),
         ("p.jsonl", '{"words": "a"}\n', None, r'p\.jsonl:1 must have one of "prompt"'),
         ("p.jsonl", '["a"]\n', None, r'p\.jsonl:1 is no object with a "prompt"'),
         (
