@@ -242,3 +242,17 @@ def test_keeping_features_needs_an_empty_store():
     model.store.keep_features(LAYERS)
     with pytest.raises(ValueError, match="without features"):
         model.store.import_prefix(model.store.reserve(), prefix)
+
+
+def test_rows_written_again_need_their_features_again():
+    """Features of an earlier attempt at the same rows are not those of the rows."""
+    model = tabular()
+    model.store.keep_features(LAYERS)
+    context = Context(model.store, [1, 2, 3])
+    batch = pack([context.span(3)], [1, 2, 3], [0], model.device)
+    output = model.forward(replace(batch, feature_layers=LAYERS))
+    model.store.stage_features(context.slot, 0, output.features)
+    model.forward(pack([context.span(2, num_staged=1)], [4, 5], [0], model.device))
+    with pytest.raises(ValueError, match="committed without features"):
+        context.commit(range(3))
+    context.commit(range(1))
