@@ -284,3 +284,14 @@ def test_a_test_is_chosen_for_what_is_not_known_and_for_its_time():
     assert between is not None
     assert {"gain_of_lower_k", "gain_of_higher_k", "slower_with_k"} & set(between.yields)
     assert best_experiment({}, CAUSES.values(), Evidence()) is None
+
+
+def test_a_supported_cause_comes_before_a_common_one():
+    evidence = Evidence()
+    evidence.add("graphs_off", True, "test")
+    common = cause("common", prior=5.0)
+    shown = cause("shown", Sign(fact="graphs_off", yes=MIN_SUPPORT))
+    half = cause("half", Sign(fact="graphs_off", yes=MIN_ALSO))
+    found = score_causes(evidence, [common, half, shown])
+    assert [item.cause.label for item in found] == ["shown", "half", "common"]
+    assert found[2].score > found[0].score > found[1].score

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from forerun.diagnose.readers.trace.stretches import (
     OUTCOMES,
     Comparison,
+    StretchCounts,
     Stretches,
     compare,
     student_quantile,
@@ -111,3 +112,22 @@ def test_deeper_drafts_are_no_worse_for_being_deep():
 )
 def test_quantiles_are_students(freedom: float, expected: float):
     assert student_quantile(0.99, freedom) == pytest.approx(expected, rel=0.01)
+
+
+def test_what_stretches_have_in_common_cancels_in_a_difference():
+    """Texts differ much, but each accepts a tenth less on the second side: that is certain."""
+    shares = np.linspace(0.2, 0.8, 10)
+    num_steps = np.full(20, 1000.0)
+    means = np.concatenate([shares, shares - 0.1])
+    places = StretchCounts(
+        stretch=np.tile(np.arange(10), 2),
+        place=np.repeat([0, 1], 10),
+        num_steps=num_steps,
+        num_first=num_steps * means,
+        total=num_steps * means,
+        squares=num_steps * means**2,
+    )
+    found = compare(places, places.place == 0, places.place == 1)
+    assert found is not None and found.difference == pytest.approx(0.1)
+    assert found.error < 0.01
+    assert found.is_lower(0.05, 0.03) is True
