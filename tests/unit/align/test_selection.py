@@ -10,7 +10,7 @@ from tests.unit.align.evaluation.judgements import figures, judged
 
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
-from forerun.align.selection import DraftSelector
+from forerun.align.selection import DraftSelector, Judgement
 from forerun.align.workspace import HASHES, Workspace, check_hashes, write_hashes
 from forerun.drafters.base import Drafter
 from forerun.errors import InvalidCheckpoint
@@ -101,3 +101,17 @@ def test_a_damaged_judgement_is_named_and_made_again(
     assert f"{path} line 2 is damaged" in caplog.text
     assert sorted(again.judgements) == [0, 2]
     assert again.consider(1).acceptance_length == 4.0 and again.best.step == 1
+
+
+def test_predicted_speedup_decides_before_tau() -> None:
+    long, fast = (
+        Judgement(
+            step=0,
+            acceptance_length=tau,
+            acceptance_probability=None,
+            predicted_speedup=speedup,
+            duration_s=0.0,
+        )
+        for tau, speedup in ((4.0, 0.9), (3.0, 1.1))
+    )
+    assert fast.worth > long.worth
