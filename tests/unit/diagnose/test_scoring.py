@@ -291,7 +291,7 @@ def test_a_supported_cause_comes_before_a_common_one():
     evidence.add("graphs_off", True, "test")
     common = cause("common", prior=5.0)
     shown = cause("shown", Sign(fact="graphs_off", yes=MIN_SUPPORT))
-    half = cause("half", Sign(fact="graphs_off", yes=MIN_ALSO))
+    half = cause("half", Sign(fact="graphs_off", yes=MIN_ALSO), prior=3.0)
     found = score_causes(evidence, [common, half, shown])
     assert [item.cause.label for item in found] == ["shown", "half", "common"]
-    assert found[2].score > found[0].score > found[1].score
+    assert found[2].score > found[1].score > found[0].score
