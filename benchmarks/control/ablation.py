@@ -1,0 +1,310 @@
+"""What each mechanism of the `auto` controller is worth: switched off alone, in the simulator.
+
+    python benchmarks/control/ablation.py --out FILE [--only NAME ...] [--seeds 8]
+
+The controllers are the engine's own. The time of every simulated step is the profile's, times a
+lognormal factor (sigma 0.1) and, in one step of 50, times 2.5, because a mechanism that guards
+against noise looks useless without any. The cost of a decision is not in simulated time. Every
+figure is a ratio to `auto` as it is, on the same requests, paired by seed, with a 95% interval (t)
+over seeds. "Safety" is the same for the speed in the slowest phase over that of plain decoding in
+that phase. With many variants in 9 cases, a few intervals exclude 1 by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random  # noqa: TID251  # noise of simulated machines, seeded
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+from unittest.mock import patch
+
+import variants as variants_of
+from scipy import stats
+
+from forerun.control.base import Controller
+from forerun.control.fixed import FixedController
+from forerun.plan.costs import DraftCosts, with_draft_cost
+from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
+from forerun.plan.simulation.kinds.config import AcceptancePart, Constant, Fixed, Mixed, Uniform
+from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
+from forerun.plan.simulation.result import Result, result_of
+from forerun.plan.simulation.schedules import Sequential, levels
+from forerun.plan.simulation.server import Server
+from forerun.plan.simulation.tally import SimulationTally
+from forerun.plan.simulation.times import CycleTimes, Times
+from forerun.plan.simulation.traffic import traffic_of
+from forerun.probe.profile_file import load_profile
+from forerun.provenance import collect
+
+HERE = Path(__file__).parent
+PROFILES = {
+    "deep": HERE.parent / "simulate" / "profile-deep.json",
+    "shipped": HERE.parent / "profiles" / "shipped-pair.json",
+}
+METHOD, OTHER = "draft_model", "other"
+MAX_K = 8
+SIGMA, STALL_EVERY, STALL = 0.1, 50, 2.5
+ORACLE_KS = (0, 1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One workload.
+
+    Attributes:
+        profile: name of the costs.
+        alphas: of the phases; a tuple within is a mixture of equally many requests of each.
+        batch: sequences decoded at once.
+        requests: how many.
+        other_alphas: of a second drafter, by phase; None without one.
+        tpot: time target in plain steps; None without one.
+        draft_factor: true cost of a drafted token over what the profile says.
+    """
+
+    profile: str
+    alphas: tuple[float | tuple[float, ...], ...]
+    batch: int = 1
+    requests: int = 12
+    other_alphas: tuple[float, ...] | None = None
+    tpot: float | None = None
+    draft_factor: float = 1.0
+
+
+CASES: Mapping[str, Case] = {
+    "good": Case(profile="deep", alphas=(0.8,)),
+    "useless": Case(profile="deep", alphas=(0.03,)),
+    "good, useless, good": Case(profile="deep", alphas=(0.8, 0.03, 0.8), requests=15),
+    "mixed": Case(profile="deep", alphas=((0.85, 0.3),)),
+    "good, batch 8": Case(profile="shipped", alphas=(0.8,), batch=8, requests=40),
+    "useless, batch 8": Case(profile="shipped", alphas=(0.03,), batch=8, requests=40),
+    "mixed, batch 8, time target": Case(
+        profile="deep", alphas=((0.85, 0.3),), batch=8, requests=40, tpot=0.9
+    ),
+    "two drafters": Case(profile="deep", alphas=(0.8, 0.3), other_alphas=(0.4, 0.85), requests=14),
+    "draft 6 times as costly as profiled": Case(profile="deep", alphas=(0.6,), draft_factor=6.0),
+}
+
+
+class NoisyTimes(Times):
+    """Times of a table, every step of which is held up by something else as well."""
+
+    def __init__(self, table: Any, reading: Any, seed: int) -> None:
+        super().__init__(table, reading)
+        self.random = random.Random(seed)
+
+    def at(self, batch: int, num_tokens: int) -> CycleTimes:
+        """The cycle's own times."""
+        factor = self.random.lognormvariate(0.0, SIGMA)
+        if self.random.random() < 1.0 / STALL_EVERY:
+            factor *= STALL
+        return Scaled(super().at(batch, num_tokens), factor)  # type: ignore[return-value]
+
+
+class Scaled:
+    """Times of a cycle, all by a factor."""
+
+    def __init__(self, times: CycleTimes, factor: float) -> None:
+        self.times, self.factor = times, factor
+        self.plain_s = times.plain_s * factor
+        self.draft_s = [seconds * factor for seconds in times.draft_s]
+
+    def pass_s(self, num_rows: int) -> float:
+        """See `CycleTimes`."""
+        return self.times.pass_s(num_rows) * self.factor
+
+    def overhead_s(self, depth: int) -> float:
+        """See `CycleTimes`."""
+        return self.times.overhead_s(depth) * self.factor
+
+
+class SeveralDrafters(Sequential):
+    """Drafts are accepted as the plan's drafter is; the other one costs a tenth."""
+
+    def __init__(self, other_alphas: Sequence[float] | None) -> None:
+        self.other_alphas = other_alphas
+
+    def advance(self, request: SimulatedRequest) -> int:
+        """See `Sequential`."""
+        if self.other_alphas is None or request.plan.method != OTHER:
+            return super().advance(request)
+        own = request.alphas
+        request.alphas = (self.other_alphas[request.phase],) * MAX_K
+        gained = super().advance(request)
+        request.alphas = own
+        return gained
+
+    def spend(
+        self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
+    ) -> None:
+        """See `Sequential`."""
+        super().spend(cycle, times, requests)
+        others = [request for request in requests if request.plan.method == OTHER]
+        if others:
+            cycle.draft_s -= 0.9 * sum(times.draft_s[b] for b in levels(others))
+
+
+def workload_of(case: Case, costs: DraftCosts) -> Workload:
+    """The workload of a case."""
+
+    def acceptance(alpha: float | tuple[float, ...]) -> Constant | Mixed:
+        if isinstance(alpha, float):
+            return Constant(alpha=alpha)
+        parts = [
+            AcceptancePart(tag=f"a{a}", weight=1.0, acceptance=Constant(alpha=a)) for a in alpha
+        ]
+        return Mixed(parts=tuple(parts))
+
+    share = 1.0 / len(case.alphas)
+    plain_s = costs.greedy.plain_step_s(256, case.batch)
+    return Workload(
+        requests=case.requests,
+        prompt_tokens=Fixed(tokens=64),
+        output_tokens=Uniform(least=150, most=350),
+        phases=tuple(Phase(share=share, acceptance=acceptance(a)) for a in case.alphas),
+        server=SimulatedServerConfig(max_batch=case.batch, max_k=MAX_K),
+        slo=Slo(tpot_s=None if case.tpot is None else case.tpot * plain_s),
+    )
+
+
+def costs_of(case: Case) -> dict[str, DraftCosts]:
+    """What the controller is told."""
+    costs = load_profile(PROFILES[case.profile]).costs
+    if case.other_alphas is None:
+        return {METHOD: costs}
+    cheap = with_draft_cost(costs.greedy, factor=0.1)
+    return {METHOD: costs, OTHER: DraftCosts(greedy=cheap, sampled=cheap)}
+
+
+def run(case: Case, make: Callable[[Mapping[str, DraftCosts]], Controller], seed: int) -> Result:
+    """One controller on one case."""
+    costs = costs_of(case)
+    table = with_draft_cost(costs[METHOD].greedy, factor=case.draft_factor)
+    workload = workload_of(case, costs[METHOD])
+    tally = SimulationTally(num_phases=len(workload.phases))
+    times = NoisyTimes(table, costs[METHOD].reading, seed)
+    schedule = SeveralDrafters(case.other_alphas)
+    server = Server(workload.server, times, make(costs), schedule, tally)
+    traffic = traffic_of(workload, seed)
+    server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
+    return result_of("", tally, workload.slo)
+
+
+def rates(result: Result) -> list[float]:
+    """Tokens per request-second, by phase."""
+    return [phase.num_tokens / phase.decode_s for phase in result.phases]
+
+
+@contextmanager
+def switched(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """The modules with something in them replaced."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def measure(job: tuple[str, int, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """All variants on one case with one seed."""
+    name, seed, wanted = job
+    case = CASES[name]
+    plain = run(case, lambda costs: FixedController(0), seed)
+    fixed = [run(case, lambda costs, k=k: FixedController(k), seed) for k in ORACLE_KS[1:]]
+    best_s = sum(
+        min(result.phases[at].decode_s for result in (plain, *fixed))
+        for at in range(len(plain.phases))
+    )
+    found = []
+    for variant in wanted:
+        changes, make = variants_of.VARIANTS[variant]
+        with switched(changes):
+            result = run(case, lambda costs, make=make: make(costs, MAX_K), seed)
+        decode_s = sum(phase.decode_s for phase in result.phases)
+        found.append(
+            {
+                "case": name,
+                "seed": seed,
+                "variant": variant,
+                "goodput": sum(phase.num_tokens for phase in result.phases) / decode_s,
+                "regret": decode_s / best_s - 1.0,
+                "safety": min(a / b for a, b in zip(rates(result), rates(plain), strict=True)),
+                "in_time": result.num_in_slo / result.num_requests,
+            }
+        )
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean with its 95% interval."""
+    mean = fmean(values)
+    half = stdev(values) / math.sqrt(len(values)) * float(stats.t.ppf(0.975, len(values) - 1))
+    return mean, mean - half, mean + half
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per variant and case: goodput and safety over those of `auto`, and the regret."""
+    by = {(row["variant"], row["case"], row["seed"]): row for row in rows}
+    seeds = sorted({row["seed"] for row in rows})
+    found = []
+    for variant, case in dict.fromkeys((row["variant"], row["case"]) for row in rows):
+        pairs = [(by[variant, case, seed], by["auto", case, seed]) for seed in seeds]
+        found.append(
+            {
+                "variant": variant,
+                "case": case,
+                "goodput": interval([own["goodput"] / auto["goodput"] for own, auto in pairs]),
+                "safety": interval([own["safety"] / auto["safety"] for own, auto in pairs]),
+                "regret": interval([own["regret"] for own, _ in pairs]),
+                "speed_over_plain": interval([own["safety"] for own, _ in pairs]),
+                "in_time": interval([own["in_time"] - auto["in_time"] for own, auto in pairs]),
+            }
+        )
+    return found
+
+
+def changes_something(row: Mapping[str, Any]) -> bool:
+    """Whether goodput or safety is shown to change by 1% or more."""
+    return any(row[n][2] <= 0.99 or row[n][1] >= 1.01 for n in ("goodput", "safety"))
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="variants beside auto; without it, all")
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=1)
+    arguments = parser.parse_args()
+    wanted = ("auto", *(arguments.only or [n for n in variants_of.VARIANTS if n != "auto"]))
+    jobs = [(name, seed, wanted) for name in arguments.cases for seed in range(arguments.seeds)]
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        for number, found in enumerate(pool.map(measure, jobs), start=1):
+            rows += found
+            print(f"{number} of {len(jobs)}", file=sys.stderr, flush=True)
+    table = summary(rows)
+    for row in table:
+        if row["variant"] == "auto" or changes_something(row):
+            figures = "  ".join(
+                f"{n} {row[n][0]:.3f} ({row[n][1]:.3f} to {row[n][2]:.3f})"
+                for n in ("goodput", "safety", "regret", "speed_over_plain")
+            )
+            print(f"{row['variant']:<34} {row['case']:<36} {figures}")
+    silent = {row["variant"] for row in table} - {
+        row["variant"] for row in table if changes_something(row)
+    }
+    print("changes nothing by 1%:", ", ".join(sorted(silent - {"auto"})))
+    content = {"table": table, "rows": rows, "provenance": collect({}).to_dict()}
+    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
