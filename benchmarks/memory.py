@@ -34,6 +34,7 @@ def measure_once(options: argparse.Namespace) -> dict[str, float]:
     prompt = list(range(100, 100 + options.max_context - NUM_TOKENS))
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     config = EngineConfig(
+        controller="fixed",
         num_speculative_tokens=options.k,
         max_batch=options.max_batch,
         max_context=options.max_context,

@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write JSON here too")
     options = parser.parse_args()
     config = EngineConfig(
+        controller="fixed",
         num_speculative_tokens=options.k,
         max_batch=2,
         max_context=options.prompt_tokens + 24,

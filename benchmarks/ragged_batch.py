@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write JSON here too")
     options = parser.parse_args()
     config = EngineConfig(
+        controller="fixed",
         num_speculative_tokens=options.k,
         max_batch=options.batch,
         max_context=options.longest + options.max_tokens,

@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    config = EngineConfig(num_threads=options.threads, max_batch=1, sharing="none")
+    config = EngineConfig(
+        controller="fixed", num_threads=options.threads, max_batch=1, sharing="none"
+    )
     target = Engine.load(TARGET, config=config)
     engines = {k: target if k == 0 else target.with_draft(DRAFT, k) for k in KS}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

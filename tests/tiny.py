@@ -183,7 +183,12 @@ def adapted(model: PreTrainedModel, num_slots: int = 4) -> HuggingFaceModel:
 
 
 def settings(k: int = 3, **changes: Any) -> EngineConfig:
-    defaults = {"max_batch": 4, "max_context": MAX_CONTEXT, "num_speculative_tokens": k}
+    defaults: dict[str, Any] = {
+        "max_batch": 4,
+        "max_context": MAX_CONTEXT,
+        "num_speculative_tokens": k,
+        "controller": "fixed",
+    }
     return EngineConfig(**(defaults | changes))
 
 

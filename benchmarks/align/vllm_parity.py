@@ -195,6 +195,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [tokenizer.encode(prompt.text)[-arguments.max_prompt :] for prompt in chosen]
     answer = run_vllm(arguments, prompts)
     config = EngineConfig(
+        controller="fixed",
         num_speculative_tokens=arguments.k,
         max_batch=1,
         max_context=arguments.max_context,

@@ -70,6 +70,7 @@ class Place:
     def load(self, num_threads: int) -> Engine:
         """Plain decoding of the target, scripted where a request wants it."""
         config = EngineConfig(
+            controller="fixed",
             num_threads=num_threads,
             num_speculative_tokens=max(LOOKAHEADS),
             max_batch=8,

@@ -186,7 +186,10 @@ def main() -> None:
     )
     tokenizer = tokenizer_of(target.vocab_size)
     config = EngineConfig(
-        num_speculative_tokens=options.k, max_batch=max(batches), max_context=room.capacity
+        controller="fixed",
+        num_speculative_tokens=options.k,
+        max_batch=max(batches),
+        max_context=room.capacity,
     )
     profile = measure_pair(
         LoadedPair(target=target, draft=draft, tokenizer=tokenizer, engine=config),

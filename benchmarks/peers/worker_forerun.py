@@ -16,6 +16,7 @@ class Forerun:
 
     def __init__(self, setup: Setup) -> None:
         config = EngineConfig(
+            controller="fixed",
             num_speculative_tokens=setup.k,
             max_batch=setup.max_batch,
             max_context=setup.max_context,

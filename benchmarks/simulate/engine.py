@@ -105,6 +105,7 @@ class Service:
 
     def __init__(self, case: Case, target: str, num_threads: int, slower: float) -> None:
         config = EngineConfig(
+            controller="fixed",
             num_speculative_tokens=case.k,
             max_batch=MAX_BATCH,
             max_context=MAX_CONTEXT,

@@ -108,7 +108,10 @@ def parser() -> argparse.ArgumentParser:
 
 def load(options: argparse.Namespace, num_threads: int) -> Engine:
     config = EngineConfig(
-        num_speculative_tokens=options.k, max_context=1024, num_threads=num_threads
+        controller="fixed",
+        num_speculative_tokens=options.k,
+        max_context=1024,
+        num_threads=num_threads,
     )
     return Engine.load(options.target, dtype="bfloat16", config=config)
 

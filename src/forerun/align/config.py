@@ -193,7 +193,7 @@ class AlignConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(controller="fixed"))
     export: tuple[Export, ...] = ("hf",)
     """Serving configurations written beside the draft."""
     push_to_hub: str | None = None

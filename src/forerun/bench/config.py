@@ -138,6 +138,7 @@ class BenchConfig:
         max_batch = max(SCOUT_BATCH, *self.batches)
         return EngineConfig(
             num_speculative_tokens=self.max_k,
+            controller="fixed",
             max_batch=max_batch,
             max_context=self.max_context,
             max_step_rows=max(EngineConfig().max_step_rows, max_batch * (self.max_k + 1)),
@@ -205,6 +206,7 @@ class DemoConfig:
         """Settings of every engine, with room for the largest K."""
         return EngineConfig(
             num_speculative_tokens=self.max_k,
+            controller="fixed",
             max_batch=self.max_batch,
             max_context=self.max_context,
             runner=self.runner,

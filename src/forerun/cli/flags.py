@@ -183,7 +183,7 @@ class PairFlags(TargetFlags):
     """K: most tokens drafted per step; 0 decodes plainly."""
     controller: ControllerName = EngineConfig().controller
     """Chooses how many tokens are drafted. fixed: always K; heuristic and confidence: as in
-    transformers; goodput: most expected tokens per second, needs --profile; bandit: by trial;
+    transformers; goodput: most expected tokens per second; bandit: by trial;
     auto: learns costs and acceptance, and stops drafting where it does not pay."""
     profile: UseAppendAction[tuple[Path, ...]] = ()
     """Costs measured by `forerun profile`, one file per draft model; auto is better from the first

@@ -132,6 +132,7 @@ def probed(
     models = options.models
     engine = EngineConfig(
         num_speculative_tokens=options.k,
+        controller="fixed",
         max_batch=options.batch,
         max_context=options.max_context,
         runner=models.runner,

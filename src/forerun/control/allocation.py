@@ -1,22 +1,85 @@
 """Which requests of a batch draft how deep: the most expected tokens per second of the step.
 
 Nodes are given out in the order of their survival (`theory.budget`), and every number of them is
-priced: a row costs its share of the target pass, a level a draft pass and whatever else it takes,
-however few go that deep. So the budget R comes from v(n), plain decoding is the choice of 0 nodes,
-and how deep anybody may go is searched as well.
+priced: a row costs its share of the target pass, a level a draft pass and its overhead. So the
+number of nodes follows from v(n), plain decoding is the choice of 0 nodes, and the largest depth is
+searched as well. Only chains are priced. A tree would be priced here too: its nodes as rows of the
+target pass, its levels as draft passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from forerun.control.ladder import SingleRequestAllocator
-from forerun.control.pricing import Allocation, Pricing, RequestCandidate
+from forerun.control.beliefs import AcceptanceCurve
+from forerun.control.step_times import StepTimes
 from forerun.theory.budget import Node, ranked_nodes
 
-__all__ = ["Allocator", "BatchAllocator", "allocator"]
+__all__ = [
+    "Allocation",
+    "Allocator",
+    "BatchAllocator",
+    "Pricing",
+    "RequestCandidate",
+    "SingleRequestAllocator",
+    "allocator",
+]
+
+
+class RequestCandidate(NamedTuple):
+    """One request that may draft.
+
+    Attributes:
+        method: its drafter.
+        curve: what drafting deeper brings.
+        limit_s: seconds per token it should stay below, None without a wish.
+        was: K of its last step.
+    """
+
+    method: str
+    curve: AcceptanceCurve
+    limit_s: float | None = None
+    was: int = 0
+
+
+class Allocation(NamedTuple):
+    """K per request, and what is expected of it.
+
+    Attributes:
+        depths: K, in the order of the candidates.
+        tokens: expected to be emitted in the step, over all requests.
+        step_s: what it is expected to take.
+        lateness: largest expected time per token over what a request wishes; 0 without wishes.
+    """
+
+    depths: tuple[int, ...]
+    tokens: float
+    step_s: float
+    lateness: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What is maximised."""
+        return self.tokens / self.step_s
+
+
+class Pricing(NamedTuple):
+    """What steps of this batch take.
+
+    Attributes:
+        times: by method.
+        plain_factor: by which expected times of plain steps are multiplied.
+        factor: the same of target passes over drafted nodes.
+        draft_factors: the same of all else in a speculative step, by method; 1 where there is none.
+    """
+
+    times: dict[str, StepTimes]
+    plain_factor: float = 1.0
+    factor: float = 1.0
+    draft_factors: Mapping[str, float] = MappingProxyType({})
 
 
 @runtime_checkable
@@ -43,7 +106,6 @@ class DraftCosting(NamedTuple):
 
     drafted: Sequence[float]
     deltas_s: Sequence[float]
-    missed: float
     overheads_s: Sequence[float]
     active: list[int]
 
@@ -91,10 +153,7 @@ class BatchAllocator:
         self.ways: list[DraftCosting] = []
         for candidate in candidates:
             deltas_s, overheads_s, active = common[candidate.method]
-            missed = 0.0 if candidate.was else pricing.catch_up
-            self.ways.append(
-                DraftCosting(candidate.curve.drafted, deltas_s, missed, overheads_s, active)
-            )
+            self.ways.append(DraftCosting(candidate.curve.drafted, deltas_s, overheads_s, active))
 
     def best(self, max_nodes: int) -> Allocation:
         """See `Allocator`."""
@@ -104,22 +163,10 @@ class BatchAllocator:
         best = Allocation(none, float(len(none)), plain_s, self.lateness(none, plain_s))
         most_late = max(1.0, best.lateness)
         nodes = ranked_nodes([candidate.curve.survival for candidate in candidates])
-        was = max([candidate.was for candidate in candidates])
+        # Where a level costs more than the next, a search by neighbours would end before its time.
         deepest = max([len(candidate.curve.survival) for candidate in candidates])
-        # Beside the last depth, or from scratch where nobody drafted; and past dear levels.
-        within = set(range(1, deepest + 1))
-        scratch = {1 << n for n in range(deepest.bit_length())}
-        untried = {min(was, deepest)} if was else scratch
-        for times in self.pricing.times.values():
-            untried = untried | {min(depth, deepest) for depth in times.candidate_depths}
-        tried: set[int] = set()
-        while untried:
-            for depth in sorted(untried):
-                best = self._shallower(depth, nodes, max_nodes, best, most_late)
-            tried |= untried
-            reached = max(best.depths)
-            untried = {reached - 1, reached, reached + 1} if reached else scratch
-            untried = untried & within - tried
+        for depth in range(1, deepest + 1):
+            best = self._shallower(depth, nodes, max_nodes, best, most_late)
         return best
 
     def at(self, depths: Sequence[int]) -> Allocation:
@@ -178,16 +225,13 @@ class BatchAllocator:
             active[:] = [0] * len(active)
         tokens, rows, draft_s, overhead_s = float(len(ways)), 0.0, 0.0, 0.0
         for lost, depth, index in nodes:
-            drafted, deltas_s, missed, overheads_s, active = ways[index]
+            drafted, deltas_s, overheads_s, active = ways[index]
             num_active = active[depth]
             active[depth] = num_active + 1
             reached = drafted[depth]
             tokens -= lost
             rows += reached
-            if depth:
-                draft_s += reached * deltas_s[num_active]
-            else:
-                draft_s += (reached + missed) * deltas_s[num_active]
+            draft_s += reached * deltas_s[num_active]
             if num_active == 0:  # methods beside each other pay their overheads one by one
                 overhead_s += (reached if depth else 1.0) * overheads_s[depth]
             below = int(rows)
@@ -195,6 +239,67 @@ class BatchAllocator:
             if share := rows - below:
                 rest_s += share * (verify_s[below + 1] - rest_s)
             yield tokens, draft_s + overhead_s + rest_s * factor
+
+
+class SingleRequestAllocator:
+    """Every K of a request from 0 on: tokens expected of a step, and what it takes.
+
+    Args:
+        candidate: the request.
+        pricing: what steps take.
+        batch: requests in the step, taken to be all like this one.
+    """
+
+    __slots__ = ("limit_s", "steps_s", "tokens")
+
+    def __init__(self, candidate: RequestCandidate, pricing: Pricing, batch: int = 1) -> None:
+        self.limit_s = candidate.limit_s
+        times = pricing.times[candidate.method]
+        own_factor = pricing.draft_factors.get(candidate.method, 1.0)
+        draft_s = times.draft_s[batch - 1] * own_factor
+        factor, verify_s = pricing.factor, times.verify_s
+        tokens, depth, overhead_s = 1.0, 0.0, 0.0
+        self.tokens = [tokens]
+        self.steps_s = [times.plain_s * pricing.plain_factor]
+        overheads_s = times.overhead_deltas_s[: len(candidate.curve.survival)]
+        levels = zip(*candidate.curve, overheads_s, strict=True)
+        for level, (survived, drafted, more_s) in enumerate(levels):
+            tokens += survived
+            depth += drafted
+            # That a draft may come to nothing is no reason to take its step for a cheap one.
+            overhead_s += (drafted if level else 1.0) * more_s * own_factor
+            below = int(nodes := depth * batch)
+            pass_s = verify_s[below]
+            if share := nodes - below:
+                pass_s += share * (verify_s[below + 1] - pass_s)
+            self.tokens.append(tokens)
+            self.steps_s.append(depth * draft_s + overhead_s + pass_s * factor)
+
+    @property
+    def best_rate(self) -> float:
+        """Tokens per second and request at the best K, wishes apart."""
+        return max([tokens / s for tokens, s in zip(self.tokens, self.steps_s, strict=True)])
+
+    def best(self, max_nodes: int) -> Allocation:
+        """The K of most expected tokens per second, which is also the one that is least late.
+
+        Args:
+            max_nodes: largest K there is room for.
+        """
+        tokens, steps_s = self.tokens, self.steps_s
+        best, best_rate = 0, 1.0 / steps_s[0]
+        for k in range(1, min(max_nodes + 1, len(tokens))):
+            rate = tokens[k] / steps_s[k]
+            if rate > best_rate:
+                best, best_rate = k, rate
+        return self.at((best,))
+
+    def at(self, depths: Sequence[int]) -> Allocation:
+        """Given K; cut to what the request may draft."""
+        k = min(depths[0], len(self.tokens) - 1)
+        tokens, step_s, limit_s = self.tokens[k], self.steps_s[k], self.limit_s
+        lateness = 0.0 if limit_s is None else step_s / (tokens * limit_s)
+        return Allocation((k,), tokens, step_s, lateness)
 
 
 def allocator(candidates: Sequence[RequestCandidate], pricing: Pricing) -> Allocator:

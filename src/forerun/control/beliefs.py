@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -13,7 +12,7 @@ from forerun.control.config import BeliefConfig
 from forerun.theory.posterior import Prospects
 from forerun.theory.record import StepRecord
 
-__all__ = ["AcceptanceCurve", "Beliefs", "DraftVariant", "RequestClass", "UnreadText"]
+__all__ = ["AcceptanceCurve", "Beliefs", "DraftVariant", "RequestClass"]
 
 
 class DraftVariant(NamedTuple):
@@ -40,22 +39,10 @@ class AcceptanceCurve(NamedTuple):
     drafted: list[float]
 
 
+MAX_POOLS = 1024
+"""Pools that are kept; beyond, the oldest is dropped, since tags may be anything."""
 RequestClass = tuple[tuple[str, ...], float]
 """Requests that are taken to be alike: by their tags and temperature."""
-
-
-class UnreadText(NamedTuple):
-    """How much of a request there is to learn from.
-
-    Attributes:
-        kind: which requests it is like.
-        tokens: of its output.
-        missed: tokens that a draft has to catch up with.
-    """
-
-    kind: RequestClass
-    tokens: int
-    missed: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,13 +51,11 @@ class RequestBelief:
 
     Attributes:
         kind: which requests it is like.
-        num_begun: its tokens when it was first asked about.
         num_read: its tokens when it drafted last.
         ways: what its own drafts have shown.
     """
 
     kind: RequestClass
-    num_begun: int = 0
     num_read: int = 0
     ways: dict[DraftVariant, Prospects] = field(default_factory=dict)
 
@@ -99,10 +84,13 @@ class Beliefs:
         drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
         return AcceptanceCurve(survival, list(accumulate(drafted, mul)))
 
-    def news(self, state: RequestState) -> UnreadText:
-        """Tokens since the request was first asked about, and since it drafted last."""
-        request, num_ids = self._request(state), state.num_committed
-        return UnreadText(request.kind, num_ids - request.num_begun, num_ids - request.num_read)
+    def has_seen(self, state: RequestState, way: DraftVariant) -> bool:
+        """Return whether a request of its tags and temperature has drafted so."""
+        return bool(self._pool(self._request(state).kind, way).accepted.rates)
+
+    def num_unread(self, state: RequestState) -> int:
+        """Return the tokens since the request drafted last."""
+        return state.num_committed - self._request(state).num_read
 
     def observe(self, record: StepRecord, way: DraftVariant) -> None:
         """Learn from a step in which a request was allowed to draft."""
@@ -112,30 +100,13 @@ class Beliefs:
         request.num_read = record.context_tokens + record.num_emitted
         own, pool = self._own(request, way), self._pool(request.kind, way)
         for prospects in (own, pool):
-            for foreseen in record.hindsight or ():
-                prospects.observe(1, 1, foreseen)
             prospects.observe(record.k_budget, record.depth_drafted, record.num_accepted)
-
-    def fade(self, records: Sequence[StepRecord], way: DraftVariant, share: float) -> None:
-        """Believe less firmly what was learnt of these requests, and of those they are like.
-
-        Args:
-            records: of the requests.
-            way: it was learnt of.
-            share: of its weight that is left.
-        """
-        requests = [self._requests.get(record.request_id) for record in records]
-        known = [request for request in requests if request is not None]
-        for request in known:
-            self._own(request, way).fade(share)
-        for kind in {request.kind for request in known}:
-            self._pool(kind, way).fade(share)
 
     def _request(self, state: RequestState) -> RequestBelief:
         request = self._requests.get(state.request_id)
         if request is None:
             kind = state.tags, round(state.temperature, 1)
-            request = RequestBelief(kind=kind, num_begun=state.num_committed)
+            request = RequestBelief(kind=kind)
             self._requests[state.request_id] = request
             if len(self._requests) > self.config.most_requests:
                 del self._requests[next(iter(self._requests))]
@@ -150,5 +121,7 @@ class Beliefs:
     def _pool(self, kind: RequestClass, way: DraftVariant) -> Prospects:
         pool = self._pools.get((kind, way))
         if pool is None:
+            if len(self._pools) >= MAX_POOLS:
+                del self._pools[next(iter(self._pools))]
             pool = self._pools[kind, way] = Prospects(self.config.pool, self.config.strength)
         return pool

@@ -21,6 +21,24 @@ ControllerName = Literal["auto", "fixed", "heuristic", "confidence", "goodput", 
 CONTROLLER_NAMES: tuple[ControllerName, ...] = get_args(ControllerName)
 
 
+COST_MEMORY = 0.97
+"""Weight that a measured duration keeps after one more."""
+DRAFTING_REUSE = 8
+"""Most steps that plans are reused for while a request drafts."""
+PLAIN_REUSE = 128
+"""Most steps that plans are reused for while no request drafts."""
+NUM_COLD = 4
+"""Plain steps after drafting that find cold caches and are not used to learn plain step times."""
+TPOT_TOLERANCE = 0.98
+"""Plans are reused while no time target has become tighter than this share of what it was."""
+FIRST_PROBES = 0.25
+"""Steps that probes may lose, per 8 idle steps at first, when drafting was just given up."""
+FOLLOWING = 3
+"""Probes that follow at once after one whose token was accepted."""
+LARGEST_PROBE_GAP = 100.0
+"""Most steps between two probes while no request drafts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeliefConfig:
     """How acceptance is learnt.
@@ -46,9 +64,7 @@ class GoodputConfig:
 
     Attributes:
         beliefs: how acceptance is learnt.
-        hysteresis: gain in tokens per second below which the plans of the last step stay.
-        catch_up: drafted levels that the first draft after a pause costs on top.
-        horizon: steps over which that is written off.
+        switch_margin: gain in tokens per second below which the plans of the last step stay.
         explore: share of the time that may be lost by letting requests draft one node more, or with
             another drafter, than is believed best.
         probe_share: share of the time that may be lost by letting requests that do not draft draft
@@ -57,11 +73,9 @@ class GoodputConfig:
     """
 
     beliefs: BeliefConfig = field(default_factory=BeliefConfig)
-    hysteresis: float = 0.01
-    catch_up: float = 1.0
-    horizon: int = 16
+    switch_margin: float = 0.01
     explore: float = 0.003
-    probe_share: float = 0.012
+    probe_share: float = 0.008
     stop: Measure | None = None
 
 
@@ -81,8 +95,6 @@ class SafetyConfig:
         z: standard errors between the estimate and either bound.
         retry_after: steps without speculation until it is tried again.
         longest_retry: the same after it has failed again and again.
-        probe_loss: share of the time by which probes of the controller that is watched may make it
-            slower than plain, of late; beyond, they are made plain.
     """
 
     probe_share: float = 0.01
@@ -94,7 +106,6 @@ class SafetyConfig:
     z: float = 1.645
     retry_after: int = 64
     longest_retry: int = 512
-    probe_loss: float = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,298 +1,249 @@
-"""Goodput: the K of every request that makes most expected tokens per second of the whole step.
+"""The controller that plans the K of every request for most expected tokens per second.
 
 Source of the objective: SmartSpec (Liu et al. 2024, 2406.14066). Here acceptance is a posterior per
-position and request, times are a measured cost table corrected by the steps themselves, and the
-rows of a batch go to whoever gains most by them.
+position and request, times come from a profile or from the steps themselves, and the rows of a
+batch go to the requests that gain most by them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from statistics import fmean
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-from forerun.control.allocation import Allocator, allocator
+from forerun.control.allocation import (
+    Allocation,
+    Allocator,
+    Pricing,
+    RequestCandidate,
+    SingleRequestAllocator,
+    allocator,
+)
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.control.beliefs import Beliefs, DraftVariant
 from forerun.control.calibration import Calibration
-from forerun.control.config import GoodputConfig
-from forerun.control.exploration import Exploration
-from forerun.control.ladder import SingleRequestAllocator, break_even
-from forerun.control.pricing import Allocation, Pricing, RequestCandidate
-from forerun.control.punctuality import tpot_limit_s
-from forerun.control.scenes import OperatingPoints
-from forerun.control.settled import MOST_PATIENCE, NUM_COLD, PLAIN_PATIENCE, ActivePlan
+from forerun.control.config import (
+    DRAFTING_REUSE,
+    NUM_COLD,
+    PLAIN_REUSE,
+    TPOT_TOLERANCE,
+    GoodputConfig,
+)
+from forerun.control.learned_costs import LearnedCosts
+from forerun.control.probes import Probes
+from forerun.control.profiled_costs import ProfiledCosts
 from forerun.control.step_times import CostSource
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
 __all__ = ["GoodputController"]
 
+logger = logging.getLogger("forerun.control")
+
 PLAIN = Plan()
-ROUTE_EVERY = 2
-"""Decisions after which the drafter of a request is chosen anew: it rests on what is slow."""
-IDLE_MEMORY = 0.998
-"""Weight that what is known of acceptance keeps after a step in which nobody drafts."""
-MOST_UNREAD = 8
-"""Steps that are learnt from together: one by one, each would find what it needs out of cache."""
+LOGGED_AFTER = 30
+"""Plain steps in a row after which it is logged that drafting was given up."""
 
 
-class Probe(NamedTuple):
-    """Requests that draft a token to see how it fares.
+@dataclass(slots=True, kw_only=True, eq=False)
+class ActivePlan:
+    """The plans that are followed until they expire, and what they were decided for.
 
     Attributes:
         names: of the requests.
-        is_idle: they would not draft without it; else they would, with another drafter.
-        num_idle: steps since anybody drafted.
-        needed: share of drafted tokens that must be accepted for drafting to pay.
-        without: what is expected of the step without it.
-        longer_s: by how much it is expected to be longer.
+        limits_s: seconds per token that each request must stay below; None without a target.
+        plans: one per request; this very list is returned while the plans are reused.
+        max_rows: rows of the pass that there was room for.
+        allocation: what is expected of a step.
+        room: prices other depths for the same requests.
+        reuse: steps that the plans are reused for; it doubles while decisions come out the same.
+        steps_left: of them.
     """
 
-    names: frozenset[str]
-    is_idle: bool
-    num_idle: int
-    needed: float
-    without: Allocation
-    longer_s: float
+    names: list[str]
+    limits_s: list[float | None]
+    plans: list[Plan]
+    max_rows: int
+    allocation: Allocation
+    room: Allocator
+    reuse: int = 1
+    steps_left: int = 0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any request drafts."""
+        return any(self.allocation.depths)
+
+    def serves(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
+        """Whether the requests, the room and the time targets are those it was decided for."""
+        if self.max_rows != capacity.max_rows or len(states) != len(self.names):
+            return False
+        for state, name, plan, limit_s in zip(
+            states, self.names, self.plans, self.limits_s, strict=True
+        ):
+            if state.request_id != name or state.max_new <= plan.num_speculative_tokens:
+                return False
+            if limit_s is None and state.tpot_target_s is None and state.time_left_s is None:
+                continue
+            now_s = tpot_limit_s(state)
+            if now_s is None or limit_s is None or now_s < TPOT_TOLERANCE * limit_s:
+                return False
+        return True
 
 
 class GoodputController:
-    """Chooses K per request, 0 included, and between drafters where there are several.
+    """Chooses K per request, 0 included, and the drafter where there are several.
 
     Args:
-        costs: of every drafter that may be planned, by its method.
+        costs: cost tables by the name of the drafter, or a model that learns costs from steps.
         max_k: largest K.
-        config: how.
+        config: settings.
     """
 
     def __init__(
-        self, costs: Mapping[str, CostSource], max_k: int, config: GoodputConfig | None = None
+        self,
+        costs: Mapping[str, CostSource] | LearnedCosts,
+        max_k: int,
+        config: GoodputConfig | None = None,
     ) -> None:
         self.config = config or GoodputConfig()
-        self.methods = tuple(costs)
         self.max_k = max_k
-        self.scenes = OperatingPoints(costs, max_k)
+        self.costs = costs if isinstance(costs, LearnedCosts) else ProfiledCosts(costs, max_k)
+        self.methods = self.costs.methods
         self.beliefs = Beliefs(self.config.beliefs)
-        self.exploration = Exploration(self.config)
         stop = self.config.stop
         self.calibration = None if stop is None else Calibration(stop)
+        self._active: ActivePlan | None = None
+        self._probes = Probes(self.config, self.methods, max_k)
+        self._probed: list[Plan] | None = None
         self._chosen: dict[str, Plan] = {}
-        self._unread: list[tuple[list[StepRecord], bool]] = []
-        self._probe: Probe | None = None
-        self._settled: ActivePlan | None = None
-        self._num_settled = 0
-        self._num_idle = 0
-        self._drafted = False
         self._num_plain = 0
-        self._last_cycle = 0
+        self._has_drafted = self._drafted = self._is_logged = False
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """The best plans, or now and then ones that are worth learning from.
-
-        Most steps follow what was settled before: beside a small model, deciding costs time.
-        """
-        settled, steps = self._settled, capacity.num_steps
-        if settled and settled.steps_left >= steps and settled.holds(states, capacity):
-            settled.steps_left -= steps
-            return settled.followed
+        """Return the plans in force, or decide anew; now and then, plans that are a probe."""
         if not states:
             return []
-        return self._decide_anew(states, capacity)
-
-    def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Learn from what has happened, settle what is best, and maybe try something else."""
-        self._learn()
-        num_steps, last = capacity.num_steps, self._settled
-        if last is not None:
-            num_steps += last.num_steps - last.steps_left
-        if last is not None and self._stands(last, states, capacity):
-            settled = last
-        else:
-            settled = self._settled = self._settle_anew(states, capacity)
-        settled.hold(0)
-        self._chosen = dict(zip(settled.names, settled.plans, strict=True))
-        self._probe = None
-        most = [max(0, min(self.max_k, state.max_new - 1)) for state in states]
-        exploration, plans = self.exploration, settled.plans
-        self._num_idle += num_steps
-        varied = exploration.varied(
-            plans,
-            most,
-            lambda at: self.beliefs.news(states[at]),
-            self.methods,
-            max(0, capacity.max_rows - len(states)),
-            num_steps,
-        )
-        if varied is not plans:
-            varied = self._try(states, settled, varied)
-        if varied is not plans or any(settled.allocation.depths):
-            self._num_idle = 0
-        if self._probe is None:
-            least_left = min([state.max_new for state in states])
-            rest = exploration.rest(plans, most, settled.patience)
-            settled.hold(max(1, min(rest, least_left)) - 1)
-        return settled.followed if varied is plans else varied
-
-    def _try(
-        self, states: Sequence[RequestState], settled: ActivePlan, varied: Sequence[Plan]
-    ) -> list[Plan]:
-        """Note what other plans are expected to lose, or what a probe is to be compared with."""
-        allocation = settled.allocation
-        tried = self._varied_price(states, settled.candidates, settled.pricing, varied)
-        probed, explored = self.exploration.probed, self.exploration.explored
-        if explored is not None and varied[explored].method == settled.plans[explored].method:
-            longer = tried.step_s / allocation.step_s
-            self.exploration.pay(longer - tried.tokens / allocation.tokens)
-        else:
-            who = probed if explored is None else [explored]
-            method, batch = varied[who[0]].method, len(states)
-            self._probe = Probe(
-                names=frozenset(settled.names[at] for at in who),
-                is_idle=explored is None,
-                num_idle=self._num_idle,
-                needed=break_even(method, settled.pricing, batch, self.max_k),
-                without=allocation,
-                longer_s=tried.step_s - allocation.step_s,
-            )
-        if self.calibration is None:
-            return list(varied)
-        return [self._measuring(plan) for plan in varied]
-
-    def _stands(
-        self, settled: ActivePlan, states: Sequence[RequestState], capacity: Capacity
-    ) -> bool:
-        """Whether what was settled is cut short, for the same requests, and nobody has drafted."""
-        return settled.is_cut_short and not self._drafted and settled.holds(states, capacity)
-
-    def _settle_anew(self, states: Sequence[RequestState], capacity: Capacity) -> ActivePlan:
-        """The best plans by what is believed now."""
-        self._num_settled += 1
-        names = [state.request_id for state in states]
-        scene = self.scenes.at(states)
-        pricing = scene.pricing(self.config.catch_up / self.config.horizon)
-        tpot_limits_s = [tpot_limit_s(state) for state in states]
-        candidates = self._candidates(states, tpot_limits_s, pricing)
-        room = allocator(candidates, pricing)
-        max_nodes = max(0, capacity.max_rows - len(states))
-        allocation = self._settle(candidates, room, max_nodes)
-        rule = self._rule(allocation, pricing)
-        plans = [
-            plan_of(candidate.method, depth, rule, self._chosen.get(name, PLAIN))
-            for name, candidate, depth in zip(names, candidates, allocation.depths, strict=True)
-        ]
-        is_plain = not any(allocation.depths)
-        patience, last = 1, self._settled
-        if last is not None and last.plans == plans and (is_plain or last.names == names):
-            patience = min(PLAIN_PATIENCE if is_plain else MOST_PATIENCE, 2 * last.patience)
-        return ActivePlan(
-            names=names,
-            tpot_limits_s=tpot_limits_s,
-            plans=plans,
-            max_rows=capacity.max_rows,
-            patience=patience,
-            candidates=candidates,
-            pricing=pricing,
-            allocation=allocation,
-        )
+        active = self._active
+        self._probed = None
+        if active is not None and active.steps_left > 0 and active.serves(states, capacity):
+            active.steps_left -= 1
+            return active.plans
+        active = self._active = self._decide_anew(states, capacity)
+        probes = self._probes
+        room = capacity.max_rows - len(states) - sum(active.allocation.depths)
+        self._probed = probes.plans(active.plans, states, room, self.beliefs.num_unread)
+        if self._probed is not None:
+            active.steps_left = 0
+            probes.expect(self._probed, active.plans, active.allocation, active.room)
+            if self.calibration is not None:
+                measured = self.calibration.at(0.0)
+                self._probed = [replace(p, stop=measured) if p.probe else p for p in self._probed]
+            return self._probed
+        active.steps_left = min(active.reuse, probes.steps_left(active.drafts)) - 1
+        return active.plans
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Keep what is to be learnt of how far drafts came, and of what the step took."""
+        """Update acceptance and costs by the outcome of a step."""
         if not records:
             return
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            self._observe_probe(probe, records)
-        drafts = any([record.k_budget for record in records])
-        cycle = records[0].cycle_id
-        # Nobody drafts in a step that is not told, though it may have been somebody else's plan.
-        self._num_plain = 0 if drafts else self._num_plain + max(1, cycle - self._last_cycle)
-        self._last_cycle = cycle
-        # Caches are cold for whatever was not done in the steps before.
-        is_warm = self._drafted if drafts else self._num_plain > NUM_COLD
-        is_steady = is_warm and probe is None and not records[0].num_prefill_rows
+        drafts = False
+        for record in records:
+            if record.k_budget:
+                drafts = True
+                self.beliefs.observe(record, self._variant(record.method))
+                if self.calibration is not None:
+                    self.calibration.observe(record)
+        first = records[0]
+        # The first steps after a change between drafting and plain decoding find cold caches.
+        was_warm = self._drafted if drafts else self._num_plain >= NUM_COLD
+        self._num_plain = 0 if drafts else self._num_plain + 1
         self._drafted = drafts
-        self._unread.append((list(records), is_steady))
-        if len(self._unread) >= MOST_UNREAD:
-            self._learn()
+        if not first.num_prefill_rows and (was_warm or not self._has_drafted or drafts):
+            self.costs.observe(records)
+        probed, active = self._probed, self._active
+        self._has_drafted = self._has_drafted or drafts
+        self._probes.pass_step(self._num_plain, has_drafted=self._has_drafted)
+        if probed is not None and active is not None and not first.num_prefill_rows:
+            self._probes.charge(probed, records, active.allocation)
+        self._log(active)
 
-    def _learn(self) -> None:
-        """From the steps that were kept."""
-        stops = self.calibration is not None
-        for records, is_steady in self._unread:
-            for record in records:
-                if record.k_budget:
-                    self.beliefs.observe(record, DraftVariant(record.method, stops))
-                    if self.calibration is not None:
-                        self.calibration.observe(record)
-            if is_steady:
-                self.scenes.observe(records)
-        self._unread.clear()
+    def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> ActivePlan:
+        """Choose the best plans by current estimates."""
+        last = self._active
+        names = [state.request_id for state in states]
+        limits_s = [tpot_limit_s(state) for state in states]
+        pricing = self.costs.pricing(states)
+        candidates = [
+            self._candidate(state, pricing, len(states), limit_s)
+            for state, limit_s in zip(states, limits_s, strict=True)
+        ]
+        max_nodes = max(0, capacity.max_rows - len(states))
+        room = allocator(candidates, pricing)
+        allocation = self._choose(candidates, room, max_nodes)
+        rule = self._rule(allocation, pricing)
+        plans = [
+            Plan.chain(candidate.method, depth, stop=rule) if depth else PLAIN
+            for candidate, depth in zip(candidates, allocation.depths, strict=True)
+        ]
+        self._chosen = dict(zip(names, plans, strict=True))
+        reuse = 1
+        if last is not None and last.plans == plans and last.names == names:
+            reuse = 2 * last.reuse
+        most = DRAFTING_REUSE if any(allocation.depths) else PLAIN_REUSE
+        return ActivePlan(
+            names=names,
+            limits_s=limits_s,
+            plans=plans if last is None or last.plans != plans else last.plans,
+            max_rows=capacity.max_rows,
+            allocation=allocation,
+            room=room,
+            reuse=max(1, min(reuse, most, min(state.max_new for state in states))),
+        )
 
-    def _candidates(
-        self,
-        states: Sequence[RequestState],
-        tpot_limits_s: Sequence[float | None],
-        pricing: Pricing,
-    ) -> list[RequestCandidate]:
-        late = None
-        found = []
-        for at, (state, limit_s) in enumerate(zip(states, tpot_limits_s, strict=True)):
-            if limit_s is not None:
-                late = late or self.scenes.step_time_ratios.p95
-                limit_s /= late
-            is_due = (self._num_settled + at) % ROUTE_EVERY == 0
-            found.append(self._route(state, pricing, len(states), limit_s, is_due=is_due))
-        return found
+    def _variant(self, method: str) -> DraftVariant:
+        return DraftVariant(method, self.calibration is not None)
 
-    def _route(
-        self,
-        state: RequestState,
-        pricing: Pricing,
-        batch: int,
-        limit_s: float | None,
-        *,
-        is_due: bool,
+    def _candidate(
+        self, state: RequestState, pricing: Pricing, batch: int, limit_s: float | None
     ) -> RequestCandidate:
-        """The drafter of most expected length per cost, and what it is expected to do."""
-        most = max(0, min(self.max_k, state.max_new - 1))
-        stops = self.calibration is not None
+        """Return the drafter of most expected tokens per second, and what it is expected to do."""
         was = self._chosen.get(state.request_id, PLAIN)
 
         def candidate(method: str) -> RequestCandidate:
-            curve = self.beliefs.curve(state, DraftVariant(method, stops), most)
+            variant = self._variant(method)
+            most = min(self.costs.largest_depth(method, batch), state.max_new - 1)
+            if not self.beliefs.has_seen(state, variant):
+                most = min(most, 1)  # a draft of which nothing is known begins with one token
+            curve = self.beliefs.curve(state, variant, max(0, most))
             k = was.num_speculative_tokens if was.method == method else 0
             return RequestCandidate(method, curve, limit_s, k)
 
-        def worth(candidate: RequestCandidate) -> float:
-            switch_margin = 1.0 + self.config.hysteresis * (was.method == candidate.method)
-            return switch_margin * SingleRequestAllocator(candidate, pricing, batch).best_rate
+        def rate(candidate: RequestCandidate) -> float:
+            stays = was.method == candidate.method
+            margin = 1.0 + self.config.switch_margin * stays
+            return margin * SingleRequestAllocator(candidate, pricing, batch).best_rate
 
-        if was.num_speculative_tokens and not is_due:
-            return candidate(was.method)
         if len(self.methods) == 1:
             return candidate(self.methods[0])
-        return max(map(candidate, self.methods), key=worth)
+        return max(map(candidate, self.methods), key=rate)
 
-    def _settle(
+    def _choose(
         self, candidates: Sequence[RequestCandidate], room: Allocator, max_nodes: int
     ) -> Allocation:
-        """The best allocation, or the last one where the best is hardly better."""
+        """Return the best allocation, or the last one where the best is hardly better."""
         best = room.best(max_nodes)
         last = tuple([min(c.was, len(c.curve.survival)) for c in candidates])
         if last == best.depths or sum(last) > max_nodes:
             return best
         kept = room.at(last)
-        gains = best.tokens_per_s > kept.tokens_per_s * (1.0 + self.config.hysteresis)
+        gains = best.tokens_per_s > kept.tokens_per_s * (1.0 + self.config.switch_margin)
         return best if gains or kept.lateness > max(1.0, best.lateness) else kept
 
     def _rule(self, allocation: Allocation, pricing: Pricing) -> StopRule | None:
-        """Stops where one more node would not pay even if all before it were accepted."""
-        if self.calibration is None:
-            return None
+        """Return the rule that stops where one more node would not pay."""
         deepest, batch = max(allocation.depths), len(allocation.depths)
-        if not deepest:
+        if self.calibration is None or not deepest:
             return None
         method = self.methods[0]
         times = pricing.times[method]
@@ -301,61 +252,26 @@ class GoodputController:
         node_s = (draft_s + rows_s / deepest * pricing.factor) / batch
         return self.calibration.rule(allocation.tokens_per_s * node_s)
 
-    def _varied_price(
-        self,
-        states: Sequence[RequestState],
-        candidates: Sequence[RequestCandidate],
-        pricing: Pricing,
-        plans: Sequence[Plan],
-    ) -> Allocation:
-        """What plans are expected to bring and take, catching up of probes apart."""
-        trial = list(candidates)
-        for at, (candidate, plan) in enumerate(zip(candidates, plans, strict=True)):
-            if plan.num_speculative_tokens and plan.method != candidate.method:
-                way = DraftVariant(plan.method, self.calibration is not None)
-                curve = self.beliefs.curve(states[at], way, len(candidate.curve.survival))
-                trial[at] = candidate._replace(method=plan.method, curve=curve)
-        return allocator(trial, pricing).at([plan.num_speculative_tokens for plan in plans])
-
-    def _measuring(self, plan: Plan) -> Plan:
-        """Probes draft whatever they are allowed to, and measure."""
-        assert self.calibration is not None
-        return replace(plan, stop=self.calibration.at(0.0)) if plan.probe else plan
-
-    def _observe_probe(self, probe: Probe, records: Sequence[StepRecord]) -> None:
-        """See what a probe has cost and brought, where it was let.
-
-        What the draft has to catch up with is in the time of the step and in no table.
-        """
-        probed = [r for r in records if r.k_budget and r.request_id in probe.names]
-        if not probed:
+    def _log(self, active: ActivePlan | None) -> None:
+        """Say once that drafting was given up, and why."""
+        if self._is_logged or active is None or self._num_plain != LOGGED_AFTER:
             return
-        way = DraftVariant(probed[0].method, self.calibration is not None)
-        self.beliefs.fade(probed, way, IDLE_MEMORY**probe.num_idle)
-        first, longer_s, without = records[0], probe.longer_s, probe.without
-        if first.num_prefill_rows == 0:
-            longer_s = first.draft_s + first.verify_s + first.other_s - without.step_s
-        assert self._settled is not None
-        names = self._settled.names
-        emitted = sum([1 + r.num_accepted for r in records if r.request_id in names])
-        loss = 1.0 + longer_s / without.step_s - emitted / without.tokens
-        if probe.is_idle:
-            came = fmean(map(share_right, probed))
-            self.exploration.observe(probed[0].method, loss, came=came, needed=probe.needed)
-        else:
-            self.exploration.pay(loss)
+        if self._has_drafted and not active.drafts:
+            self._is_logged = True
+            logger.warning(
+                "drafting with %s is slower than plain decoding at present, so decoding goes on "
+                "plainly; a short draft checks now and then whether it pays again",
+                " or ".join(self.methods),
+            )
 
 
-def share_right(record: StepRecord) -> float:
-    """Of what a probe has proposed, and of what it would have."""
-    seen = (*(record.hindsight or ()), record.num_accepted)
-    return sum(seen) / len(seen)
+def tpot_limit_s(state: RequestState) -> float | None:
+    """Return the seconds per token a request must stay below; None without a time target.
 
-
-def plan_of(method: str, k: int, rule: StopRule | None, was: Plan) -> Plan:
-    """A plan that is no probe: the last one where it is the same, which saves making it."""
-    if not k:
-        return PLAIN
-    if was.num_speculative_tokens == k and was.method == method and was.stop == rule:
-        return was
-    return Plan.chain(method, k, stop=rule)
+    A deadline is met if every token that may still be emitted comes in time.
+    """
+    target_s, left_s = state.tpot_target_s, state.time_left_s
+    if left_s is None or state.max_new <= 0:
+        return target_s
+    in_time_s = max(left_s, 1e-9) / state.max_new
+    return in_time_s if target_s is None else min(target_s, in_time_s)

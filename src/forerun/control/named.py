@@ -12,6 +12,7 @@ from forerun.control.config import ControllerName
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
 from forerun.control.heuristic import ConfidenceController, HeuristicController
+from forerun.control.learned_costs import LearnedCosts
 from forerun.control.safety import SafeController
 from forerun.control.step_times import CostSource
 from forerun.errors import InvalidRequest
@@ -34,45 +35,37 @@ class ControllerInputs:
     costs: Mapping[str, CostSource] = field(default_factory=dict)
 
 
-def auto(means: ControllerInputs) -> Controller:
-    """The safe goodput controller where costs are known, else K at every step."""
-    return SafeController(goodput(means)) if means.costs else fixed(means)
+def auto(inputs: ControllerInputs) -> Controller:
+    """Goodput, replaced by plain decoding where it is slower; costs may be given or learnt."""
+    return SafeController(goodput(inputs))
 
 
-def fixed(means: ControllerInputs) -> Controller:
+def fixed(inputs: ControllerInputs) -> Controller:
     """K of the first drafter at every step."""
-    return FixedController(means.num_speculative_tokens, means.methods[0])
+    return FixedController(inputs.num_speculative_tokens, inputs.methods[0])
 
 
-def heuristic(means: ControllerInputs) -> Controller:
+def heuristic(inputs: ControllerInputs) -> Controller:
     """K grows by 2 and shrinks by 1, as in transformers."""
-    return HeuristicController(means.methods[0], means.num_speculative_tokens)
+    return HeuristicController(inputs.methods[0], inputs.num_speculative_tokens)
 
 
-def confidence(means: ControllerInputs) -> Controller:
+def confidence(inputs: ControllerInputs) -> Controller:
     """K, left where the draft is unsure, as in transformers."""
-    return ConfidenceController(means.methods[0], means.num_speculative_tokens)
+    return ConfidenceController(inputs.methods[0], inputs.num_speculative_tokens)
 
 
-def goodput(means: ControllerInputs) -> Controller:
-    """Most expected tokens per second.
-
-    Raises:
-        InvalidRequest: the costs of a drafter are not known.
-    """
-    missing = [method for method in means.methods if method not in means.costs]
-    if missing:
-        raise InvalidRequest(
-            f"the goodput controller needs to know what {' and '.join(missing)} costs: give a "
-            "profile (forerun profile makes one), or take another controller"
-        )
-    costs = {method: means.costs[method] for method in means.methods}
-    return GoodputController(costs, means.num_speculative_tokens)
+def goodput(inputs: ControllerInputs) -> Controller:
+    """Most expected tokens per second; costs are learnt unless those of all drafters are given."""
+    max_k = inputs.num_speculative_tokens
+    if any(method not in inputs.costs for method in inputs.methods):
+        return GoodputController(LearnedCosts(inputs.methods, max_k), max_k)
+    return GoodputController({m: inputs.costs[m] for m in inputs.methods}, max_k)
 
 
-def bandit(means: ControllerInputs) -> Controller:
+def bandit(inputs: ControllerInputs) -> Controller:
     """A bandit over K and drafters."""
-    return BanditController(means.methods, means.num_speculative_tokens)
+    return BanditController(inputs.methods, inputs.num_speculative_tokens)
 
 
 CONTROLLERS: Mapping[ControllerName, Callable[[ControllerInputs], Controller]] = MappingProxyType(
@@ -87,7 +80,7 @@ CONTROLLERS: Mapping[ControllerName, Callable[[ControllerInputs], Controller]] =
 )
 
 
-def build_controller(name: ControllerName, means: ControllerInputs) -> Controller:
+def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
     """The controller of a name.
 
     Raises:
@@ -95,4 +88,4 @@ def build_controller(name: ControllerName, means: ControllerInputs) -> Controlle
     """
     if name not in CONTROLLERS:
         raise InvalidRequest(f"controller {name!r} is unknown; use {', '.join(CONTROLLERS)}")
-    return CONTROLLERS[name](means)
+    return CONTROLLERS[name](inputs)

@@ -18,12 +18,8 @@ MOST_SURPRISE = 0.7
 """Largest log of measured over believed that counts: a step may be held up by anything."""
 MEMORY = 0.97
 """Weight that a step keeps after one more."""
-DEAR_MEMORY = 0.998
-"""The same while nobody drafts, of a drafter whose steps took longer than expected."""
 STRENGTH = 5.0
 """Steps that a belief is worth."""
-NOTHING_S = 1e-9
-"""What levels may differ by and still cost the same."""
 
 
 @runtime_checkable
@@ -67,7 +63,6 @@ class StepTimes:
         verify_s: the target pass over the batch with 0, 1, 2, ... drafted nodes in all.
         least_row_s: the least that one more drafted node adds to it.
         least_level_s: the least that one more level adds to the overhead; below 0 where it falls.
-        candidate_depths: depths on either side of levels that are dearer than later ones.
         draft_s: one more drafted level, by how many sequences go on: entry b of b + 1 sequences.
         draft_deltas_s: by how much each entry of draft_s is above the one before.
     """
@@ -78,7 +73,6 @@ class StepTimes:
     verify_s: tuple[float, ...]
     least_row_s: float
     least_level_s: float
-    candidate_depths: tuple[int, ...]
     draft_s: tuple[float, ...]
     draft_deltas_s: tuple[float, ...]
 
@@ -101,9 +95,40 @@ class StepTimes:
             verify_s=verify_s,
             least_row_s=max(0.0, min((b - a for a, b in pairwise(verify_s)), default=0.0)),
             least_level_s=min(overhead_deltas_s, default=0.0),
-            candidate_depths=candidate_depths_of(overhead_deltas_s),
             draft_s=draft_s,
             draft_deltas_s=tuple(b - a for a, b in pairwise((0.0, *draft_s))),
+        )
+
+    @classmethod
+    def learned(
+        cls,
+        *,
+        plain_s: float,
+        by_rows_s: Sequence[float],
+        level_s: float,
+        overhead_s: float,
+        batch: int,
+    ) -> StepTimes:
+        """Return times in which every drafted level costs the same, whatever the batch.
+
+        Args:
+            plain_s: a plain step.
+            by_rows_s: the target pass by drafted rows per sequence: 0, 1, 2, ...
+            level_s: one drafted level.
+            overhead_s: the rest of a speculative step.
+            batch: sequences in the step.
+        """
+        max_k = len(by_rows_s) - 1
+        verify_s = spread(by_rows_s, batch)
+        return cls(
+            plain_s=plain_s,
+            overhead_s=(0.0, *(overhead_s,) * max_k),
+            overhead_deltas_s=(overhead_s, *(0.0,) * (max_k - 1)) if max_k else (),
+            verify_s=verify_s,
+            least_row_s=max(0.0, min((b - a for a, b in pairwise(verify_s)), default=0.0)),
+            least_level_s=0.0,
+            draft_s=(level_s,) * batch,
+            draft_deltas_s=(level_s, *(0.0,) * (batch - 1)),
         )
 
     def verify_nodes_s(self, num_nodes: float) -> float:
@@ -154,11 +179,6 @@ class TimeFactor:
         self.log = self.log * MEMORY + surprise
         self.count = self.count * MEMORY + 1.0
 
-    def fade(self, share: float) -> None:
-        """Keep a share of the weight of all steps; this one says nothing of it."""
-        self.log *= share
-        self.count *= share
-
     def value(self, prior: float = 0.0) -> float:
         """The factor, where it is believed to be exp(prior) before any step was seen."""
         return math.exp((self.log + STRENGTH * prior) / (self.count + STRENGTH))
@@ -200,18 +220,6 @@ class TimeCorrection:
         """Of all else in a speculative step of a drafter."""
         return self.drafts[method].value(self._either)
 
-    def fade(self) -> None:
-        """A step is told in which nobody drafts, one in several where such plans hold.
-
-        A drafter that was dearer than its table may have been held up, or be dear: that is believed
-        for longer, for to find out is dear as well. One that was cheaper is cheap.
-        """
-        self.rests.fade(MEMORY)
-        self.passes.fade(MEMORY)
-        for factor in self.drafts.values():
-            if factor.log > 0.0:
-                factor.fade(DEAR_MEMORY)
-
     @property
     def _either(self) -> float:
         plain, rests = self.plain, self.rests
@@ -227,28 +235,3 @@ def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:
         for n in range(batch)
     )
     return (*inner, by_rows[-1])
-
-
-def candidate_depths_of(deltas_s: Sequence[float]) -> tuple[int, ...]:
-    """Where to look for the best depth besides going up or down level by level.
-
-    A level that costs more than the next ends such a search before its time. So there is one depth
-    before every such level and one after the last: where it gets dearer to go on, or else as far
-    as that stretch goes.
-
-    Args:
-        deltas_s: what every level adds to the overhead, from the first on.
-
-    Returns:
-        Depths, ascending; none where no level but the first costs more than the next.
-    """
-    turns_s = [after - before for before, after in pairwise(deltas_s[1:])]
-    dear = [depth for depth, turn_s in enumerate(turns_s, start=2) if turn_s < -NOTHING_S]
-    if not dear:
-        return ()
-    rising = [depth for depth, turn_s in enumerate(turns_s, start=2) if turn_s > NOTHING_S]
-    stretches = pairwise((*dear, len(deltas_s)))
-    return (
-        max((depth for depth in rising if depth < dear[0]), default=1),
-        *(min((d for d in rising if low < d < high), default=high) for low, high in stretches),
-    )

@@ -26,6 +26,7 @@ RANGES = (
     Range("bytes_per_s", 0, above_low=True),
     Range("launch_s", 0),
     Range("step_s", 0),
+    Range("memory_bytes", 0, above_low=True, optional=True),
 )
 SIZE_RANGES = (
     Range("num_parameters", 0, above_low=True),
@@ -45,6 +46,7 @@ class Machine:
         launch_s: what every pass costs before it computes.
         step_s: what every step costs outside the passes.
         source: where the figures are from.
+        memory_bytes: of the accelerator; None leaves it unchecked whether the models fit.
 
     Raises:
         InvalidRequest: a figure is not positive.
@@ -56,6 +58,7 @@ class Machine:
     launch_s: float = 1e-4
     step_s: float = 5e-4
     source: str = "given"
+    memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no machine."""
@@ -84,12 +87,13 @@ class ModelSize:
         check_ranges(self, *SIZE_RANGES)
 
 
-def data_sheet(name: str, tera_flops: float, giga_bytes: float) -> Machine:
+def data_sheet(name: str, tera_flops: float, giga_bytes: float, memory_gb: float) -> Machine:
     """A machine as its vendor describes it; the overheads are assumptions of ours."""
     return Machine(
         name=name,
         flops_per_s=tera_flops * 1e12,
         bytes_per_s=giga_bytes * 1e9,
+        memory_bytes=memory_gb * 1e9,
         source="data sheet: dense 16-bit arithmetic and memory rate; overheads are assumed",
     )
 
@@ -98,14 +102,14 @@ PRESETS: Mapping[str, Machine] = MappingProxyType(
     {
         machine.name: machine
         for machine in (
-            data_sheet("a100-80gb", 312, 2039),
-            data_sheet("b200", 2250, 8000),
-            data_sheet("h100-sxm", 989, 3350),
-            data_sheet("h200-sxm", 989, 4800),
-            data_sheet("l4", 121, 300),
-            data_sheet("l40s", 362, 864),
-            data_sheet("mi300x", 1307, 5300),
-            data_sheet("rtx-4090", 165, 1008),
+            data_sheet("a100-80gb", 312, 2039, 80),
+            data_sheet("b200", 2250, 8000, 180),
+            data_sheet("h100-sxm", 989, 3350, 80),
+            data_sheet("h200-sxm", 989, 4800, 141),
+            data_sheet("l4", 121, 300, 24),
+            data_sheet("l40s", 362, 864, 48),
+            data_sheet("mi300x", 1307, 5300, 192),
+            data_sheet("rtx-4090", 165, 1008, 24),
         )
     }
 )
@@ -145,7 +149,12 @@ def cost_table(
     batches: Collection[int],
     contexts: Collection[int],
 ) -> CostTable:
-    """The table a roofline gives; drafting costs nothing where there is no draft model."""
+    """Return the table of a roofline; drafting costs nothing where there is no draft model.
+
+    Raises:
+        InvalidRequest: the models do not fit into the memory of the machine.
+    """
+    check_memory(machine, target, draft, batch=min(batches), context=min(contexts))
 
     def line(batch: int, context: int) -> CostLine:
         verify_s = tuple(pass_s(machine, target, rows, batch, context) for rows in ROWS)
@@ -160,3 +169,23 @@ def cost_table(
         )
 
     return CostTable(lines=tuple(line(b, c) for b in sorted(batches) for c in sorted(contexts)))
+
+
+def check_memory(
+    machine: Machine, target: ModelSize, draft: ModelSize | None, *, batch: int, context: int
+) -> None:
+    """Refuse models that do not fit, with keys and values of `batch` sequences of `context` tokens.
+
+    Raises:
+        InvalidRequest: they need more memory than the machine has.
+    """
+    models = [target] if draft is None else [target, draft]
+    weights = sum(model.weight_bytes for model in models)
+    needed = weights + batch * context * sum(model.kv_token_bytes for model in models)
+    if machine.memory_bytes is not None and needed > machine.memory_bytes:
+        raise InvalidRequest(
+            f"the models need {needed / 1e9:.0f} GB on {machine.name} ({weights / 1e9:.0f} GB of "
+            f"weights, the rest keys and values at batch {batch} and context {context}), and it "
+            f"has {machine.memory_bytes / 1e9:.0f} GB: take a larger machine, a smaller dtype or a "
+            "smaller model; for several devices give --flops and --bandwidth of all together"
+        )

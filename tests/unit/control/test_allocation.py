@@ -10,10 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.simulated import table
 
-from forerun.control.allocation import BatchAllocator, allocator
+from forerun.control.allocation import (
+    Allocation,
+    BatchAllocator,
+    Pricing,
+    RequestCandidate,
+    SingleRequestAllocator,
+    allocator,
+)
 from forerun.control.beliefs import AcceptanceCurve
-from forerun.control.ladder import SingleRequestAllocator
-from forerun.control.pricing import Allocation, Pricing, RequestCandidate
 from forerun.control.step_times import CostCell, StepTimes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -94,13 +99,6 @@ def test_where_rows_cost_what_steps_cost_decoding_is_plain():
     assert sum(best_allocation(crowd, pricing(16, row=0.001), 1000).depths) > 16
 
 
-def test_starting_again_costs_a_pass_on_top():
-    idle, busy = candidate(0.2, was=0), candidate(0.2)
-    dear = Pricing(times=pricing(1).times, catch_up=1.0)
-    assert best_allocation([busy], dear, 9).depths == (1,)
-    assert best_allocation([idle], dear, 9).depths == (0,)
-
-
 def test_nobody_is_made_late_by_the_drafts_of_others():
     tight = candidate(0.05, limit_s=0.0108)
     eager = candidate(0.95)
@@ -136,9 +134,7 @@ def test_two_drafters_pay_both_their_overheads():
 def test_one_request_is_priced_as_a_crowd_of_one(was, drafted):
     curve = AcceptanceCurve([0.7, 0.5, 0.3], [drafted, drafted**2, drafted**3])
     one = [RequestCandidate(method="d", curve=curve, limit_s=0.008, was=was)]
-    costs = pricing(1, overhead=BENT)._replace(
-        factor=1.2, plain_factor=0.9, catch_up=0.5, draft_factors={"d": 2}
-    )
+    costs = pricing(1, overhead=BENT)._replace(factor=1.2, plain_factor=0.9, draft_factors={"d": 2})
     crowd = BatchAllocator(one, costs)
     for number in range(5):
         assert same(allocator(one, costs).at([number]), crowd.at([number]))

@@ -1,4 +1,4 @@
-"""What is believed of drafts: of those that were made, and of those a probe would have made."""
+"""Acceptance estimates: pools, requests, and what is forgotten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.records import STEP
 
 from forerun.control.base import RequestState
-from forerun.control.beliefs import Beliefs, DraftVariant
+from forerun.control.beliefs import MAX_POOLS, Beliefs, DraftVariant
 from forerun.control.config import BeliefConfig
 from forerun.theory.drift import Memory
 from forerun.theory.record import StepRecord
@@ -25,27 +25,6 @@ def outcome(accepted: int, **changes) -> StepRecord:
 
 def first_position(beliefs: Beliefs) -> float:
     return beliefs.curve(STATE, WAY, 4).survival[0]
-
-
-def test_hindsight_counts_as_drafts_of_one_token():
-    looked_back, drafted = Beliefs(BeliefConfig()), Beliefs(BeliefConfig())
-    for beliefs in (looked_back, drafted):
-        first_position(beliefs)  # the request is known from now on
-    came = (1, 0, 1, 1, 1, 0)
-    looked_back.observe(outcome(1, hindsight=came), WAY)
-    for accepted in (*came, 1):
-        drafted.observe(outcome(accepted), WAY)
-    assert looked_back.curve(STATE, WAY, 4) == drafted.curve(STATE, WAY, 4)
-
-
-def test_one_look_back_at_a_good_draft_outweighs_many_rejections():
-    beliefs = Beliefs(BeliefConfig())
-    first_position(beliefs)
-    for _ in range(100):
-        beliefs.observe(outcome(0), WAY)
-    assert first_position(beliefs) < 0.1
-    beliefs.observe(outcome(0, hindsight=(1,) * 12), WAY)
-    assert first_position(beliefs) > 0.6
 
 
 @pytest.mark.parametrize("strength", [4.0, 30.0])
@@ -66,15 +45,15 @@ def test_a_request_is_believed_to_be_so_much_like_the_others_of_its_kind(strengt
     assert first_position(beliefs) == pytest.approx(expected)
 
 
-def test_what_is_new_of_a_request_is_what_came_since_it_was_first_asked_about():
+def test_tokens_since_the_last_draft_are_counted():
     beliefs = Beliefs(BeliefConfig())
-    tagged = replace(STATE, tags=("code",))
-    assert beliefs.news(tagged)[1:] == (0, 100)
+    assert beliefs.num_unread(STATE) == 100
     beliefs.observe(outcome(1, context_tokens=100, num_emitted=2), WAY)
-    later = beliefs.news(replace(tagged, num_committed=130))
-    assert later.tokens == 30
-    assert later.missed == 28
-    other = beliefs.news(replace(STATE, request_id="s"))
-    like = beliefs.news(replace(tagged, request_id="t", num_committed=7))
-    assert other.kind != later.kind == like.kind
-    assert beliefs.news(replace(STATE, request_id="u", temperature=1.0)).kind != other.kind
+    assert beliefs.num_unread(replace(STATE, num_committed=130)) == 28
+
+
+def test_tags_without_end_do_not_take_memory_without_end():
+    beliefs = Beliefs(BeliefConfig())
+    for number in range(MAX_POOLS + 50):
+        beliefs.curve(replace(STATE, request_id=f"r{number}", tags=(f"t{number}",)), WAY, 1)
+    assert len(beliefs._pools) == MAX_POOLS

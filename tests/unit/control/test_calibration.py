@@ -10,7 +10,7 @@ from tests.records import STEP
 
 from forerun.control.base import RequestState
 from forerun.control.calibration import Calibration
-from forerun.control.punctuality import StepTimeRatios, tpot_limit_s
+from forerun.control.goodput import tpot_limit_s
 
 
 def fed(measure: str, *steps: tuple[tuple[float, ...], int], times: int = 40) -> Calibration:
@@ -83,20 +83,9 @@ def state(**changes) -> RequestState:
     return RequestState(request_id="r", num_committed=1, max_new=10, temperature=0.0, **changes)
 
 
-def test_wishes_are_targets_and_deadlines():
+def test_a_time_limit_is_the_tighter_of_target_and_deadline():
     assert tpot_limit_s(state()) is None
     assert tpot_limit_s(state(tpot_target_s=0.03)) == 0.03
     assert tpot_limit_s(state(time_left_s=0.2)) == pytest.approx(0.02)
     assert tpot_limit_s(state(tpot_target_s=0.03, time_left_s=0.2)) == pytest.approx(0.02)
     assert tpot_limit_s(state(time_left_s=-1.0)) > 0.0
-
-
-def test_punctuality_is_the_slow_end_of_recent_steps():
-    punctuality = StepTimeRatios()
-    assert punctuality.p95 == 1.0
-    for step in range(64):
-        punctuality.observe(1.5 if step % 10 == 0 else 0.9, 1.0)
-    assert punctuality.p95 == 1.5
-    for _ in range(64):
-        punctuality.observe(0.9, 1.0)
-    assert punctuality.p95 == 1.0

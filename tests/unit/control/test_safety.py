@@ -12,8 +12,7 @@ from forerun.control.base import Controller, Plan
 from forerun.control.config import SafetyConfig
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
-from forerun.control.safety import FIRST_PLAIN, NUM_IN_A_ROW, SafeController
-from forerun.control.settled import MOST_LONG
+from forerun.control.safety import SafeController
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -42,7 +41,7 @@ def test_what_pays_stays_on_but_for_its_probes():
     safe = SafeController(FixedController(5, "d"))
     ours.run(safe, 2000)
     assert safe.num_switches["off"] == 0
-    first = 7 * 8  # of every bucket, of which contexts to 8,000 tokens pass seven
+    first = 8
     assert 0.004 < (safe.num_probes - first) / 2000 < 0.016
     assert sum(record.k_budget == 0 for record in ours.records) == safe.num_probes
 
@@ -82,7 +81,7 @@ def test_buckets_are_judged_apart():
     assert not safe.switches[0].on
     alone = World(lambda *_: 0.9, {"d": table()}, noise=0.05)
     alone.run(safe, 200)
-    assert {switch.bucket[0] for switch in safe.switches} == {3}
+    assert {switch.bucket for switch in safe.switches} == {3}
     assert sum(record.k_budget == 5 for record in alone.records) > 150
 
 
@@ -105,32 +104,6 @@ def test_where_speculation_is_off_probes_pass_if_nobody_wants_to_draft(wanted, n
     assert not any(record.k_budget == 5 for record in late)
 
 
-def test_where_speculation_is_off_few_steps_are_asked_about_and_none_beyond_the_next_trial():
-    ours, held = world(0.0), [1]
-    safe = SafeController(FixedController(5, "d"), SafetyConfig(retry_after=100, longest_retry=100))
-    for _ in range(200):
-        capacity = replace(CAPACITY, num_steps=held[-1])
-        (plan,) = safe.decide(ours.states(), capacity)
-        drafting_s = 1.0 if plan.num_speculative_tokens else 0.0
-        safe.observe([ours.record("r", plan, drafting_s, 1.0, 0.0)])
-        held.append(plan.num_steps)
-    first, again = safe.switches[:2]
-    assert (first.on, again.on) == (False, True)
-    assert again.step - first.step == 100
-    assert max(held) == MOST_LONG
-
-
-def test_plain_steps_count_although_their_run_is_cut_short():
-    """Where requests come and go every few steps, no run would ever be complete."""
-    ours, safe = world(0.8), SafeController(FixedController(5, "d"))
-    for _ in range(FIRST_PLAIN):
-        ours.step(safe)
-    (plan,) = safe.decide(ours.states(), CAPACITY)
-    assert plan == Plan(num_steps=NUM_IN_A_ROW)
-    (plan,) = safe.decide(ours.states(), replace(CAPACITY, num_steps=2))
-    assert plan == Plan(num_steps=NUM_IN_A_ROW - 2)
-
-
 def test_who_is_made_to_decode_plainly_learns_what_plain_steps_take():
     """A plain step is half as long as its table says, so drafts that do not pay seem to."""
     honest = table()
@@ -140,7 +113,7 @@ def test_who_is_made_to_decode_plainly_learns_what_plain_steps_take():
     goodput = GoodputController({"d": Tables(dear)}, 8)
     ours = world(0.1)
     ours.run(SafeController(goodput), 1000)
-    assert goodput.scenes.at(ours.states()).pricing(0.0).plain_factor < 0.75
+    assert goodput.costs.pricing(ours.states()).plain_factor < 0.75
 
 
 def test_plain_steps_are_measured_although_others_probe_in_between():
@@ -156,30 +129,13 @@ def test_plain_steps_are_measured_although_others_probe_in_between():
     assert sum(record.k_budget == 0 for record in ours.records) < 0.1 * 1000
 
 
-def test_probes_of_the_inner_controller_are_refused_where_they_cost_too_much():
-    class Obsessed(FixedController):
-        def decide(self, states, capacity):
-            self.asked = getattr(self, "asked", 0) + 1
-            k = 0 if self.asked % 8 == 0 else 1
-            return [Plan.chain("d", k, probe=True) if k else Plan()]
-
-    ours = world(0.0)
-    safe = SafeController(Obsessed(1, "d"))
-    rate = ours.run(safe, 2000)
-    assert rate > 0.93 * best_rate(0.0, table())
-    assert safe.num_refused > 0.4 * 2000
-    assert sum(record.k_budget for record in ours.records[1500:]) > 0
-
-
 def test_every_switch_is_logged_with_its_reason(caplog):
     with caplog.at_level(logging.INFO, logger="forerun.control"):
         safe = SafeController(FixedController(5, "d"))
         world(0.0).run(safe, 150)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == sum(safe.num_switches.values()) >= 2
-    assert lines[0].startswith(
-        "speculation off at batch 1 to 1, context 64 to 127: speedup at most"
-    )
+    assert lines[0].startswith("speculation off at batch 1 to 1: speedup at most")
     assert any("speculation on" in line and "tried again" in line for line in lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests import simulated
 
-from forerun.control.scenes import expected_times
+from forerun.control.profiled_costs import expected_times
 from forerun.control.step_times import CostCell, StepTimes, Tables, TimeCorrection, TimeFactor
 
 BENT = {1: 0.02, 4: 0.09, 8: 0.06}
@@ -32,22 +32,6 @@ def test_what_is_expected_of_a_step_has_the_overhead_of_every_methods_deepest_dr
     assert overheads_s["d"] == pytest.approx(costs.overhead_s(5, batch=4))
     assert overheads_s["e"] == pytest.approx(costs.overhead_s(1, batch=4))
     assert pass_s == times.verify_nodes_s(8)
-
-
-@pytest.mark.parametrize(
-    ("overheads", "expected"),
-    [
-        ({1: 0.05}, ()),
-        ({1: 0.05, 4: 0.08}, ()),
-        ({1: 0.02, 4: 0.03, 8: 0.06}, ()),
-        ({1: 0.02, 2: 0.09, 4: 0.06, 6: 0.07}, (1, 4)),
-        ({1: 0.05, 2: 0.09, 4: 0.10}, (1, 8)),
-        ({1: 0.05, 2: 0.09, 3: 0.09, 4: 0.12, 5: 0.12}, (1, 3, 8)),
-    ],
-)
-def test_landmarks_lie_on_either_side_of_dear_levels(overheads, expected):
-    times = StepTimes.read(simulated.table(overhead=overheads), CostCell(1, 0), 8)
-    assert times.candidate_depths == expected
 
 
 def test_between_whole_rows_passes_are_linear_in_the_nodes():
@@ -101,18 +85,6 @@ def test_what_is_slow_at_one_kind_is_believed_slow_at_the_other_until_it_is_seen
         correction.plain.observe(0.010, 0.010)
     assert correction.plain_factor == pytest.approx(1.0, abs=0.03)
     assert 1.0 < correction.draft_factor("d") == correction.pass_factor
-
-
-def test_a_drafter_that_was_held_up_is_tried_again_and_a_cheap_one_stays_cheap():
-    correction = TimeCorrection()
-    for _ in range(30):
-        correction.drafts["slow"].observe(0.030, 0.010)
-        correction.drafts["cheap"].observe(0.005, 0.010)
-    assert correction.draft_factor("slow") > 2.0
-    for _ in range(3000):
-        correction.fade()
-    assert correction.draft_factor("slow") == pytest.approx(1.0, abs=0.05)
-    assert correction.draft_factor("cheap") < 0.6
 
 
 def test_a_step_that_was_held_up_is_hardly_believed():

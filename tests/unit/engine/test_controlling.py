@@ -200,11 +200,10 @@ def test_controllers_nobody_knows_are_refused():
         EngineConfig(controller="best")
 
 
-def test_the_default_is_k_at_every_step(draft):
-    drafter = tiny.drafting(draft, 8)
-    ours = default_controller(EngineConfig(num_speculative_tokens=6), drafter, {})
-    assert isinstance(ours, FixedController)
-    assert (ours.method, ours.num_speculative_tokens) == ("draft_model", 6)
+def test_the_default_is_safe_without_costs(draft):
+    ours = default_controller(EngineConfig(num_speculative_tokens=6), tiny.drafting(draft, 8), {})
+    assert isinstance(ours, SafeController)
+    assert ours.inner.max_k == 6
 
 
 def test_costs_make_it_goodput_made_safe(draft):

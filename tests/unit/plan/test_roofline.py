@@ -80,3 +80,17 @@ def test_another_drafter_changes_drafting_only():
     assert other.overhead_s(1, batch=2) == table.overhead_s(1, batch=2)
     assert with_draft_cost(table, draft_s=0.003, overhead_s=0.004).overhead_s(5, batch=2) == 0.004
     assert other.verify_step_s(4, batch=2) == table.verify_step_s(4, batch=2)
+
+
+def test_models_that_do_not_fit_are_refused():
+    large = ModelSize(num_parameters=70e9, weight_bytes=140e9)
+    with pytest.raises(InvalidRequest, match=r"140 GB of weights.*it has 80 GB"):
+        cost_table(preset("h100-sxm"), large, None, batches=[1], contexts=[1024])
+    cost_table(preset("mi300x"), large, None, batches=[1], contexts=[1024])
+
+
+def test_keys_and_values_count_for_the_memory():
+    model = ModelSize(num_parameters=35e9, weight_bytes=70e9, kv_token_bytes=1e6)
+    cost_table(preset("h100-sxm"), model, None, batches=[1], contexts=[1024])
+    with pytest.raises(InvalidRequest, match="at batch 16"):
+        cost_table(preset("h100-sxm"), model, None, batches=[16, 32], contexts=[1024])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -148,15 +149,41 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
         load_workload(tmp_path / "none.yaml")
     path = tmp_path / "w.yaml"
     path.write_text("requests: [1, ")
-    with pytest.raises(InvalidRequest, match="is no YAML"):
+    with pytest.raises(InvalidRequest, match="is not YAML"):
         load_workload(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidRequest, match="is no YAML"):
+    with pytest.raises(InvalidRequest, match="is not YAML"):
         load_workload(path)
 
 
 def test_nothing_in_a_file_is_run(tmp_path):
     path = tmp_path / "w.yaml"
     path.write_text("requests: !!python/object/apply:os.getcwd []\n")
-    with pytest.raises(InvalidRequest, match="is no YAML"):
+    with pytest.raises(InvalidRequest, match="is not YAML"):
         load_workload(path)
+
+
+DEEP = "phases: " + "[" * 100_000
+ALIASES = "a: &a [x, x]\nb: &b [*a, *a]\nrequests: [*b, *b]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ALIASES, "aliases"),
+        (DEEP, "deep|levels|more than"),
+        ("requests: 2024-13-45\n", "not YAML"),
+        ("? [a, b]\n: 1\n", "not YAML|names and values"),
+        ("requests: " + "1" * 5000, "digits|not YAML|malformed|must be"),
+    ],
+)
+def test_hostile_files_are_refused_with_a_sentence(tmp_path, text, message):
+    path = tmp_path / "w.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=message):
+        load_workload(path)
+
+
+def test_a_device_is_no_workload():
+    with pytest.raises(InvalidRequest, match="/dev/zero"):
+        load_workload(Path("/dev/zero"))

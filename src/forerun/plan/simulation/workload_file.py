@@ -9,7 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forerun.errors import InvalidRequest
+from forerun.bounded_documents import YAML_LIMITS, parse_yaml
+from forerun.bounded_read import read_bytes
+from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
 from forerun.plan.simulation.kinds import config as kinds
 from forerun.plan.simulation.recorded import workload_of
@@ -65,15 +67,10 @@ def load_workload(path: Path) -> Workload:
         InvalidRequest: the file cannot be read, is no YAML, or describes no workload.
         InvalidTrace: the trace it names cannot be read, or no request of it ended.
     """
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest(f"the workload {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = " ".join(str(error).split())
-        raise InvalidRequest(f"the workload {path} is no YAML: {where}") from error
+        content = parse_yaml(read_bytes(path, YAML_LIMITS), str(path))
+    except UnreadableInput as error:
+        raise InvalidRequest(f"the workload cannot be used: {error}") from error
     if isinstance(content, Mapping) and "trace" in content:
         return traced(content, path)
     return workload_from(content, str(path))

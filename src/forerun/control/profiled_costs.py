@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from forerun.control.allocation import Pricing
 from forerun.control.base import RequestState
-from forerun.control.pricing import Pricing
-from forerun.control.punctuality import StepTimeRatios
 from forerun.control.step_times import CostCell, CostSource, StepTimes, Tables, TimeCorrection
 from forerun.theory.record import StepRecord
 
-__all__ = ["OperatingPoint", "OperatingPoints"]
+__all__ = ["OperatingPoint", "ProfiledCosts"]
 
 
 class OperatingPoint(NamedTuple):
@@ -29,24 +28,18 @@ class OperatingPoint(NamedTuple):
     times: dict[str, StepTimes]
     correction: TimeCorrection
 
-    def pricing(self, catch_up: float) -> Pricing:
-        """What steps take here.
-
-        Args:
-            catch_up: drafted levels that a request costs on top which did not draft in its last
-                step.
-        """
+    def pricing(self) -> Pricing:
+        """Return what steps take here."""
         correction = self.correction
         return Pricing(
             self.times,
             correction.plain_factor,
             correction.pass_factor,
             {method: correction.draft_factor(method) for method in self.times},
-            catch_up,
         )
 
 
-class OperatingPoints:
+class ProfiledCosts:
     """Places that steps are taken at, and how what they take differs from the tables.
 
     Args:
@@ -59,57 +52,55 @@ class OperatingPoints:
 
     def __init__(self, costs: Mapping[str, CostSource], max_k: int) -> None:
         self.tables = Tables(costs, max_k)
-        self.step_time_ratios = StepTimeRatios()
+        self.methods = tuple(costs)
+        self.max_k = max_k
         self._corrections: dict[int, TimeCorrection] = {}
         self._last: OperatingPoint | None = None
 
+    def pricing(self, states: Sequence[RequestState]) -> Pricing:
+        """Return what a step of these requests is expected to take."""
+        return self.at(states).pricing()
+
+    def largest_depth(self, method: str, batch: int) -> int:
+        """Return the largest K that may be planned."""
+        return self.max_k
+
     def at(self, states: Sequence[RequestState]) -> OperatingPoint:
-        """Where these requests are; most often where they were before."""
+        """Return the operating point of these requests, which is most often the last one."""
         batch, context, greedy = len(states), 0, True
         for state in states:
             context += state.num_committed
             greedy = greedy and state.temperature == 0
         place = CostCell.of(batch, context / batch)
-        scene = self._last
-        if scene is None or scene.place != place or scene.greedy != greedy:
+        point = self._last
+        if point is None or point.place != place or point.greedy != greedy:
             correction = self._corrections.setdefault(batch, TimeCorrection())
             methods = self.tables.costs
             times = {method: self.tables.at(method, place, greedy=greedy) for method in methods}
-            scene = self._last = OperatingPoint(place, greedy, times, correction)
-        return scene
+            point = self._last = OperatingPoint(place, greedy, times, correction)
+        return point
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Compare what the last step took with what the tables say of it.
-
-        While nobody drafts, what is known of speculative steps grows old: else steps that were held
-        up once would keep it off for good.
-        """
-        scene, first = self._last, records[0]
+        """Compare the duration of the last step with the one in the tables."""
+        point, first = self._last, records[0]
         rest_s = first.verify_s + first.other_s
-        if scene is None or len(records) != scene.place.batch or rest_s <= 0.0:
+        if point is None or len(records) != point.place.batch or rest_s <= 0.0:
             return
         depths: dict[str, list[int]] = {}
         for record in records:
-            if record.num_drafted and record.method in scene.times:
+            if record.num_drafted and record.method in point.times:
                 depths.setdefault(record.method, []).append(record.depth_drafted)
-        correction = scene.correction
+        correction = point.correction
         if not depths:
-            plain_s = next(iter(scene.times.values())).plain_s
-            self.step_time_ratios.observe(rest_s, plain_s * correction.plain_factor)
+            plain_s = next(iter(point.times.values())).plain_s
             correction.plain.observe(rest_s, plain_s)
-            correction.fade()
             return
-        drafts_s, overheads_s, pass_s = expected_times(depths, scene.times)
-        believed_s, expected_rest_s = pass_s * correction.pass_factor, pass_s
-        for method, overhead_s in overheads_s.items():
-            believed_s += (drafts_s[method] + overhead_s) * correction.draft_factor(method)
-            expected_rest_s += overhead_s
-        self.step_time_ratios.observe(first.draft_s + rest_s, believed_s)
-        correction.rests.observe(rest_s, expected_rest_s)
+        drafts_s, overheads_s, pass_s = expected_times(depths, point.times)
+        correction.rests.observe(rest_s, pass_s + sum(overheads_s.values()))
         if first.verify_s > 0.0:
             correction.passes.observe(first.verify_s, pass_s)
         own_s = first.draft_s + first.other_s
-        if len(depths) == 1 and own_s > 0.0:  # else whose time was it?
+        if len(depths) == 1 and own_s > 0.0:  # the times of two drafters cannot be told apart
             (method,) = depths
             expected_s = drafts_s[method] + overheads_s[method]
             if expected_s > 0.0:

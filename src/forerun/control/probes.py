@@ -1,0 +1,160 @@
+"""Short drafts that update an acceptance estimate: when they are made, by which request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from forerun.control.allocation import Allocation, Allocator
+from forerun.control.base import Plan, RequestState
+from forerun.control.config import (
+    FIRST_PROBES,
+    FOLLOWING,
+    LARGEST_PROBE_GAP,
+    PLAIN_REUSE,
+    GoodputConfig,
+)
+from forerun.theory.record import StepRecord
+
+__all__ = ["Probes"]
+
+FIRST_DEBT = 0.2
+"""Loss, in steps, that is paid off before the first probe of either kind."""
+LEAST_LOSS = 0.02
+"""Loss, in steps, that every probe counts for at least."""
+MAX_LOSS = 8.0
+"""Loss, in steps, that a probe beside drafting counts for at most."""
+
+
+class Probes:
+    """Short drafts that are made to update an estimate, paid for by a share of the steps.
+
+    While no request drafts, one of them drafts one token now and then: what is never drafted is
+    never known. While requests draft, one of them tries one token more or less, or another drafter.
+    What a probe loses, in steps without it, is paid off by a share of the steps that follow before
+    the next probe, so that share bounds what all probes lose. The share is larger where drafting
+    was given up only a short time ago, on few observations. A probe whose token was accepted is
+    followed by others at once: the drafter has nothing left to catch up with.
+
+    Args:
+        config: the shares.
+        methods: names of the drafters.
+        max_k: largest K.
+    """
+
+    def __init__(self, config: GoodputConfig, methods: Sequence[str], max_k: int) -> None:
+        self.config = config
+        self.max_k = max_k
+        self.methods = methods
+        self.idle_debt = self.explore_debt = FIRST_DEBT
+        self._share = config.probe_share
+        self._num_idle_probes = self._num_explored = 0
+        self._num_following = 0
+        self._expected_loss: float | None = None
+
+    def pass_step(self, num_plain: int, *, has_drafted: bool) -> None:
+        """Pay off debts by one step."""
+        share = self.config.probe_share
+        if has_drafted:
+            share = max(share, FIRST_PROBES / (8.0 + num_plain))
+        self._share = share
+        if num_plain:
+            self.idle_debt = max(0.0, self.idle_debt - share)
+        else:
+            self.explore_debt = max(0.0, self.explore_debt - self.config.explore)
+
+    def steps_left(self, drafts: bool) -> int:
+        """Return for how many steps no probe is due, at least 1."""
+        if drafts:
+            share, debt = self.config.explore, self.explore_debt
+        else:
+            share, debt = self._share, 0.0 if self._num_following else self.idle_debt
+        return PLAIN_REUSE if share <= 0.0 else max(1, int(debt / share))
+
+    def plans(
+        self,
+        plans: list[Plan],
+        states: Sequence[RequestState],
+        room: int,
+        num_unread: Callable[[RequestState], int],
+    ) -> list[Plan] | None:
+        """Return the plans with a probe among them, or None if none is due or there is no room.
+
+        Args:
+            plans: the best ones.
+            states: of the requests.
+            room: nodes that may be drafted besides.
+            num_unread: tokens that a drafter has to read first; the request with fewest probes.
+        """
+        drafting = [at for at, plan in enumerate(plans) if plan.num_speculative_tokens]
+        if room < 1:
+            return None
+        if drafting:
+            if self.explore_debt > 0.0 or self.config.explore <= 0.0:
+                return None
+            return self._explore(plans, states, drafting)
+        is_due = self.idle_debt <= 0.0 or self._num_following > 0
+        if not is_due or self.config.probe_share <= 0.0:
+            return None
+        able = [at for at, state in enumerate(states) if state.max_new > 1]
+        if not able:
+            return None
+        method = self.methods[self._num_idle_probes % len(self.methods)]
+        self._num_idle_probes += 1
+        at = min(able, key=lambda at: num_unread(states[at]))
+        return [*plans[:at], Plan.chain(method, 1, probe=True), *plans[at + 1 :]]
+
+    def _explore(
+        self, plans: list[Plan], states: Sequence[RequestState], drafting: Sequence[int]
+    ) -> list[Plan] | None:
+        """Let one request draft one token more, or one token with another drafter, in turns."""
+        turn, place = divmod(self._num_explored, len(drafting))
+        at = drafting[place]
+        self._num_explored += 1
+        plan = plans[at]
+        others = [method for method in self.methods if method != plan.method]
+        k = plan.num_speculative_tokens + (-1 if turn % 3 == 2 else 1)
+        if others and turn % 2:
+            other = Plan.chain(others[turn // 2 % len(others)], 1, probe=True)
+        elif 0 < k < states[at].max_new and k <= self.max_k:
+            other = Plan.chain(plan.method, k, stop=plan.stop, probe=True)
+        else:
+            return None
+        return [*plans[:at], other, *plans[at + 1 :]]
+
+    def expect(
+        self,
+        probed: Sequence[Plan],
+        plans: Sequence[Plan],
+        without: Allocation,
+        room: Allocator,
+    ) -> None:
+        """Note the expected loss of a probe that differs from the best plans by its depth alone.
+
+        What it is measured to lose depends on chance far more than on the depth.
+        """
+        self._expected_loss = None
+        if any(without.depths) and all(
+            a.method == b.method for a, b in zip(probed, plans, strict=True)
+        ):
+            tried = room.at([plan.num_speculative_tokens for plan in probed])
+            self._expected_loss = tried.step_s / without.step_s - tried.tokens / without.tokens
+
+    def charge(
+        self, probed: Sequence[Plan], records: Sequence[StepRecord], without: Allocation
+    ) -> None:
+        """Note what a probe has lost, in steps without it."""
+        if not any(record.num_drafted for record in records):
+            return  # the drafter paused, or a guard of the speed made the step plain
+        first = records[0]
+        took = (first.draft_s + first.verify_s + first.other_s) / without.step_s
+        emitted = sum(1 + record.num_accepted for record in records) / without.tokens
+        drafts = any(without.depths)
+        most = MAX_LOSS if drafts else LARGEST_PROBE_GAP * self.config.probe_share
+        loss = took - emitted if self._expected_loss is None else self._expected_loss
+        loss = max(LEAST_LOSS, min(loss, most))
+        if drafts:
+            self.explore_debt += loss
+        else:
+            self.idle_debt = max(self.idle_debt, loss)
+            accepted = any(record.num_accepted for record in records)
+            self._num_following = FOLLOWING if accepted else max(0, self._num_following - 1)
