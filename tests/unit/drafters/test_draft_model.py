@@ -252,3 +252,17 @@ def test_texts_with_ids_only_the_target_has_are_refused_before_they_are_read(mod
     told(drafter, request, [], final=model.vocab_size + 1)
     with pytest.raises(DrafterError, match=f"token {model.vocab_size + 1}, but the draft has"):
         drafter.propose([request], [plan()])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sampled_chain_ends_before_the_first_invalid_row(seed):
+    whole = proposed(DraftModel(tiny.tabular(seed), 8), asked([1, 2], SAMPLED), 4)
+    first, second = whole.tokens.tolist()[:2]
+    model = tiny.tabular(seed)
+    log_probs = model.log_probs.clone()
+    log_probs[model.state_of([first, second])] = torch.nan
+    sick = TabularModel(log_probs=log_probs, order=model.order, store=model.store)
+    ended = proposed(DraftModel(sick, 8), asked([1, 2], SAMPLED), 4)
+    assert ended.tokens.tolist() == [first, second]
+    assert ended.stop_reason == "invalid_probs"
+    assert len(ended.draft_probs) == 2
