@@ -339,3 +339,10 @@ def test_disagreement_is_of_the_worst_row_and_knows_nan():
     assert disagreement(actual, expected) == pytest.approx(0.1)
     assert disagreement(expected[1:2], expected[1:2]) == 0
     assert disagreement(expected[1:2], expected[:1]) == torch.inf
+
+
+def test_rows_of_a_block_see_all_of_it_in_a_rectangle():
+    """A wrong table would be hidden by the comparison with the unrecorded pass."""
+    block = Span(slot=0, start=5, num_chain=3, causal=False)
+    assert visible_bits(block) == [0b111, 0b111, 0b111]
+    assert visible_bits(Span(slot=0, start=5, num_chain=3)) == [0b1, 0b11, 0b111]
