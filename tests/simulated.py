@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.control.unasked import Unasked
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.record import StepRecord
@@ -86,7 +85,6 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.lengths = dict.fromkeys(self.names, 100)
-        self.unasked = Unasked(CAPACITY.max_rows)
 
     def states(self) -> list[RequestState]:
         return [
@@ -98,13 +96,7 @@ class World:
 
     def step(self, controller: Controller) -> list[StepRecord]:
         """One step of all requests under the controller's plans."""
-        names = list(self.names)
-        goes_on = self.unasked.goes_on(names)
-        if goes_on:
-            plans = [Plan()] * len(names)
-        else:
-            plans = controller.decide(self.states(), self.unasked.capacity)
-            self.unasked.follow(names, plans)
+        plans = controller.decide(self.states(), CAPACITY)
         drafted = [(plan.method, plan.num_speculative_tokens) for plan in plans]
         draft_s, verify_s, other_s = self.times(drafted)
         records = [
@@ -114,8 +106,7 @@ class World:
         self.clock_s += draft_s + verify_s + other_s
         self.cycle += 1
         self.records += records
-        if self.unasked.tells:
-            controller.observe(records)
+        controller.observe(records)
         return records
 
     def times(self, drafted: Sequence[tuple[str, int]]) -> tuple[float, float, float]:

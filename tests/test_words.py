@@ -29,6 +29,7 @@ CLEAN: tuple[str, ...] = (
     "control/base.py",
     "diagnose",
     "drafters",
+    "engine",
     "errors.py",
     "models",
     "native",

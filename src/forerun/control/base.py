@@ -60,8 +60,6 @@ class Plan:
         probe: the draft is made to update an acceptance estimate, not because it is expected to be
             the fastest choice.
         verification: how the draft is verified; None leaves the choice to the request.
-        num_steps: for how many steps a plain plan may be followed before the controller decides
-            again, provided that all plans allow it and the requests stay the same.
     """
 
     method: str = "plain"
@@ -69,7 +67,6 @@ class Plan:
     stop: StopRule | None = None
     probe: bool = False
     verification: Verification | None = None
-    num_steps: int = 1
 
     @classmethod
     def chain(
@@ -120,11 +117,9 @@ class Capacity:
 
     Attributes:
         max_rows: rows that the target pass may take, over all requests.
-        num_steps: this step, and those before it in which a plan was followed without a decision.
     """
 
     max_rows: int
-    num_steps: int = 1
 
 
 @runtime_checkable

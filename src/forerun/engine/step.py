@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.control.base import Chain, Controller, Plan, RequestState, Tree
-from forerun.control.unasked import Unasked
+from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.observing import ObservedStep, StepObserver
@@ -65,7 +64,7 @@ class Stepper:
         self.controller = controller
         self.scheduler = scheduler
         self.observers = observers
-        self.unasked = Unasked(config.max_step_rows)
+        self.capacity = Capacity(max_rows=config.max_step_rows)
         self.max_nodes = config.num_speculative_tokens
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
         self.verify: Verify = verify
@@ -98,21 +97,20 @@ class Stepper:
         if self.drafter is not None:
             self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
         records = self._records(emitting, fed, clock) if emitting else []
-        if self.drafter is not None and self.unasked.tells:
+        if self.drafter is not None:
             self.controller.observe(records)
         self._count(emitting)
         self._show(fed, emitting, records)
 
     def _decide_plans(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
         """Plan for the sequences that may draft: the prompt is read and the drafter not paused."""
-        if self.drafter is None or self.unasked.goes_on(self.scheduler.running):
+        if self.drafter is None:
             return
         asked = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]
         if not asked:
             return
         states = [state_of(entry.sequence, now_s) for entry in asked]
-        plans = self.controller.decide(states, self.unasked.capacity)
-        self.unasked.follow(self.scheduler.running, plans)
+        plans = self.controller.decide(states, self.capacity)
         for entry, plan in zip(asked, plans, strict=True):
             entry.plan = bounded(plan, self.max_nodes, entry.sequence.max_new - 1)
 

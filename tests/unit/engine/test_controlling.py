@@ -108,21 +108,6 @@ class Listening:
         self.records += records
 
 
-class Patient:
-    """Plans plainly for four steps at once; notes when it is asked and what it is told."""
-
-    def __init__(self) -> None:
-        self.asked = []
-        self.told = []
-
-    def decide(self, states, capacity):
-        self.asked.append((len(states), capacity.num_steps))
-        return [Plan(num_steps=4)] * len(states)
-
-    def observe(self, records):
-        self.told.append([record.cycle_id for record in records])
-
-
 @pytest.fixture
 def listening(target, draft):
     controller = Listening()
@@ -159,34 +144,6 @@ def test_no_plan_goes_beyond_the_engines_k(listening):
     engine.generate([[1, 2]], PARAMS)
     assert max(record.k_budget for record in controller.records) == 3
     assert max(record.num_drafted for record in controller.records) == 3
-
-
-def test_plain_plans_hold_for_as_long_as_they_say(target):
-    controller = Patient()
-    engine = tiny.engine_over(target, tiny.drafting(target), controller=controller)
-    (output,) = engine.generate([[1, 2]], replace(PARAMS, max_tokens=12))
-    assert [
-        o.token_ids
-        for o in tiny.engine_over(target).generate([[1, 2]], replace(PARAMS, max_tokens=12))
-    ] == [output.token_ids]
-    # The first token is the prompt's, in a step without decisions; then 4 + 4 + 3.
-    assert controller.asked == [(1, 1), (1, 4), (1, 4)]
-    assert controller.told == [[0], [4], [8]]  # of each the last; the third ended before
-
-
-def test_whoever_comes_or_goes_ends_what_was_planned(target):
-    controller = Patient()
-    engine = tiny.engine_over(target, tiny.drafting(target), controller=controller)
-    first = engine.add_request([1, 2], replace(PARAMS, max_tokens=6))
-    engine.step()
-    engine.step()
-    engine.step()
-    engine.add_request([3, 4], replace(PARAMS, max_tokens=20))
-    while engine.scheduler.has_unfinished:
-        engine.step()
-    assert engine.take_output(first).completions[0].finish_reason == "length"
-    # Alone for two steps; asked again while the other reads; together for two; alone again.
-    assert controller.asked[:5] == [(1, 1), (1, 2), (2, 1), (1, 2), (1, 4)]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])

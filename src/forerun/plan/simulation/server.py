@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from forerun.control.base import Controller
-from forerun.control.unasked import Unasked
+from forerun.control.base import Capacity, Controller
 from forerun.plan.simulation.confidence import stopped_depth
 from forerun.plan.simulation.config import SimulatedServerConfig
 from forerun.plan.simulation.request import Records, SimulatedCycle, SimulatedRequest, States
@@ -46,7 +45,7 @@ class Server:
         self.controller = controller
         self.schedule = schedule
         self.tally = tally
-        self.unasked = Unasked(config.max_step_rows)
+        self.capacity = Capacity(max_rows=config.max_step_rows)
         self.now_s = 0.0
         self.num_cycles = 0
         self.num_tokens = 0
@@ -80,8 +79,7 @@ class Server:
         running = self.running
         decoding = [request for request in running if not request.num_unread]
         cycle = SimulatedCycle(self.num_cycles, self.now_s)
-        goes_on = self.unasked.goes_on(running)
-        if decoding and not goes_on:
+        if decoding:
             self._plan(decoding)
         emitting = decoding
         if len(decoding) < len(running):
@@ -103,8 +101,7 @@ class Server:
             read_s = reading.target_more_s if decoding else reading.target_pass_s
             cycle.verify_s += read_s(cycle.num_prefill_rows)
         self._commit(decoding, gained, emitting, cycle)
-        if self.unasked.tells:
-            self.controller.observe(Records(cycle, emitting))
+        self.controller.observe(Records(cycle, emitting))
         self.num_cycles += 1
 
     def _num_decoding_tokens(self, decoding: Sequence[SimulatedRequest]) -> int:
@@ -116,8 +113,7 @@ class Server:
     def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
         """The controller's plans, cut to what may still be emitted and to the largest K."""
         max_k = self.config.max_k
-        plans = self.controller.decide(States(decoding), self.unasked.capacity)
-        self.unasked.follow(self.running, plans)
+        plans = self.controller.decide(States(decoding), self.capacity)
         for request, plan in zip(decoding, plans, strict=True):
             left = request.num_output - request.num_emitted - 1
             depth = min(plan.num_speculative_tokens, left, max_k)
