@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from forerun.align.jsonl import append_line, read_lines, write_lines
+from forerun.align.json_files import append_line, read_lines, write_lines
 from forerun.atomic_write import UNFINISHED, atomic_folder, atomic_write, remove_unfinished
 
 
