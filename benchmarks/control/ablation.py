@@ -41,7 +41,7 @@ from forerun.plan.simulation.server import Server
 from forerun.plan.simulation.tally import SimulationTally
 from forerun.plan.simulation.times import CycleTimes, Times
 from forerun.plan.simulation.traffic import traffic_of
-from forerun.probe.profile_file import load_profile
+from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 
 HERE = Path(__file__).parent

@@ -58,7 +58,7 @@ def test_a_seed_fixes_the_text_whatever_k(run):
 
 
 def test_json_is_one_object_alone_on_stdout(run):
-    _, out, _ = run("def f", *GREEDY, "--json")
+    _, out, _ = run("def f", *GREEDY, "--json", "--controller", "fixed")
     content = json.loads(out)
     assert content["finish_reason"] == "length"
     assert len(content["token_ids"]) == len(content["sources"]) == 24
