@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from dataclasses import dataclass
 
 import pytest
 
@@ -140,13 +141,18 @@ def test_several_processes_may_write_one_file_at_once(tmp_path):
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
+@dataclass(frozen=True)
+class Row:
+    step: int
+
+
 def test_lines_after_one_that_was_cut_off(tmp_path):
     path = tmp_path / "log.jsonl"
-    assert read_lines(path) == []
-    write_lines(path, [{"step": 1}])
-    append_line(path, {"step": 2})
+    assert read_lines(path, kind=Row) == []
+    write_lines(path, [Row(step=1)])
+    append_line(path, Row(step=2))
     path.write_text(path.read_text() + '{"step": 3, "lo')
-    assert read_lines(path) == [{"step": 1}, {"step": 2}]
-    write_lines(path, read_lines(path))
-    append_line(path, {"step": 3})
-    assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert read_lines(path, kind=Row) == [Row(step=1), Row(step=2)]
+    write_lines(path, read_lines(path, kind=Row))
+    append_line(path, Row(step=3))
+    assert read_lines(path, kind=Row) == [Row(step=1), Row(step=2), Row(step=3)]
