@@ -253,3 +253,11 @@ def test_a_prompt_that_is_not_utf8_is_refused(prompt, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     assert main(["generate", prompt]) == 2
     assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_is_exit_1(tiny_pair, tmp_path, capsys):
+    trace = tmp_path / "full.jsonl"
+    trace.symlink_to("/dev/full")
+    pair = ["--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft)]
+    assert main(["generate", "def f", *GREEDY, *pair, "--trace", str(trace)]) == 1
+    assert "cannot be written" in capsys.readouterr().err

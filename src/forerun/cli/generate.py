@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from forerun.cli.command import Command
+from forerun.cli.command import Command, Exit
 from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags
 from forerun.errors import InvalidRequest
 
@@ -80,7 +80,7 @@ def run(options: GenerateOptions) -> int:
         finally:
             if not output.quiet and session.records:
                 print_figures(session.figures)
-    return 0
+    return Exit.FAILED if trace is not None and trace.failed else Exit.GOOD
 
 
 def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str, str | None]:
