@@ -80,7 +80,7 @@ def test_several_samples(run):
 
 
 def test_colour_marks_tokens_and_explains_itself(run):
-    _, out, err = run("def f", *GREEDY, "--color")
+    _, out, err = run("def f", *GREEDY, "--color", "--controller", "fixed")
     assert "\x1b[32m" in out
     assert "drafted and accepted" in err
 
