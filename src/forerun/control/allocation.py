@@ -35,7 +35,7 @@ class RequestCandidate(NamedTuple):
     Attributes:
         method: its drafter.
         curve: what drafting deeper brings.
-        limit_s: seconds per token it should stay below, None without a wish.
+        limit_s: seconds per token it should stay below, None without a limit.
         was: K of its last step.
     """
 
@@ -52,7 +52,7 @@ class Allocation(NamedTuple):
         depths: K, in the order of the candidates.
         tokens: expected to be emitted in the step, over all requests.
         step_s: what it is expected to take.
-        lateness: largest expected time per token over what a request wishes; 0 without wishes.
+        lateness: largest expected time per token over a request's limit; 0 without limits.
     """
 
     depths: tuple[int, ...]
@@ -89,9 +89,9 @@ class Allocator(Protocol):
     def best(self, max_nodes: int) -> Allocation:
         """The allocation of most expected tokens per second.
 
-        Speculation must not make a request late: where somebody would be, only what makes nobody
-        later than plain decoding does is allowed. Where plain decoding itself is too slow for a
-        wish, what helps is allowed and everything else is not.
+        Speculation must not make a request miss its time limit: where one would, only allocations
+        that make no request later than plain decoding are allowed. Where plain decoding itself
+        exceeds a limit, only allocations that reduce the excess are allowed.
 
         Args:
             max_nodes: rows there are for drafted nodes.
@@ -123,8 +123,8 @@ class BatchAllocator:
     """
 
     __slots__ = (
-        "actives", "candidates", "plain_s", "pricing", "row_s", "saved_s", "times", "ways",
-        "wishes",
+        "actives", "candidates", "limits", "plain_s", "pricing", "row_s", "saved_s", "times",
+        "ways",
     )  # fmt: skip
 
     def __init__(self, candidates: Sequence[RequestCandidate], pricing: Pricing) -> None:
@@ -132,7 +132,7 @@ class BatchAllocator:
         self.pricing = pricing
         self.times = pricing.times[candidates[0].method]
         self.plain_s = self.times.plain_s * pricing.plain_factor
-        self.wishes = [
+        self.limits = [
             (index, c.limit_s, [0.0, *accumulate(c.curve.survival)])
             for index, c in enumerate(candidates)
             if c.limit_s is not None
@@ -182,9 +182,9 @@ class BatchAllocator:
         return Allocation(found, tokens, step_s, self.lateness(found, step_s))
 
     def lateness(self, depths: Sequence[int], step_s: float) -> float:
-        """How far the request that suffers most is beyond its wish."""
+        """Largest ratio of a request's expected time per token to its limit; 0 without limits."""
         worst = 0.0
-        for index, limit_s, accepted in self.wishes:
+        for index, limit_s, accepted in self.limits:
             late = step_s / ((1.0 + accepted[depths[index]]) * limit_s)
             if late > worst:
                 worst = late
@@ -193,7 +193,7 @@ class BatchAllocator:
     def _shallower(
         self, limit: int, nodes: Sequence[Node], max_nodes: int, best: Allocation, most_late: float
     ) -> Allocation:
-        """The best of `best` and what there is where nobody drafts deeper than `limit`."""
+        """The best of `best` and the allocations in which no request drafts deeper than `limit`."""
         best_rate = best.tokens_per_s
         saved_s = self.saved_s
         needed = best_rate * self.row_s  # a node of less survival pays nowhere
@@ -277,7 +277,7 @@ class SingleRequestAllocator:
 
     @property
     def best_rate(self) -> float:
-        """Tokens per second and request at the best K, wishes apart."""
+        """Tokens per second of the request at its best K, without regard to time limits."""
         return max([tokens / s for tokens, s in zip(self.tokens, self.steps_s, strict=True)])
 
     def best(self, max_nodes: int) -> Allocation:

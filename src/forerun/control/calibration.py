@@ -1,8 +1,8 @@
 """From a draft's confidence to the probability that its token is accepted, learnt in bins.
 
-Confidence is the top probability of the law a node is drawn from, or exp(-entropy), which is 1 for
-a law that is certain and falls with the number of tokens it wavers between. Only nodes whose
-predecessors were accepted are counted: what became of the others nobody knows.
+Confidence is the top probability of the distribution a node is drawn from, or exp(-entropy),
+which is 1 for a certain distribution and falls with the number of likely tokens. Only nodes whose
+predecessors were accepted are counted, because the others were not tested.
 """
 
 from __future__ import annotations

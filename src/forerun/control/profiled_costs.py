@@ -47,7 +47,7 @@ class ProfiledCosts:
         max_k: largest K.
 
     Attributes:
-        punctuality: how much longer than expected steps take.
+        methods: names of the drafters that have costs.
     """
 
     def __init__(self, costs: Mapping[str, CostSource], max_k: int) -> None:

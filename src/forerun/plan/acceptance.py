@@ -86,7 +86,7 @@ class Acceptance:
 
 
 def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Acceptance:
-    """Acceptance somebody names.
+    """Build the acceptance from figures that a user gives.
 
     Args:
         figures: one is a constant alpha; several are beta by position, or with `conditional` the
@@ -110,7 +110,7 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
         if here > before:
             raise InvalidRequest(
                 f"acceptance rate {here:g} at position {position} is above {before:g} before it, "
-                "which is impossible: whoever accepts through a position accepts through those "
+                "which is impossible: a step that accepts a position has accepted those "
                 "before it. If these are conditional on the positions before, say --conditional"
             )
     return Acceptance.of(figures)

@@ -39,7 +39,7 @@ class Advice:
     """What to do.
 
     Attributes:
-        best: the highest throughput that keeps the promise on latency.
+        best: the highest throughput within the latency limit.
         per_batch: the best at every batch size, whatever the latency.
         curves: every K by drafter, at the batch of `best`.
         break_even: by drafter that could be used, at its own best K there.
@@ -67,7 +67,7 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
     """Compare every drafter at every K and batch.
 
     Raises:
-        InvalidRequest: no drafter is given, or nothing keeps the promise on latency.
+        InvalidRequest: no drafter is given, or no option is within the latency limit.
         InvalidProfile: a profile is too rough.
     """
     if not candidates:
@@ -118,7 +118,7 @@ def best_of(options: Iterable[Option]) -> Option:
 
 
 def keeps(option: Option, config: PlanConfig) -> bool:
-    """Whether it keeps the promise on latency."""
+    """Whether the option's time per token is within the latency limit."""
     return config.slo_tpot_s is None or option.tpot_s <= config.slo_tpot_s
 
 
@@ -143,7 +143,7 @@ def break_even(candidate: DraftCandidate, k: int, batch: int, context: int) -> B
 def unreachable(
     candidates: Sequence[DraftCandidate], config: PlanConfig, per_batch: Sequence[Option]
 ) -> str:
-    """Why no option keeps the promise."""
+    """Explain in a message why no option is within the latency limit."""
     nearest = min(per_batch, key=lambda option: option.tpot_s)
     plain_s = candidates[0].table.plain_step_s(config.context, nearest.batch)
     how = "plain" if nearest.is_plain else f"{nearest.draft} at K={nearest.num_speculative_tokens}"
@@ -164,7 +164,7 @@ def remarks(
     plain_s = table.plain_step_s(config.context, best.batch)
     if config.slo_tpot_s is not None and config.slo_tpot_s < plain_s:
         yield (
-            f"the promise of {1e3 * config.slo_tpot_s:.3g} ms per token is below the plain step of "
+            f"the limit of {1e3 * config.slo_tpot_s:.3g} ms per token is below the plain step of "
             f"{1e3 * plain_s:.3g} ms: only speculation keeps it, on average, and while drafts are "
             "accepted as assumed"
         )

@@ -27,7 +27,7 @@ class PlanConfig:
         context: committed tokens of every sequence, about halfway through its output.
         temperature: 0 for greedy drafts, above for sampled ones.
         max_k: most drafted tokens per step.
-        slo_tpot_s: most seconds per output token (None: no such promise).
+        slo_tpot_s: most seconds per output token (None: no limit).
 
     Raises:
         InvalidRequest: a value cannot work; the message names it.

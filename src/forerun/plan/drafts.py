@@ -56,7 +56,7 @@ class Drafts:
         """The steps that the same text takes with a K no larger than what was allowed.
 
         Exact where a draft goes on behind its bonus token as the longer one did: greedy drafts do,
-        and sampled ones do in law as far as their verification decides token by token.
+        and sampled ones do in distribution as far as their verification decides token by token.
         """
         k = num_speculative_tokens
         found: Counter[tuple[int, int, int]] = Counter()

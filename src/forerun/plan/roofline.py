@@ -1,4 +1,4 @@
-"""Costs on a machine nobody measured: arithmetic and bytes against what a data sheet promises.
+"""Cost tables estimated by a roofline model from a machine's data sheet, without a measurement.
 
 A pass takes as long as its arithmetic or its reading, whichever is longer, and what launching it
 costs. That is a bound no machine beats and real ones miss by a factor, which in kappa mostly

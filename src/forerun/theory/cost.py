@@ -25,7 +25,7 @@ class CostTable:
     Outside them: rows as in `CostLine`. Beyond the longest context the last slope goes on, never
     downwards; below the shortest the shortest holds, and below the smallest batch the smallest.
     Beyond the largest batch a speculative cycle grows in proportion to the batch while the plain
-    step goes on along its slope: the dear side again.
+    step goes on along its slope: an overestimate as well.
 
     Attributes:
         lines: one per batch size and context, for every pair of the two.

@@ -28,8 +28,8 @@ class CostLine:
     """Seconds at one batch size and context.
 
     Noise can make more rows look cheaper than fewer; rows are read through their isotonic fit, so v
-    never falls. Beyond the most rows the pass grows in proportion to them, the dear side, so that a
-    K nobody measured is not chosen for looking free. What a cycle takes beyond drafting and the
+    never falls. Beyond the most rows the pass grows in proportion to them, an overestimate, so that
+    an unmeasured K is not chosen for looking free. What a cycle takes beyond drafting and the
     pass is read as it is, linear in K between measured K; see `interpolate` for what lies outside.
 
     Attributes:

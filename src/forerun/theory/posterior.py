@@ -3,7 +3,7 @@
 A position enters where everything before it was accepted and the plan allowed it. What was not
 allowed is unobserved. Where a stop rule ended a draft, the next position was allowed and not
 passed: so the survival at K is that of drafting under that rule, which is what a decision about K
-under the same rule needs; whether the draft would have been right there nobody knows.
+under the same rule needs; whether the draft would have been right there is not observed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Passing:
         self._means.clear()
 
     def means(self, prior: float, num_positions: int) -> list[float]:
-        """Posterior means; a position nobody has seen is believed to be like the one before it."""
+        """Posterior means; a position without observations takes the mean of the one before it."""
         asked = (prior, num_positions)
         if asked in self._means:
             return self._means[asked]

@@ -1,4 +1,4 @@
-"""What reading a text costs: passes over tokens of which only the last one's law is wanted."""
+"""Cost of reading a prompt: passes over tokens of which only the last one needs logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ReadingCost"]
 class ReadingCost:
     """Seconds of a pass that reads so many tokens of one sequence, by target and by draft.
 
-    A verify pass of as many rows takes longer, for it yields a law at every row. Between
+    A verify pass of as many rows takes longer, for it yields logits at every row. Between
     measurements everything is linear; beyond the most tokens the last slope goes on.
 
     Attributes:

@@ -80,8 +80,8 @@ class StepRecord:
     """What one request did in one step.
 
     Durations, `batch_rows` and `num_prefill_rows` belong to the cycle, which all requests of a
-    batch share: records with the same `cycle_id` repeat them, and whoever adds them up counts each
-    cycle once.
+    batch share: records with the same `cycle_id` repeat them, and count each cycle once when
+    adding them up.
 
     Attributes:
         cycle_id: which engine cycle.

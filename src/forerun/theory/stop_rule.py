@@ -1,7 +1,7 @@
 """When to stop drafting: a threshold on the distribution the next node would be drawn from.
 
-The decision is taken before the draw, from the law alone, so it cannot depend on what is drawn; to
-drop a node for its value would bias the text. The first node is always drafted.
+The decision is taken before the draw, from the distribution alone, so it cannot depend on what is
+drawn; to drop a node for its value would bias the text. The first node is always drafted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class StopRule:
     """Draft no further node where the draft is too unsure of it.
 
     Attributes:
-        measure: "entropy" in nats, or "top_probability", of the law the node would be drawn from;
-            where the node is greedy, of the law at temperature 1.
+        measure: "entropy" in nats, or "top_probability", of the distribution the node would be
+            drawn from; where the node is greedy, of the distribution at temperature 1.
         threshold: the node is not drafted where its entropy is above this, or its top probability
             below.
 

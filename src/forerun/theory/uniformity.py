@@ -36,7 +36,7 @@ def ks_distance(values: Sequence[float]) -> float:
 def ks_p_value(distance: float, num_values: int) -> float:
     """P(D >= distance) for so many independent uniform numbers.
 
-    The limiting law at an effective size that makes it good from four values on.
+    The limiting distribution at an effective size that makes it good from four values on.
 
     Source: Kolmogorov 1933; the effective size: Stephens 1970.
     """

@@ -3,7 +3,7 @@
 Between two such events the batch is the same, so every cycle takes the same time and every request
 advances by one step per cycle. How many steps a request needs is drawn at once, from the mean and
 variance of a renewal process whose renewals are steps. What is lost against the fine mode: prompts
-are read in one go as a request joins, everybody else waiting; contexts are means over a request's
+are read in one go as a request joins, all others waiting; contexts are means over a request's
 life; nothing that decides step by step can be simulated, so K is fixed.
 
 Source: the number of renewals until a level, and the overshoot (Feller 1971, volume 2, chapter XI).
@@ -80,7 +80,7 @@ class Flow:
         """Step of the end, request, time of its first token, its steps; a heap."""
 
     def serve(self, steps: NDFloats) -> None:
-        """Everybody, from the first arrival to the last end."""
+        """Serve all requests, from the first arrival to the end of the last one."""
         arrival_s, count = self.traffic.arrival_s, len(steps)
         need: list[float] = steps.tolist()
         joining, max_batch = 0, self.server.max_batch
@@ -171,7 +171,7 @@ class Flow:
 
 
 def num_steps_of(traffic: Traffic, num_speculative_tokens: int) -> NDFloats:
-    """Decode steps of every request, drawn from the normal law that renewals approach.
+    """Decode steps of every request, drawn from the normal limit of a renewal process.
 
     A step renews after X tokens: P(X > i) is survival through i. L tokens take
     (L + (E[X^2] / E[X] - 1) / 2) / E[X] steps, the second term for the last step's overshoot, with

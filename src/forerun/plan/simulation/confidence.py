@@ -14,7 +14,7 @@ def measured(measure: Measure, alpha: float) -> float:
     """What a stop rule would measure at a position.
 
     The draft's top probability is taken to be the probability that its token is accepted, and the
-    rest of its law to be one other token.
+    rest of its distribution to be one other token.
     """
     if measure == "top_probability":
         return alpha

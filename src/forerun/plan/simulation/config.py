@@ -39,7 +39,7 @@ class Phase:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a phase of nobody."""
+        """Refuse a share that is not above 0 and at most 1."""
         check_ranges(self, Range("share", 0, high=1, above_low=True))
 
 
@@ -83,18 +83,18 @@ class SimulatedServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a request is promised.
+    """Service level objectives: the latency limits of a request.
 
     Attributes:
-        ttft_s: most seconds to the first token (None: no promise).
-        tpot_s: most seconds per token after it, on average (None: no promise).
+        ttft_s: most seconds to the first token (None: no limit).
+        tpot_s: most seconds per token after it, on average (None: no limit).
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a promise nobody can keep."""
+        """Refuse limits that are not above 0."""
         check_ranges(
             self,
             Range("ttft_s", 0, above_low=True, optional=True),
@@ -114,7 +114,7 @@ class Workload:
         phases: how far drafts are accepted, one stretch of requests after the other.
         temperature: of all requests; controllers and costs tell greedy from sampled drafts.
         server: what serves them.
-        slo: what they are promised.
+        slo: their latency limits.
 
     Raises:
         InvalidRequest: a value cannot work, or the workload would not end.

@@ -43,7 +43,7 @@ def workload_of(
         items: what reading the trace yields.
         where: its name, for messages.
         server: what is to serve them.
-        slo: what they are promised.
+        slo: their latency limits.
         temperature: of the costs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a controller lost against whoever had known the best fixed K of every phase."""
+"""Regret of a controller: its time over that of the best fixed K of every phase."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class SimulatedRequest:
         alphas: P(accepted | all before it accepted) by drafted position.
         tags: of its kind.
         temperature: of its parameters.
-        tpot_target_s: seconds per token it is promised; None: no promise.
+        tpot_target_s: most seconds per token it should take; None: no target.
         phase: number of the phase it is of.
         text: one number per output token; see `Traffic.text`.
         num_unread: prompt tokens the target has not read.
@@ -106,7 +106,7 @@ class SimulatedRequest:
 
 
 class States(Sequence[RequestState]):
-    """States of the requests that decode, made when somebody looks: not every controller does."""
+    """States of the decoding requests, created when they are accessed."""
 
     def __init__(self, requests: Sequence[SimulatedRequest]) -> None:
         self._requests = requests
@@ -165,7 +165,7 @@ class SimulatedCycle:
 
 
 class Records(Sequence[StepRecord]):
-    """Records of the requests that emitted, made when somebody looks."""
+    """Records of the requests that emitted, created when they are accessed."""
 
     def __init__(self, cycle: SimulatedCycle, requests: Sequence[SimulatedRequest]) -> None:
         self._cycle = cycle

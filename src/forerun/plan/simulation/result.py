@@ -71,7 +71,7 @@ class Result:
         mean_batch: requests that decode, per cycle.
         ttft_s: to the first token, waiting included.
         tpot_s: per token after it, mean of each request.
-        num_in_slo: requests that got what was promised.
+        num_in_slo: requests within the latency limits.
         phases: their decode steps.
     """
 
@@ -94,12 +94,12 @@ class Result:
 
     @property
     def busy_share(self) -> float:
-        """Of the time, the share in which somebody was served."""
+        """Share of the time in which at least one request was served."""
         return self.busy_s / self.total_s
 
     @property
     def goodput_per_s(self) -> float:
-        """Requests per second that got what was promised."""
+        """Requests per second that stayed within the latency limits."""
         return self.num_in_slo / self.total_s
 
     @property

@@ -21,7 +21,7 @@ class Sequential:
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Rows of the pass: everybody's pending token, and what was drafted."""
+        """Rows of the pass: one pending token per decoding request, and what was drafted."""
         return len(decoding) + sum([request.depth for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
@@ -33,7 +33,7 @@ class Sequential:
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """Say what a cycle takes in which somebody drafts."""
+        """Set the durations of a cycle in which at least one request drafts."""
         drafting = levels(requests)
         cycle.draft_s += sum(times.draft_s[b] for b in drafting)
         cycle.verify_s = times.pass_s(cycle.num_decode_rows)
@@ -67,8 +67,8 @@ class Early(Sequential):
 class Pearl(Sequential):
     """Draft the next tokens while the last ones are verified, and keep them if all are accepted.
 
-    A pass verifies the tokens that wait and the first of the new ones, whose law it has anyway.
-    After a rejection nothing waits, and the pass verifies the first new token alone.
+    A pass verifies the tokens that wait and the first of the new ones, whose distribution it has
+    anyway. After a rejection nothing waits, and the pass verifies the first new token alone.
 
     Source: PEARL (Liu et al. 2024, 2408.11850).
     """
@@ -76,7 +76,7 @@ class Pearl(Sequential):
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Rows of the pass: everybody's pending token, and the tokens that wait."""
+        """Rows of the pass: one pending token per decoding request, and the tokens that wait."""
         return len(decoding) + sum([request.num_ahead for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:

@@ -1,8 +1,8 @@
 """Continuous batching in simulated time: the engine's rules, with times from a cost table.
 
 Cycle by cycle, as the engine steps: who waits joins while there is a place, decoding requests get
-their rows first, prompts share what is left, one pass serves everybody, and the controller decides
-and observes as it does in the engine.
+their rows first, prompts share what is left, one pass serves all requests, and the controller
+decides and observes as it does in the engine.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Times:
 
 
 def reading_as_verified(table: CostTable) -> ReadingCost:
-    """Reading, where nobody has measured it: dearer than it is.
+    """Estimate reading costs by the verify pass of as many rows, which is an upper bound.
 
     The target is taken to read as it verifies, and the draft to read for as much less as a drafted
     token costs less than a plain step.

@@ -45,7 +45,7 @@ class Traffic:
         tags: of their kind.
         phases: number of the phase they come in.
         temperature: of all of them.
-        tpot_target_s: seconds per token they are promised; None: no promise.
+        tpot_target_s: most seconds per token they should take; None: no target.
         max_k: most drafted tokens per step.
         seed: of everything random.
     """
@@ -115,7 +115,7 @@ def phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
 
 
 def arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
-    """When everybody comes, ascending."""
+    """Arrival time of every request in seconds, ascending."""
     if isinstance(arrivals, Recorded):
         return list(arrivals.times_s)
     if isinstance(arrivals, Poisson):

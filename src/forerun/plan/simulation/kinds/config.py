@@ -50,7 +50,7 @@ class Poisson:
     rate_per_s: float
 
     def __post_init__(self) -> None:
-        """Refuse a rate at which nobody ever comes."""
+        """Refuse arrival rates that are not above 0."""
         check_ranges(self, Range("rate_per_s", 0, above_low=True))
 
 
@@ -67,13 +67,13 @@ class Bursty:
     burst: float = 8.0
 
     def __post_init__(self) -> None:
-        """Refuse a rate at which nobody ever comes."""
+        """Refuse arrival rates that are not above 0."""
         check_ranges(self, Range("rate_per_s", 0, above_low=True), Range("burst", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Arrivals somebody wrote down.
+    """Arrival times taken from a list, for example of a trace.
 
     Attributes:
         times_s: seconds from the start, ascending; as many as there are requests.
@@ -99,7 +99,7 @@ Arrivals = Together | Poisson | Bursty | Recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """The same number of tokens for everybody."""
+    """The same number of tokens for every request."""
 
     tokens: int
 
@@ -166,7 +166,7 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Lengths somebody wrote down, over and over again."""
+    """Lengths taken from a list, which is repeated where there are more requests."""
 
     values: tuple[int, ...]
 
@@ -272,7 +272,7 @@ class AcceptancePart:
     acceptance: Acceptance
 
     def __post_init__(self) -> None:
-        """Refuse a part that nobody is of."""
+        """Refuse a weight that is not above 0."""
         check_ranges(self, Range("weight", 0, above_low=True))
 
 
