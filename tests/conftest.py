@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
@@ -18,6 +19,10 @@ PACKAGE = ROOT / "src" / "forerun"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Compiled kernels outlive a run: their names say what they were made of.
 os.environ.setdefault("FORERUN_CACHE", str(ROOT / "build" / "cache"))
+
+# How long an example takes depends on what else the machine does, so no example has a time limit.
+hypothesis.settings.register_profile("forerun", deadline=None)
+hypothesis.settings.load_profile("forerun")
 
 # Every annotated function of the package checks its arguments, shapes included, while tests run.
 # Configurations are left out: they judge wrong types themselves, and the tests must get that far.

@@ -86,7 +86,6 @@ def fuzz_test(
 
     @settings(
         max_examples=ROUND if SECONDS else num_examples,
-        deadline=None,
         derandomize=not SECONDS,
         database=None,
         suppress_health_check=list(HealthCheck),

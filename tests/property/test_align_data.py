@@ -37,7 +37,6 @@ def sample_of(text: tuple[int, int, list[int], str]) -> Sample:
     )
 
 
-@settings(deadline=None)
 @given(TOKENS, SHARES, SHARES)
 def test_a_larger_share_holds_out_more(token_ids, one, other):
     prompt = prompt_hash(token_ids)
@@ -46,13 +45,11 @@ def test_a_larger_share_holds_out_more(token_ids, one, other):
     assert is_held_out(prompt, low) == (Fraction(int(prompt, 16), 2**64) < Fraction(low))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 120), st.integers(-(2**70), 2**70))
 def test_shuffling_loses_and_doubles_nothing(size, key):
     assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
 
 
-@settings(deadline=None)
 @given(TEXTS, st.integers(2, 30))
 def test_what_is_cut_is_a_piece_with_its_learned_tokens(text, window):
     sample = sample_of(text)
@@ -73,7 +70,7 @@ def test_what_is_cut_is_a_piece_with_its_learned_tokens(text, window):
         assert kept == whole
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(TEXTS, min_size=1, max_size=12), st.integers(2, 30), st.integers(0, 2**40))
 def test_an_epoch_holds_every_sample_once_and_whole(texts, window, seed):
     packing = Packing([sample_of(text) for text in texts], window=window, seed=seed)
@@ -101,7 +98,7 @@ def test_an_epoch_holds_every_sample_once_and_whole(texts, window, seed):
     assert batch.labels.tolist() == labels
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(TEXTS, min_size=1, max_size=40), st.integers(2, 40))
 def test_no_two_rows_would_fit_into_one(texts, window):
     packing = Packing([sample_of(text) for text in texts], window=window, seed=0)
@@ -110,7 +107,6 @@ def test_no_two_rows_would_fit_into_one(texts, window):
         assert filled[0] + filled[1] > window
 
 
-@settings(deadline=None)
 @given(
     st.lists(TEXTS, min_size=1, max_size=40),
     st.integers(0, 100),

@@ -120,7 +120,7 @@ def played(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     rooms=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     max_rows=st.integers(3, 40),
@@ -141,7 +141,7 @@ def test_plans_fit_rows_and_limits_and_nobody_is_forgotten(name, rooms, max_rows
 
 
 @pytest.mark.parametrize("name", ["goodput", "auto", "stopping"])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3), fates=FATES)
 def test_goodput_never_drafts_past_the_end_of_a_request(name, rooms, fates):
     states = states_of(rooms)
@@ -151,7 +151,7 @@ def test_goodput_never_drafts_past_the_end_of_a_request(name, rooms, fates):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(fates=FATES)
 def test_decisions_are_a_function_of_what_was_told(name, fates):
     states, capacity = states_of([30, 30, 30]), Capacity(max_rows=64)
@@ -161,7 +161,7 @@ def test_decisions_are_a_function_of_what_was_told(name, fates):
 
 
 @pytest.mark.parametrize("name", ["confidence", "stopping"])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(fates=FATES, behind=UNIT)
 def test_what_is_measured_behind_a_rejection_decides_nothing(name, fates, behind):
     states, capacity = states_of([30, 30, 30]), Capacity(max_rows=64)

@@ -118,7 +118,5 @@ class Traffic(RuleBasedStateMachine):
 def test_traffic_changes_no_text_and_leaks_no_slot(with_draft):
     run_state_machine_as_test(
         partial(Traffic, with_draft=with_draft),
-        settings=settings(
-            max_examples=25 if with_draft else 8, stateful_step_count=14, deadline=None
-        ),
+        settings=settings(max_examples=25 if with_draft else 8, stateful_step_count=14),
     )

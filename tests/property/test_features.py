@@ -189,11 +189,11 @@ class NativeFeatures(Features):
 
 
 TestTabularFeatures = TabularFeatures.TestCase
-TestTabularFeatures.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTabularFeatures.settings = settings(max_examples=60, stateful_step_count=30)
 TestEagerFeatures = EagerFeatures.TestCase
-TestEagerFeatures.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
+TestEagerFeatures.settings = settings(max_examples=10, stateful_step_count=25)
 TestNativeFeatures = NativeFeatures.TestCase
-TestNativeFeatures.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestNativeFeatures.settings = settings(max_examples=15, stateful_step_count=30)
 
 
 def test_a_prefix_hit_brings_its_features():

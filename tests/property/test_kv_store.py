@@ -258,7 +258,7 @@ class TokenHistory(History):
     make = Tokens
 
 
-HISTORIES = settings(max_examples=40, stateful_step_count=30, deadline=None)
+HISTORIES = settings(max_examples=40, stateful_step_count=30)
 
 
 class ContiguousBeginnings(Beginnings):

@@ -205,7 +205,7 @@ SUBJECTS = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "num_threads"), SUBJECTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     passes=st.lists(st.lists(feeds(), min_size=4, max_size=4), min_size=1, max_size=3),
     num_sequences=st.integers(1, 4),

@@ -17,7 +17,7 @@ from forerun.sampling.walk import walk
 from forerun.theory.tree import TokenTree
 
 VOCAB = 12
-quick = settings(deadline=None, max_examples=60)
+quick = settings(max_examples=60)
 
 tokens = st.integers(0, VOCAB - 1)
 parameters = st.builds(

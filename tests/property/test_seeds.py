@@ -142,7 +142,7 @@ class Run:
             self.num_shared += sum(c.num_cached_tokens > 0 for c in completions)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     arrivals,
     st.sampled_from(sorted(DRAFTERS)),

@@ -56,9 +56,7 @@ class Erratic:
 
 
 @pytest.mark.usefixtures("unchecked")
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     count=st.integers(1, 12),
     prompts=LENGTHS,

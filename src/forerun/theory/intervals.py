@@ -24,8 +24,6 @@ __all__ = [
 ]
 
 MASK_32 = (1 << 32) - 1
-Z95 = 1.959963984540054
-"""Where the standard normal reaches 97.5%."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ def normal_interval(
         least: what it cannot be below.
         most: what it cannot be above.
     """
-    reach = Z95 * error
+    reach = _normal_quantile(0.975) * error
     return Interval(
         estimate=estimate, low=max(least, estimate - reach), high=min(most, estimate + reach)
     )
@@ -202,15 +200,14 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 @lru_cache(maxsize=1024)
 def _median_rank(num_values: int, tail: float) -> int:
-    """The last rank below the median but in `tail` of all samples; 0 where there is none."""
-    # Each value is below the median like a fair coin: 2^n patterns, C(n, i) with i values below.
-    rank, next_term = 0, num_values
-    outside = 1 + next_term
-    while outside / 2**num_values <= tail:
-        rank += 1
-        next_term = next_term * (num_values - rank) // (rank + 1)
-        outside += next_term
-    return rank
+    """Return the largest rank that exceeds the median in at most `tail` of all samples.
+
+    The number of values below the median is binomial with probability 1/2. The rank is 0 where even
+    the smallest value exceeds the median more often than that.
+    """
+    from scipy.special import bdtrik  # slow to import, and few commands need it
+
+    return max(0, int(bdtrik(tail, num_values, 0.5)))
 
 
 def _check_blocks(numerators: Sequence[float], denominators: Sequence[float]) -> None:
@@ -233,17 +230,12 @@ def _checked(confidence: float) -> float:
     return confidence
 
 
+@lru_cache(maxsize=64)
 def _normal_quantile(probability: float) -> float:
-    """Where the standard normal reaches `probability` > 1/2.
+    """Return the quantile of the standard normal distribution."""
+    from statistics import NormalDist  # slow to import, and few commands need it
 
-    Newton's method from 0: the distribution is concave there, so it closes in from below.
-    """
-    x, step = 0.0, 1.0
-    while step > 1e-12:
-        missing = probability - 0.5 * math.erfc(-x / math.sqrt(2))
-        step = missing * math.sqrt(2 * math.pi) * math.exp(x * x / 2)
-        x += step
-    return x
+    return NormalDist().inv_cdf(probability)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.simulated import table
 
@@ -54,7 +54,6 @@ def pricing(batch: int, **changes: float | Mapping[int, float]) -> Pricing:
     return Pricing(times={"d": StepTimes.read(costs, CostCell(batch, 0), DEEPEST)})
 
 
-@settings(deadline=None)
 @given(
     alphas=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3),
     draft=st.sampled_from([0.01, 0.1, 0.4]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.diagnose.attribution import attribute
@@ -44,7 +44,6 @@ def test_parts_by_hand():
     assert found.counterfactuals[0].speedup == pytest.approx(3 / 1.75)
 
 
-@settings(deadline=None)
 @given(
     conditional=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12),
     c=st.floats(0.0, 1.0),

@@ -67,7 +67,7 @@ def measured(measure: str, probs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("name", ["greedy", "sampled", "coupled"])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(share=st.floats(0.0, 1.0), start=st.integers(0, 7))
 def test_a_chain_ends_before_the_first_node_its_rule_leaves_out(name, measure, share, start):
     model = tiny.tabular(3)
@@ -108,7 +108,7 @@ def network():
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("name", KINDS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(share=st.floats(0.0, 1.0), ids=st.lists(st.integers(1, 299), min_size=1, max_size=20))
 def test_kernels_stop_where_torch_does(network, name, measure, share, ids):
     rule = StopRule(measure=measure, threshold=share * (5.0 if measure == "entropy" else 1.0))
