@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests import tiny
@@ -10,6 +12,7 @@ from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.errors import DrafterError
+from forerun.models.context import Context
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
@@ -200,6 +203,39 @@ def test_long_prompts_are_read_in_chunks():
         prompt = [(7 * i) % 8 for i in range(length)]
         proposal = proposed(DraftModel(long_model(), 8), asked(prompt))
         assert proposal.tokens.tolist() == argmax_chain(model, prompt, 3)
+
+
+def test_rows_of_a_long_prompt_are_offered_to_others_once_a_proposal_was_verified(monkeypatch):
+    """A pass that fails behind the first chunk may have left wrong rows in the cache."""
+    model = TabularModel.from_seed(0, vocab_size=8, max_context=700)
+    drafter = DraftModel(model, 8)
+    prompt = [(7 * i) % 8 for i in range(400)]
+    forward = model.forward
+
+    def failing(batch):
+        if batch.spans[0].start >= 256:
+            raise RuntimeError("the device is gone")
+        return forward(batch)
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(RuntimeError, match="device"):
+        proposed(drafter, replace(asked([*prompt]), scope=""))
+    drafter.forget("r")
+    assert shared_tokens(model, prompt) == 0
+
+    monkeypatch.setattr(model, "forward", forward)
+    request = replace(asked([*prompt]), scope="")
+    told(drafter, request, proposed(drafter, request).tokens.tolist(), final=5)
+    drafter.forget("r")
+    assert shared_tokens(model, prompt) == len(prompt) - 1
+
+
+def shared_tokens(model: TabularModel, prompt: list[int]) -> int:
+    """Tokens that another request with the same prompt finds in the draft's cache."""
+    context = Context(model.store, prompt, "")
+    num_cached = context.num_cached
+    context.close(0)
+    return num_cached
 
 
 def test_the_drafts_own_context_ends_the_chain(drafter):
