@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from forerun.control.base import RequestState
-from forerun.control.config import BeliefConfig
+from forerun.control.config import MAX_POOLS, BeliefConfig
 from forerun.theory.posterior import Prospects
 from forerun.theory.record import StepRecord
 
@@ -39,8 +39,6 @@ class AcceptanceCurve(NamedTuple):
     drafted: list[float]
 
 
-MAX_POOLS = 1024
-"""Pools that are kept; beyond, the oldest is dropped, since tags may be anything."""
 RequestClass = tuple[tuple[str, ...], float]
 """Requests that are taken to be alike: by their tags and temperature."""
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 
+from forerun.control.config import CALIBRATION_BINS
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import Measure, StopRule
 
 __all__ = ["Calibration"]
-
-NUM_BINS = 12
 
 
 class Calibration:
@@ -30,16 +29,16 @@ class Calibration:
         self.measure = measure
         self.memory = memory
         self.strength = strength
-        self.trials = [0.0] * NUM_BINS
-        self.wins = [0.0] * NUM_BINS
-        self._rules = [self.at(lowest / NUM_BINS) for lowest in range(NUM_BINS)]
+        self.trials = [0.0] * CALIBRATION_BINS
+        self.wins = [0.0] * CALIBRATION_BINS
+        self._rules = [self.at(lowest / CALIBRATION_BINS) for lowest in range(CALIBRATION_BINS)]
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step whose plan had a rule of this measure."""
         num_reached = min(record.num_accepted + 1, record.depth_drafted)
         for index, value in enumerate((record.stop_values or ())[:num_reached]):
             confidence = math.exp(-value) if self.measure == "entropy" else value
-            at = min(NUM_BINS - 1, int(confidence * NUM_BINS))
+            at = min(CALIBRATION_BINS - 1, int(confidence * CALIBRATION_BINS))
             self.trials[at] = self.trials[at] * self.memory + 1.0
             self.wins[at] = self.wins[at] * self.memory + (index < record.num_accepted)
 
@@ -50,14 +49,14 @@ class Calibration:
         not been seen to fail.
         """
         trials, wins, strength = self.trials, self.wins, self.strength
-        above, lowest = 1.0, NUM_BINS
+        above, lowest = 1.0, CALIBRATION_BINS
         while lowest:
             above = (wins[lowest - 1] + above * strength) / (trials[lowest - 1] + strength)
             if above < needed:
                 break
             lowest -= 1
         # Above all bins nothing would ever be drafted, so nothing learnt: the surest stay.
-        return self._rules[min(lowest, NUM_BINS - 1)]
+        return self._rules[min(lowest, CALIBRATION_BINS - 1)]
 
     def at(self, confidence: float) -> StopRule:
         """The rule that stops below a confidence; at 0 it only measures."""

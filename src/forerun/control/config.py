@@ -20,23 +20,80 @@ __all__ = [
 ControllerName = Literal["auto", "fixed", "heuristic", "confidence", "goodput", "bandit"]
 CONTROLLER_NAMES: tuple[ControllerName, ...] = get_args(ControllerName)
 
-
+# How costs are learnt from the times of steps. A memory is the weight that an observation keeps
+# after one more; 1 / (1 - memory) observations count in all.
 COST_MEMORY = 0.97
-"""Weight that a measured duration keeps after one more."""
+"""Memory of measured durations where there is no profile."""
+STEP_TIME_MEMORY = 0.97
+"""Memory of the factors that correct a profile."""
+STEP_TIME_STRENGTH = 5.0
+"""Steps that the profile is worth against the steps measured at an operating point."""
+LARGEST_LOG_SURPRISE = 0.7
+"""Largest natural logarithm of measured over expected time that counts; stalls are cut to it."""
+CONTEXT_BUCKET = 256
+"""Tokens of mean context within which step times are corrected together."""
+NUM_COLD = 4
+"""Plain steps after drafting that find cold caches and are not used to learn plain step times."""
+ASSUMED_ROW = 0.05
+"""Cost of one more row before any pass was measured, in plain steps."""
+ASSUMED_LEVEL = 0.1
+"""Cost of one more drafted level before any was measured, in plain steps."""
+LINE_STRENGTH = 3.0
+"""Measured passes that the line through all passes is worth at one number of rows."""
+FIRST_DEPTH = 3
+"""Largest K before a draft of that depth was measured; afterwards, one more than was measured."""
+LARGEST_RATIO = 2.0
+"""A measurement further than this factor from the mean counts as if it were at this factor."""
+
+# For how many steps a decision holds.
 DRAFTING_REUSE = 8
 """Most steps that plans are reused for while a request drafts."""
 PLAIN_REUSE = 128
 """Most steps that plans are reused for while no request drafts."""
-NUM_COLD = 4
-"""Plain steps after drafting that find cold caches and are not used to learn plain step times."""
 TPOT_TOLERANCE = 0.98
 """Plans are reused while no time target has become tighter than this share of what it was."""
+LOGGED_AFTER = 30
+"""Plain steps in a row after which the log says that drafting was given up."""
+
+# Probes; losses are in steps.
+FIRST_PROBE_LOSS = 0.2
+"""Loss that is paid off before the first probe of either kind."""
+LEAST_PROBE_LOSS = 0.02
+"""Loss that every probe counts for at least."""
+LARGEST_PROBE_LOSS = 8.0
+"""Loss that a probe beside drafting counts for at most."""
 FIRST_PROBES = 0.25
-"""Steps that probes may lose, per 8 idle steps at first, when drafting was just given up."""
+"""Loss that is allowed, per 8 idle steps at first, when drafting was just given up."""
 FOLLOWING = 3
 """Probes that follow at once after one whose token was accepted."""
 LARGEST_PROBE_GAP = 100.0
 """Most steps between two probes while no request drafts."""
+
+# The comparison with plain decoding.
+FIRST_PLAIN_GAP = 4
+"""Speculative steps before plain ones are measured for the first time."""
+MAX_SWITCHES = 1000
+"""Switches between speculation and plain decoding that are remembered."""
+
+# Acceptance.
+MAX_POOLS = 1024
+"""Pools that are kept; beyond, the oldest is dropped, since a request may have any tags."""
+CALIBRATION_BINS = 12
+"""Bins of a draft's confidence between 0 and 1, by each of which acceptance is counted."""
+
+# The rules of transformers.
+HEURISTIC_UP = 2
+"""What K grows by where all drafted tokens were accepted."""
+HEURISTIC_DOWN = 1
+"""What K shrinks by where one was rejected."""
+HEURISTIC_REQUESTS = 4096
+"""Requests whose K is remembered; beyond, the first one is forgotten."""
+CONFIDENCE_WINDOW = 1024
+"""Last tokens from which the threshold on the confidence is learnt."""
+CONFIDENCE_LEAST = 5
+"""Tokens that leave the threshold as it was set; it is learnt from more of them."""
+MISS_WEIGHT = 3.0
+"""Cost of not drafting a token that is right, where drafting a wrong one costs 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from forerun.control.beliefs import Beliefs, DraftVariant
 from forerun.control.calibration import Calibration
 from forerun.control.config import (
     DRAFTING_REUSE,
+    LOGGED_AFTER,
     NUM_COLD,
     PLAIN_REUSE,
     TPOT_TOLERANCE,
@@ -41,8 +42,6 @@ __all__ = ["GoodputController"]
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
-LOGGED_AFTER = 30
-"""Plain steps in a row after which it is logged that drafting was given up."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

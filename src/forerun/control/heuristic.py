@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.config import (
+    CONFIDENCE_LEAST,
+    CONFIDENCE_WINDOW,
+    HEURISTIC_DOWN,
+    HEURISTIC_REQUESTS,
+    HEURISTIC_UP,
+    MISS_WEIGHT,
+)
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
 __all__ = ["ConfidenceController", "HeuristicController"]
-
-UP, DOWN = 2, 1
-MOST_REQUESTS = 4096
-MOST_SEEN = 1024
-LEAST_SEEN = 5
-MISS_WEIGHT = 3.0
-"""How much worse it is to stop before a right token than to draft a wrong one."""
 
 
 class HeuristicController:
@@ -50,9 +51,10 @@ class HeuristicController:
             if record.k_budget == 0:
                 continue
             k = self._ks.pop(record.request_id, self.start_k)
-            k = k + UP if record.num_accepted == record.k_budget else max(1, k - DOWN)
-            self._ks[record.request_id] = min(self.max_k, k)
-            if len(self._ks) > MOST_REQUESTS:
+            all_accepted = record.num_accepted == record.k_budget
+            k += HEURISTIC_UP if all_accepted else -HEURISTIC_DOWN
+            self._ks[record.request_id] = max(1, min(self.max_k, k))
+            if len(self._ks) > HEURISTIC_REQUESTS:
                 del self._ks[next(iter(self._ks))]
 
 
@@ -89,9 +91,9 @@ class ConfidenceController:
         for record in records:
             reached = (record.stop_values or ())[: record.num_accepted + 1]
             self._seen += [(value, n < record.num_accepted) for n, value in enumerate(reached)]
-        del self._seen[:-MOST_SEEN]
+        del self._seen[:-CONFIDENCE_WINDOW]
         num_right = sum(right for _, right in self._seen)
-        if len(self._seen) > LEAST_SEEN and 0 < num_right < len(self._seen):
+        if len(self._seen) > CONFIDENCE_LEAST and 0 < num_right < len(self._seen):
             self.threshold = best_threshold(self._seen)
 
 

@@ -11,20 +11,18 @@ from itertools import accumulate
 
 from forerun.control.allocation import Pricing
 from forerun.control.base import RequestState
-from forerun.control.config import COST_MEMORY
+from forerun.control.config import (
+    ASSUMED_LEVEL,
+    ASSUMED_ROW,
+    COST_MEMORY,
+    FIRST_DEPTH,
+    LARGEST_RATIO,
+    LINE_STRENGTH,
+)
 from forerun.control.step_times import StepTimes
 from forerun.theory.record import StepRecord
 
 __all__ = ["LearnedCosts"]
-
-ASSUMED_ROW, ASSUMED_LEVEL = 0.05, 0.1
-"""Cost of one more row and of one more drafted level before either was measured, in plain steps."""
-LINE_STRENGTH = 3.0
-"""Measured passes that the line through all passes is worth at one number of rows."""
-FIRST_DEPTH = 3
-"""Largest K before a draft of that depth was measured; afterwards, one more than was measured."""
-LARGEST_RATIO = 2.0
-"""A measurement further than this factor above the mean counts as if it were at this factor."""
 
 
 class MeasuredMean:

@@ -7,22 +7,18 @@ from collections.abc import Callable, Sequence
 from forerun.control.allocation import Allocation, Allocator
 from forerun.control.base import Plan, RequestState
 from forerun.control.config import (
+    FIRST_PROBE_LOSS,
     FIRST_PROBES,
     FOLLOWING,
     LARGEST_PROBE_GAP,
+    LARGEST_PROBE_LOSS,
+    LEAST_PROBE_LOSS,
     PLAIN_REUSE,
     GoodputConfig,
 )
 from forerun.theory.record import StepRecord
 
 __all__ = ["Probes"]
-
-FIRST_DEBT = 0.2
-"""Loss, in steps, that is paid off before the first probe of either kind."""
-LEAST_LOSS = 0.02
-"""Loss, in steps, that every probe counts for at least."""
-MAX_LOSS = 8.0
-"""Loss, in steps, that a probe beside drafting counts for at most."""
 
 
 class Probes:
@@ -45,7 +41,7 @@ class Probes:
         self.config = config
         self.max_k = max_k
         self.methods = methods
-        self.idle_debt = self.explore_debt = FIRST_DEBT
+        self.idle_debt = self.explore_debt = FIRST_PROBE_LOSS
         self._share = config.probe_share
         self._num_idle_probes = self._num_explored = 0
         self._num_following = 0
@@ -149,9 +145,9 @@ class Probes:
         took = (first.draft_s + first.verify_s + first.other_s) / without.step_s
         emitted = sum(1 + record.num_accepted for record in records) / without.tokens
         drafts = any(without.depths)
-        most = MAX_LOSS if drafts else LARGEST_PROBE_GAP * self.config.probe_share
+        most = LARGEST_PROBE_LOSS if drafts else LARGEST_PROBE_GAP * self.config.probe_share
         loss = took - emitted if self._expected_loss is None else self._expected_loss
-        loss = max(LEAST_LOSS, min(loss, most))
+        loss = max(LEAST_PROBE_LOSS, min(loss, most))
         if drafts:
             self.explore_debt += loss
         else:

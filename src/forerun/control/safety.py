@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.control.config import NUM_COLD, SafetyConfig
+from forerun.control.config import FIRST_PLAIN_GAP, MAX_SWITCHES, NUM_COLD, SafetyConfig
 from forerun.theory.ratio import DiscountedRatio
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise, share_of
@@ -27,11 +27,8 @@ __all__ = ["SafeController", "Switch"]
 logger = logging.getLogger("forerun.control")
 
 PLAIN = Plan()
-FIRST_GAP = 4
-"""Speculative steps before plain ones are measured for the first time."""
 NUM_IN_A_ROW = NUM_COLD + 1
 """Plain steps that are made together; the last is measured, since drafting leaves cold caches."""
-MAX_SWITCHES = 1000
 
 StepKind = Literal["plain", "speculative", "probe"]
 
@@ -68,7 +65,7 @@ class SpeedupBucket:
         self.on = True
         self.off_since = 0
         self.since_plain = 0
-        self.gap = FIRST_GAP
+        self.gap = FIRST_PLAIN_GAP
         """Speculative steps after which plain ones are made."""
         self.num_failures = 0
 

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from forerun.control.config import (
+    CONTEXT_BUCKET,
+    LARGEST_LOG_SURPRISE,
+    STEP_TIME_MEMORY,
+    STEP_TIME_STRENGTH,
+)
 from forerun.theory.cost import CostTable
 
 __all__ = ["CostCell", "CostSource", "StepTimes", "Tables", "TimeCorrection", "TimeFactor"]
-
-CONTEXT_BUCKET = 256
-MOST_SURPRISE = 0.7
-"""Largest log of measured over believed that counts: a step may be held up by anything."""
-MEMORY = 0.97
-"""Weight that a step keeps after one more."""
-STRENGTH = 5.0
-"""Steps that a belief is worth."""
 
 
 @runtime_checkable
@@ -173,15 +171,15 @@ class TimeFactor:
 
     def observe(self, measured_s: float, expected_s: float) -> None:
         """One step; one that was held up by something else is believed only a little."""
-        believed = self.log / (self.count + STRENGTH)
+        believed = self.log / (self.count + STEP_TIME_STRENGTH)
         surprise = math.log(measured_s / expected_s) - believed
-        surprise = believed + max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
-        self.log = self.log * MEMORY + surprise
-        self.count = self.count * MEMORY + 1.0
+        surprise = believed + max(-LARGEST_LOG_SURPRISE, min(LARGEST_LOG_SURPRISE, surprise))
+        self.log = self.log * STEP_TIME_MEMORY + surprise
+        self.count = self.count * STEP_TIME_MEMORY + 1.0
 
     def value(self, prior: float = 0.0) -> float:
         """The factor, where it is believed to be exp(prior) before any step was seen."""
-        return math.exp((self.log + STRENGTH * prior) / (self.count + STRENGTH))
+        return math.exp((self.log + STEP_TIME_STRENGTH * prior) / (self.count + STEP_TIME_STRENGTH))
 
 
 class TimeCorrection:
@@ -223,7 +221,7 @@ class TimeCorrection:
     @property
     def _either(self) -> float:
         plain, rests = self.plain, self.rests
-        return (plain.log + rests.log) / (plain.count + rests.count + STRENGTH)
+        return (plain.log + rests.log) / (plain.count + rests.count + STEP_TIME_STRENGTH)
 
 
 def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:

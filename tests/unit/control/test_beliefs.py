@@ -8,8 +8,8 @@ import pytest
 from tests.records import STEP
 
 from forerun.control.base import RequestState
-from forerun.control.beliefs import MAX_POOLS, Beliefs, DraftVariant
-from forerun.control.config import BeliefConfig
+from forerun.control.beliefs import Beliefs, DraftVariant
+from forerun.control.config import MAX_POOLS, BeliefConfig
 from forerun.theory.drift import Memory
 from forerun.theory.record import StepRecord
 
