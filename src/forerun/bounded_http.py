@@ -26,7 +26,7 @@ HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
-    """One answer.
+    """An HTTP answer: status, headers and body.
 
     Attributes:
         status: code, such as 200.
@@ -42,7 +42,7 @@ class HttpAnswer:
 
 
 class LimitedSocket(RawIOBase):
-    """Bytes of a socket until a deadline; the time limit covers headers and trailers too.
+    """Reads a socket until a deadline, which covers headers and trailers too.
 
     http.client waits anew for every read, so a server that sends one byte a second never ends.
     """
@@ -54,11 +54,11 @@ class LimitedSocket(RawIOBase):
         self.num_bytes = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True, as `io.RawIOBase` requires of readable streams."""
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Read what has arrived."""
+        """Read the bytes that have arrived into a buffer."""
         self.connection.settimeout(self.deadline.remaining_s())
         try:
             size = self.connection.recv_into(cast("bytearray", buffer))
@@ -74,13 +74,13 @@ class LimitedSocket(RawIOBase):
 
 
 class LimitedConnection:
-    """What http.client takes for a socket; the real one stays open until the answer is read."""
+    """The socket interface that http.client needs, over a socket that stays open."""
 
     def __init__(self, reader: LimitedSocket) -> None:
         self.reader = reader
 
     def makefile(self, _mode: str) -> BufferedReader:
-        """What answers are read from."""
+        """Return the file that answers are read from."""
         return BufferedReader(self.reader, CHUNK_BYTES)
 
     def sendall(self, data: ReadableBuffer) -> None:
@@ -90,7 +90,7 @@ class LimitedConnection:
         connection.sendall(data)
 
     def close(self) -> None:
-        """Nothing: http.client closes its socket before the body of an answer is read."""
+        """Do nothing: http.client closes its socket before the body of an answer is read."""
 
 
 def http_request(
@@ -101,7 +101,7 @@ def http_request(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> HttpAnswer:
-    """Send one request; no proxy is asked and no redirect is followed.
+    """Send one request, without proxies and redirects.
 
     Args:
         url: http or https.
@@ -138,7 +138,7 @@ def http_request(
 
 
 def connected(scheme: str, host: str, port: int | None, deadline: Deadline) -> HTTPConnection:
-    """A connection that is open."""
+    """Open a connection."""
     left_s = deadline.remaining_s()
     if scheme == "https":
         context = ssl.create_default_context()
@@ -150,7 +150,7 @@ def connected(scheme: str, host: str, port: int | None, deadline: Deadline) -> H
 
 
 def answered(answer: HTTPResponse, url: str, limits: ReadLimits, deadline: Deadline) -> HttpAnswer:
-    """The answer with its whole body."""
+    """Read the whole answer."""
     pieces, num_bytes = [], 0
     while piece := answer.read(CHUNK_BYTES):
         deadline.remaining_s()

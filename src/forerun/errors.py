@@ -107,7 +107,7 @@ class EngineStopped(ForerunError):
 
 
 class RunnerUnavailable(ForerunError):
-    """A runner cannot be had: no compiler, or a model it is not written for."""
+    """A runner cannot be used: there is no compiler, or it does not support the model."""
 
 
 class NumericalError(ForerunError):
@@ -131,7 +131,7 @@ class DrafterError(ForerunError):
 
 
 class ServerUnavailable(ForerunError):
-    """A server of responses is not there, too busy or broken, and stayed so."""
+    """A server of responses is unreachable, too busy or failing, even after retries."""
 
 
 class TrainingDiverged(ForerunError):

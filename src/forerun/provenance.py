@@ -55,7 +55,7 @@ class Provenance:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Return a line of text for people."""
         packages = ", ".join(f"{name} {version}" for name, version in self.packages.items())
         commit = f", commit {self.commit[:12]}" if self.commit else ""
         machine = f"{self.cpu} x{self.num_cores}, threads {self.num_threads}"
@@ -145,7 +145,7 @@ def commit_of(source: Path) -> str | None:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """Output of a git command, None where git is missing or fails."""
+    """Run git in a folder and return its output; None where git is missing or fails."""
     try:
         run = subprocess.run(
             ["git", "-C", str(folder), *arguments],

@@ -40,7 +40,7 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
 
 
 def check_place(config: AlignConfig, workspace: Workspace) -> None:
-    """Refuse an output folder that would replace the draft the training starts from.
+    """Refuse an output folder that would replace the draft that the training starts from.
 
     A run that is interrupted begins with it again, and adapters are merged into it at every save.
 

@@ -22,7 +22,7 @@ KindT = TypeVar("KindT")
 
 
 def from_json(kind: type[KindT], values: Any) -> KindT:
-    """An instance of a dataclass from its JSON values, checked by the types of its fields.
+    """Build a dataclass from JSON values, checked by the types of its fields.
 
     A field that is missing has its default. A name that is unknown here is accepted only where its
     value is null: it is a setting of another version of forerun that was not used.

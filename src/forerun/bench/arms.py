@@ -27,12 +27,12 @@ WARM_UP_TOKENS = 8
 
 
 def plain_arm(target: Engine) -> BenchArm:
-    """The baseline."""
+    """Return the baseline arm, plain decoding."""
     return BenchArm(name="plain", method="plain", num_speculative_tokens=0, engine=target)
 
 
 def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[BenchArm, ...]:
-    """One arm per K, all over the same loaded target and draft."""
+    """Return one arm per K, all over the same loaded target and draft."""
     loaded = target.with_draft(wanted.draft, max(wanted.ks), dtype=dtype)
     assert loaded.drafter is not None
     return tuple(
@@ -53,7 +53,7 @@ def adaptive_arms(
     controllers: Sequence[ControllerName],
     costs: Mapping[str, DraftCosts],
 ) -> tuple[BenchArm, ...]:
-    """One arm per draft and controller, which chooses up to the largest K of the draft's arms.
+    """Return one arm per draft and controller, up to the draft's largest K.
 
     It goes on learning from prompt to prompt and from cell to cell, as it would in service.
 
@@ -76,7 +76,7 @@ def adaptive_arms(
 def under(
     target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
 ) -> Engine:
-    """The engine of an arm under a controller."""
+    """Return the engine of an arm under a controller."""
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
     assert arm.draft is not None
     config = replace(arm.engine.config, controller=name)
@@ -140,7 +140,7 @@ def on_best_threads(
 
 
 def seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
-    """Seconds per token of a short completion, in the second run."""
+    """Measure seconds per token of a short completion, in the second run."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     plain.generate([text], params)
     start_s = clock()

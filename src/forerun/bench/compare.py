@@ -44,7 +44,7 @@ class Generator(Protocol):
     def generate(
         self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """One finished request per prompt; parameters for all, or one per prompt."""
+        """Return one finished request per prompt; parameters are for all, or one per prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class BenchArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What every arm continues, and how."""
+    """A text that every arm continues, with its sampling parameters."""
 
     text: str
     params: SamplingParams
@@ -82,7 +82,7 @@ Batch = tuple[Prompt, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One arm on one batch of prompts.
+    """Times and outputs of one arm on one batch of prompts.
 
     Attributes:
         arm: which.
@@ -123,7 +123,7 @@ Block = tuple[Measurement, ...]
 
 
 def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
-    """Full batches, as lazily as the prompts come; what is left over at the end is dropped."""
+    """Yield full batches lazily; prompts left over at the end are dropped."""
     remaining = iter(prompts)
     while len(batch := tuple(islice(remaining, size))) == size:
         yield batch
@@ -152,7 +152,7 @@ def run_blocks(
 
 
 def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurement:
-    """Let one arm continue one batch."""
+    """Measure one arm on one batch."""
     texts, params = [p.text for p in batch], [p.params for p in batch]
     start_s = clock()
     outputs = arm.engine.generate(texts, params)
@@ -172,7 +172,7 @@ def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurem
 def within_budget(
     blocks: Iterator[Block], deadline_s: float, clock: Callable[[], float], *, at_least: int = 0
 ) -> Iterator[Block]:
-    """Pass blocks on until the next would probably end after the deadline.
+    """Yield blocks until the next one would probably end after the deadline.
 
     Args:
         blocks: lazily measured blocks.
@@ -196,7 +196,7 @@ MIN_TOKENS = 16
 
 
 def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> Iterator[Prompt]:
-    """Prompts whose `max_tokens` ends before the first repeated 32-gram of the plain completion.
+    """Shorten prompts' `max_tokens` so that plain decoding repeats no 32-gram.
 
     Lazy: a batch is decoded when its first prompt is asked for.
 

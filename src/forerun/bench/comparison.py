@@ -28,14 +28,14 @@ __all__ = ["BenchCell", "BenchComparison"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCell:
-    """What one table is about."""
+    """Temperature and batch size of one table."""
 
     temperature: float
     batch: int
 
 
 class BenchComparison:
-    """One run; what it has measured so far stays readable when it is interrupted.
+    """A run of a comparison; its results so far stay available when it is interrupted.
 
     Args:
         config: what to compare.
@@ -91,7 +91,7 @@ class BenchComparison:
 
     @property
     def device(self) -> torch.device:
-        """Where the target is; needs `load`."""
+        """Device of the target; needs `load`."""
         return self.plain.target.device
 
     @property
@@ -131,7 +131,7 @@ class BenchComparison:
                         self.trace.write()
 
     def measured(self, cell: BenchCell) -> Iterator[Block]:
-        """Blocks of one cell, measured lazily."""
+        """Yield the blocks of one cell as they are measured."""
         batches = batched(self.prompts_at(cell.temperature), cell.batch)
         arms = self.arms
         if self.trace is not None:
@@ -147,12 +147,12 @@ class BenchComparison:
 
     @property
     def progress(self) -> str:
-        """How many blocks are done."""
+        """Return a text with how many blocks are done."""
         num_done = sum(map(len, self.blocks.values()))
         return f"comparing: {num_done} of {len(self.blocks) * self.config.num_blocks} blocks"
 
     def report(self) -> BenchReport:
-        """What there is so far."""
+        """Return the report of the results so far."""
         return BenchReport(
             cells=tuple(
                 CellReport.of(

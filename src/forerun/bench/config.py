@@ -37,7 +37,7 @@ class DraftArms:
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
-    """Arms of the command line: `[NAME=]DRAFT@K[,K...]`, for example `zoo:code-2m@1,2,4`.
+    """Parse arms of the command line: `[NAME=]DRAFT@K[,K...]`, such as `zoo:code-2m@1,2,4`.
 
     "plain" is allowed and changes nothing: plain decoding is always the baseline.
 
@@ -53,7 +53,7 @@ def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
 
 
 def parse_arm(text: str) -> DraftArms:
-    """One arm."""
+    """Parse one arm."""
     head, _, listed = text.rpartition("@")
     name, _, draft = head.rpartition("=")
     try:
@@ -149,7 +149,7 @@ class BenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """What is compared, and for how long.
+    """Settings of the demonstration: the drafts compared, and for how long.
 
     Attributes:
         seconds: from the start of the command to the end of the last measurement, as far as the

@@ -1,4 +1,4 @@
-"""The demonstration on the shipped pair: plain decoding, a draft that costs, a draft that pays.
+"""The demonstration on the shipped pair: plain decoding, a slow draft and a fast draft.
 
 In order: the exactness check in fp32, the choice of K on calibration prompts, the comparison on
 other prompts, the same at T=1. The time left decides how many prompts are measured.
@@ -73,7 +73,7 @@ class Example:
 
 
 class Demo:
-    """One run; what it has measured so far stays readable when it is interrupted.
+    """A run of the demonstration; its results so far stay available when it is interrupted.
 
     Args:
         config: what to compare.
@@ -105,7 +105,7 @@ class Demo:
         self.example: Example | None = None
 
     def run(self) -> None:
-        """Do everything; at most a few seconds beyond the budget on a slow machine."""
+        """Run everything; takes at most a few seconds beyond the budget on a slow machine."""
         self.notify("loading models")
         arms = load_arms(self.config, self.prompts[0], self.clock)
         self.num_threads = arms.num_threads
@@ -121,7 +121,7 @@ class Demo:
         return len(self.blocks) >= LEAST_BLOCKS
 
     def report(self) -> DemoReport:
-        """What there is so far; needs `has_results`."""
+        """Return the report of the results so far; needs `has_results`."""
         sampled = measurable(self.sampled_blocks)
         return DemoReport(
             rows=tuple(summarise(self.blocks)),
@@ -237,7 +237,7 @@ class Demo:
 
 
 def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> DemoArms:
-    """One target on its best number of threads; one engine per draft and K over it."""
+    """Load one target with its best number of threads, and one engine per draft and K."""
 
     def load(num_threads: int) -> Engine:
         engine = replace(config.engine, num_threads=num_threads)
@@ -256,5 +256,5 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Demo
 
 
 def fitting(length: float, low: int, high: int) -> int:
-    """A number of tokens within limits."""
+    """Limit a number of tokens to a range."""
     return max(low, min(int(length), high))

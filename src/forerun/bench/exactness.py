@@ -1,4 +1,4 @@
-"""Does speculative output equal plain output, token for token?"""
+"""Checks that speculative output equals plain output token for token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactnessReport:
-    """What was compared and what differed.
+    """Result of an exactness check: the number of outputs compared, and the mismatches.
 
     Attributes:
         num_tokens: tokens of plain decoding compared, per case.
@@ -45,7 +45,7 @@ class ExactnessReport:
 
     @property
     def sentence(self) -> str:
-        """The result in words."""
+        """The result as a sentence."""
         if self.mismatches:
             first = self.mismatches[0]
             return (
@@ -60,7 +60,7 @@ class ExactnessReport:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return {"passed": self.passed, "sentence": self.sentence, **asdict(self)}
 
 
@@ -104,7 +104,7 @@ def check_exactness(
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first difference, None where both are equal."""
+    """Return the index of the first difference, None where both are equal."""
     for index in range(max(len(one), len(other))):
         if token_at(one, index) != token_at(other, index):
             return index
@@ -112,5 +112,5 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def token_at(tokens: Sequence[int], index: int) -> int | None:
-    """The token at an index, None past the end."""
+    """Return the token at an index, None past the end."""
     return tokens[index] if index < len(tokens) else None

@@ -1,4 +1,4 @@
-"""One picture of a comparison: tokens per second, and how far drafts are accepted, per cell."""
+"""Draws a comparison: tokens per second and acceptance by position, per cell."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence
 
 
 def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
-    """Horizontal bars with 95% intervals, each labelled with its speedup."""
+    """Draw horizontal bars with 95% intervals, each labelled with its speedup."""
     for row, summary in enumerate(summaries):
         speed, ratio = summary.tokens_per_s, summary.speedup
         reach = [[speed.estimate - speed.low], [speed.high - speed.estimate]]
@@ -57,7 +57,7 @@ def draw_speeds(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
 
 
 def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
-    """Share of steps accepted through each position."""
+    """Draw the share of steps accepted through each position."""
     for row, summary in enumerate(summaries):
         survival = summary.acceptance.survival
         if survival:
@@ -72,10 +72,10 @@ def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
 
 
 def colour(row: int) -> str:
-    """Colour of an arm, the same in both halves."""
+    """Return the colour of an arm, the same in both halves."""
     return ARM_COLOURS[row % len(ARM_COLOURS)]
 
 
 def interval_text(summary: ArmSummary) -> str:
-    """Ends of the speedup's interval."""
+    """Return the ends of the speedup's interval as text."""
     return f"{summary.speedup.low:.2f}–{summary.speedup.high:.2f}"

@@ -12,7 +12,7 @@ __all__ = ["neighbours_apart", "read_prompts"]
 
 
 def read_prompts(path: Path, tag: str | None = None) -> list[str]:
-    """Texts to continue.
+    """Read the texts to continue.
 
     Args:
         path: a file or a folder, see `read_entries`.
@@ -31,12 +31,12 @@ def read_prompts(path: Path, tag: str | None = None) -> list[str]:
 
 
 def text_of(entry: PromptEntry) -> str:
-    """The text of an entry that has one."""
+    """Return the text of an entry, which must have one."""
     if entry.text is None:
         raise InvalidRequest(f'{entry.where} is a conversation; give its text as a "prompt"')
     return entry.text
 
 
 def neighbours_apart(prompts: Sequence[str], stride: int = 7) -> list[str]:
-    """All of them in another order: prompts of one module follow each other in the shipped file."""
+    """Reorder prompts so that those of one module do not follow each other."""
     return [prompt for start in range(stride) for prompt in prompts[start::stride]]

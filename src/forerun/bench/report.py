@@ -25,7 +25,7 @@ __all__ = ["BenchPrediction", "BenchReport", "CellReport", "DemoReport", "predic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrediction:
-    """What the cost table and the measured acceptance imply.
+    """Speedup predicted from the cost table and the measured acceptance.
 
     Attributes:
         cycle_cost: kappa by the table, at the arm's K, batch and mean context.
@@ -46,7 +46,7 @@ class BenchPrediction:
 def predict(
     summary: ArmSummary, costs: DraftCosts, *, temperature: float, batch: int
 ) -> BenchPrediction | None:
-    """Speedup of an arm from how much was accepted and what its cycles should cost.
+    """Predict the speedup of an arm from its acceptance and the cost table.
 
     None where the table is too rough to bound kappa from below, and so the speedup from above.
     """
@@ -73,7 +73,7 @@ def predict(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
-    """What the demonstration found.
+    """Results of the demonstration.
 
     Attributes:
         rows: arms at T=0; the first is plain decoding.
@@ -104,7 +104,7 @@ class DemoReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellReport:
-    """One temperature and batch size.
+    """Results at one temperature and batch size.
 
     Attributes:
         temperature: 0 is greedy.
@@ -131,7 +131,7 @@ class CellReport:
         batch: int,
         costs: Mapping[str, DraftCosts],
     ) -> CellReport:
-        """Figures of the blocks so far."""
+        """Compute the results from the blocks so far."""
         enough = len(measurable(blocks)) >= LEAST_BLOCKS
         rows = tuple(summarise(blocks)) if enough else ()
         return cls(
@@ -156,7 +156,7 @@ class CellReport:
 
     @property
     def title(self) -> str:
-        """What it is about, in words."""
+        """Temperature and batch size as a title."""
         how = "greedy (T=0)" if self.temperature == 0 else f"sampled (T={self.temperature:g})"
         return f"{how}, batch {self.batch}, {len(self.blocks)} blocks"
 
@@ -171,14 +171,14 @@ class CellReport:
         }
 
     def row(self, summary: ArmSummary) -> dict[str, object]:
-        """One arm with its prediction."""
+        """Return one arm with its prediction."""
         prediction = self.predictions.get(summary.arm.name)
         return as_row(summary) | {"predicted": prediction.to_dict() if prediction else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """What a comparison found.
+    """Results of a comparison.
 
     Attributes:
         cells: one per temperature and batch size.
@@ -207,12 +207,12 @@ class BenchReport:
 
 
 def as_row(summary: ArmSummary) -> dict[str, object]:
-    """One row of the table, for JSON."""
+    """Return one row of the table for JSON."""
     return summary.to_dict() | {"verdict": verdict(summary)}
 
 
 def as_sample(measurement: Measurement) -> dict[str, object]:
-    """One measurement for JSON, from which all figures can be computed again."""
+    """Return one measurement for JSON, from which all figures can be computed again."""
     return {
         "arm": measurement.arm.name,
         "total_s": measurement.total_s,

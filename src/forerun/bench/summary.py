@@ -1,4 +1,4 @@
-"""From measured blocks to figures with intervals, the best of several arms, and a sentence each."""
+"""Figures with intervals from measured blocks, the best of several arms, and their verdicts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ArmSummary:
 def summarise(
     blocks: Sequence[Block], *, seed: int = 0, num_resamples: int = 2000
 ) -> list[ArmSummary]:
-    """Figures of every arm; the first arm is what the others are compared with.
+    """Compute the figures of every arm; the first arm is the one that others are compared with.
 
     Args:
         blocks: complete blocks, at least two that are `measurable`; others are left out.
@@ -129,14 +129,14 @@ def summarise(
 
 
 def measurable(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks with decoding to time: no arm ended with the token the prefill yields."""
+    """Return the blocks in which every arm decoded after its prefill."""
     return [block for block in blocks if all(m.num_decoded > 0 for m in block)]
 
 
 def summarise_arm(
     own: Sequence[Measurement], plain: Sequence[Measurement], interval: RatioInterval
 ) -> ArmSummary:
-    """Figures of one arm from its measurements and those of plain decoding on the same prompts."""
+    """Compute the figures of one arm from its measurements and those of plain decoding."""
     acceptance = drafting_only(sum((m.acceptance for m in own), AcceptanceCounts()))
     own_step_s = step_s(own)
     kappa = own_step_s / step_s(plain)
@@ -169,7 +169,7 @@ def summarise_arm(
 
 
 def best_arm(blocks: Sequence[Block]) -> BenchArm:
-    """The arm that emitted most per second over `blocks`.
+    """Return the arm that emitted most tokens per second over `blocks`.
 
     The winner of several is flattered by the blocks it won on: score it on others.
     """
@@ -181,12 +181,12 @@ def best_arm(blocks: Sequence[Block]) -> BenchArm:
 
 
 def columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
-    """Measurements by arm instead of by block."""
+    """Group measurements by arm instead of by block."""
     return [list(column) for column in zip(*blocks, strict=True)]
 
 
 def drafting_only(counts: AcceptanceCounts) -> AcceptanceCounts:
-    """The steps that drafted: without the one that ends the prefill and the last, which is free.
+    """Return the counts of steps that could draft: not the one that ends the prefill, nor the last.
 
     Figures of other engines count the same steps.
     """
@@ -195,26 +195,26 @@ def drafting_only(counts: AcceptanceCounts) -> AcceptanceCounts:
 
 
 def step_s(measurements: Sequence[Measurement]) -> float:
-    """Mean seconds of a decode step: those after the one that ended the prefill."""
+    """Return the mean seconds of a decode step."""
     # The prompts of a batch share their steps: each is counted with its own seconds.
     seconds = sum(m.decode_s * len(m.batch) for m in measurements)
     return seconds / sum(m.num_decode_steps for m in measurements)
 
 
 def mean_context(measurements: Sequence[Measurement]) -> float:
-    """Prompt and half of the completion, mean over prompts."""
+    """Return the mean context: the prompt and half of the completion."""
     num_tokens = sum(m.num_prompt_tokens + m.num_tokens / 2 for m in measurements)
     return num_tokens / sum(len(m.batch) for m in measurements)
 
 
 def ends(interval: Interval) -> list[float]:
-    """Low and high end."""
+    """Return the low and the high end of an interval."""
     return [interval.low, interval.high]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestOfSeveral:
-    """The winner of one half of the blocks.
+    """The arm chosen on one half of the blocks, with its figures on the other half.
 
     Attributes:
         num_candidates: arms it was chosen from.
@@ -255,14 +255,14 @@ def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
 
 
 def verdict(summary: ArmSummary) -> str:
-    """What the figures of one arm amount to, and why."""
+    """Return a sentence: whether the arm is faster, and why."""
     if summary.arm.num_speculative_tokens == 0:
         return f"baseline: one target pass per token, {1000.0 * summary.step_s:.1f} ms each"
     return f"{outcome(summary)}: {reason(summary)}"
 
 
 def outcome(summary: ArmSummary) -> str:
-    """Faster, slower, or not shown to be either."""
+    """Return a phrase: faster, slower, or not shown to be either."""
     speedup = summary.speedup
     if summary.num_blocks < MIN_BLOCKS:
         return f"not shown ({summary.num_blocks} blocks are too few)"
@@ -274,7 +274,7 @@ def outcome(summary: ArmSummary) -> str:
 
 
 def reason(summary: ArmSummary) -> str:
-    """Accepted over drafted against the rate at which a cycle pays for itself."""
+    """Explain the outcome by the draft acceptance rate and the break-even rate."""
     acceptance, break_even = summary.acceptance, summary.break_even
     rate = acceptance.draft_acceptance_rate
     if rate is None or break_even is None:

@@ -1,4 +1,4 @@
-"""The trace of a comparison: every measured request, tagged with its arm."""
+"""Writes the trace of a comparison, in which every request is tagged with its arm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BenchTrace", "TracedEngine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of `generate` and what the engine recorded meanwhile."""
+    """The requests and step records of one call of `generate`."""
 
     params: tuple[SamplingParams, ...]
     records: list[StepRecord]
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TracedEngine:
-    """An engine that keeps its records until the measurement is over.
+    """An engine that keeps its step records until the measurement is over.
 
     Attributes:
         engine: what generates.
@@ -46,7 +46,7 @@ class TracedEngine:
     def generate(
         self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """As the engine; recording costs an append per step and request."""
+        """Generate with the engine, and keep the records."""
         each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
         records: list[StepRecord] = []
         observer = EmittedRecords(records.append)
@@ -59,7 +59,7 @@ class TracedEngine:
         return outputs
 
     def write(self, trace: TraceWriter, *, with_tokens: bool) -> None:
-        """Hand all that was kept to a trace."""
+        """Write the kept records to a trace."""
         for call in self.calls:
             texts = {output.request_id: iter(output.token_ids) for output in call.outputs}
             for record in call.records:
@@ -80,7 +80,7 @@ class TracedEngine:
 
 
 class BenchTrace:
-    """Writes what was measured between the blocks, off the clock.
+    """Writes the records of a comparison between blocks, outside the measured time.
 
     Args:
         trace: where to; its headers are written.
@@ -97,7 +97,7 @@ class BenchTrace:
         self.engines: list[TracedEngine] = []
 
     def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
-        """The same arms, recorded; requests are tagged with the arm and with `tags`."""
+        """Return arms that record; requests are tagged with the arm and with `tags`."""
         return tuple(self._traced(arms, tags))
 
     def _traced(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> Iterator[BenchArm]:
@@ -113,6 +113,6 @@ class BenchTrace:
             yield replace(arm, engine=traced)
 
     def write(self) -> None:
-        """Write what the last block left."""
+        """Write the records of the last block."""
         for engine in self.engines:
             engine.write(self.trace, with_tokens=self.with_tokens)

@@ -37,7 +37,7 @@ WORDS = {
 
 
 def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
-    """A table per temperature and K: drafts over all prompts, and by tag where there are several.
+    """Print a table per temperature and K: drafts over all prompts, and by tag.
 
     Args:
         drafts: by the name they are shown with.
@@ -55,7 +55,7 @@ def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
 
 
 def print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]) -> None:
-    """Drafts that were judged alike."""
+    """Print drafts that were judged under the same settings."""
     table = table_of(Column("draft", overflow="fold"), *HEADINGS, title=title)
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
     for name, figures in drafts.items():
@@ -70,7 +70,7 @@ def print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFi
 
 
 def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
-    """The figures of one line."""
+    """Return the figures of one line."""
     speedup = figures.speedup
     betas = [beta.estimate for beta in figures.acceptance_rate_per_position]
     return (
@@ -84,12 +84,12 @@ def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
 
 
 def ends(interval: Interval | None) -> str:
-    """An estimate over its interval, where there is one."""
+    """Return an estimate over its interval, where there is one."""
     return "" if interval is None else with_ends(interval, ".2f")
 
 
 def print_changes(changes: Sequence[FigureChange]) -> None:
-    """One sentence per figure; a difference is one that the intervals show."""
+    """Print one sentence per figure, which says whether the intervals show a difference."""
     console = SafeConsole()
     for change in changes:
         over = "" if change.tag is None else f", {change.tag or 'no tag'}"
@@ -100,12 +100,12 @@ def print_changes(changes: Sequence[FigureChange]) -> None:
 
 
 def in_line(interval: Interval) -> str:
-    """An estimate with its interval behind it."""
+    """Return an estimate followed by its interval."""
     return with_ends(interval, ".2f").replace("\n", " ")
 
 
 def print_ledger(ledger: Ledger) -> None:
-    """From the measured length to K + 1, one supposition per line."""
+    """Print the ledger from the measured length to K + 1, one assumption per line."""
     console = SafeConsole()
     title = f"Where the tokens of a step go: {escape(ledger.draft)}"
     table = table_of(Column("supposing", no_wrap=True), "tokens per step", "gain", title=title)
@@ -118,7 +118,7 @@ def print_ledger(ledger: Ledger) -> None:
 
 
 def print_report(report: AlignReport) -> None:
-    """What changed, where the rest is, where the draft is."""
+    """Print what changed, and where report and draft are."""
     console = SafeConsole()
     for pair in report.judged:
         print_drafts({"before": pair.before, "after": pair.after})

@@ -34,7 +34,7 @@ LEGEND = (
 
 
 def print_comparison(report: BenchReport) -> None:
-    """One table per cell, verdicts, where it was measured."""
+    """Print one table per cell, verdicts, and where it was measured."""
     console = SafeConsole()
     for cell in report.cells:
         if cell.rows:
@@ -46,7 +46,7 @@ def print_comparison(report: BenchReport) -> None:
 
 
 def print_cell(console: SafeConsole, cell: CellReport) -> None:
-    """Table, verdicts, the best of several."""
+    """Print the table and the verdicts of one cell, and the best of several arms."""
     table = table_of(Column("arm", no_wrap=True), *HEADINGS, title=cell.title)
     for row in cell.rows:
         table.add_row(row.arm.name, *figures(cell, row))
@@ -59,7 +59,7 @@ def print_cell(console: SafeConsole, cell: CellReport) -> None:
 
 
 def figures(cell: CellReport, row: ArmSummary) -> tuple[str, ...]:
-    """The cells of one line of the table."""
+    """Return the cells of one line of the table."""
     prediction = cell.predictions.get(row.arm.name)
     return (
         with_ends(row.tokens_per_s, ".0f"),
@@ -72,7 +72,7 @@ def figures(cell: CellReport, row: ArmSummary) -> tuple[str, ...]:
 
 
 def best_sentence(best: BestOfSeveral) -> str:
-    """The winner and how it did on blocks that did not choose it."""
+    """Return a sentence with the best arm and its speedup on blocks not used to choose it."""
     return (
         f"{best.summary.arm.name} of {best.num_candidates}, chosen on {best.num_chosen_on} blocks; "
         f"on the other {best.summary.num_blocks}: {outcome(best.summary)}"
@@ -91,7 +91,7 @@ DEMO_HEADINGS = (
 
 
 def print_report(report: DemoReport, example: Example | None) -> None:
-    """Tables, verdicts, one coloured completion, the exactness check, where it was measured."""
+    """Print the demonstration: tables, verdicts, a coloured completion, the exactness check."""
     console = SafeConsole()
     print_rows(console, report.rows, "Greedy (T=0), completions cut before they loop")
     if report.sampled_rows:
@@ -106,7 +106,7 @@ def print_report(report: DemoReport, example: Example | None) -> None:
 
 
 def coloured(example: Example) -> Text:
-    """The end of the prompt, dim, and the completion in the colours of its sources."""
+    """Return the end of the prompt, dim, and the completion coloured by token source."""
     tail = "\n".join(example.prompt.splitlines()[-PROMPT_LINES:])
     lead = Text(tail + "\n" * example.prompt.endswith("\n"), style="dim")
     found = example.completion
@@ -115,7 +115,7 @@ def coloured(example: Example) -> Text:
 
 
 def print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> None:
-    """One table, then one sentence per arm."""
+    """Print one table, then one sentence per arm."""
     table = table_of(
         Column("arm", no_wrap=True), *DEMO_HEADINGS, title=f"{title}, {rows[0].num_blocks} prompts"
     )
@@ -137,7 +137,7 @@ def print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> 
 
 
 def rate_and_break_even(row: ArmSummary) -> str:
-    """Share of drafted tokens accepted, and the share that would cost nothing."""
+    """Return the draft acceptance rate and its break-even value."""
     rate = row.acceptance.draft_acceptance_rate
     if rate is None or row.break_even is None:
         return ""

@@ -36,7 +36,7 @@ class Exit(IntEnum):
 
 
 def no_defaults(arguments: Sequence[str]) -> None:
-    """The defaults are those of the options' class."""
+    """Return None, so that the defaults of the options' class apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Command(Generic[OptionsT]):
 
 
 def taken(rest: list[str], most: int) -> list[str]:
-    """Removes the values at the head of `rest` and returns them: all words before the next flag."""
+    """Remove the values at the head of `rest` and return them: all words before the next flag."""
     values: list[str] = []
     while rest and len(values) < most and not is_flag(rest[0]):
         values.append(rest.pop(0))
@@ -124,7 +124,7 @@ def is_flag(word: str) -> bool:
 
 
 def parts(value: str, separator: str) -> list[str]:
-    """The values of one word; a file whose name holds the separator stays whole."""
+    """Split the values of one word; a file whose name holds the separator stays whole."""
     if not separator or separator not in value or Path(value).exists():
         return [value]
     return value.split(separator)

@@ -45,7 +45,7 @@ def run(options: PlanOptions) -> int:
 
 
 def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[str]:
-    """What the plan rests on."""
+    """Return lines about where costs and acceptance come from."""
     machine = options.machine.chosen
     costs = "costs: " + (
         ", ".join(map(str, options.profile))
@@ -57,7 +57,7 @@ def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[s
 
 
 def source(candidate: DraftCandidate, options: PlanOptions) -> str:
-    """Where its acceptance is from."""
+    """Return where the acceptance of a candidate comes from."""
     return str(options.trace) if candidate.acceptance.num_requests else "given"
 
 
@@ -68,7 +68,7 @@ def content(
     candidates: Sequence[DraftCandidate],
     options: PlanOptions,
 ) -> dict[str, object]:
-    """Fields of the JSON output."""
+    """Return the fields of the JSON output."""
     return {
         "config": asdict(config),
         "origin": origin(options, candidates),

@@ -1,4 +1,4 @@
-"""The drafters a plan compares: what each costs and how far it is accepted, from what was given."""
+"""Costs and acceptance of the drafters that a plan compares, from flags and files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PlanOptions:
 
 
 def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfig]:
-    """Every drafter of the plan, and the operating points it is made for.
+    """Return every drafter of the plan, and the operating points that it is made for.
 
     Raises:
         InvalidRequest: something is missing, unknown, or named twice.
@@ -100,7 +100,7 @@ def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfi
 
 
 def temperature_of(options: PlanOptions, traced: TracedDrafts | None) -> float:
-    """The temperature that was asked for, otherwise the only one of the trace, otherwise 1."""
+    """Return the temperature of the flags, else the only one of the trace, else 1."""
     if options.temperature is not None:
         return options.temperature
     found = set() if traced is None else set(traced.temperatures.values())
@@ -110,7 +110,7 @@ def temperature_of(options: PlanOptions, traced: TracedDrafts | None) -> float:
 def config_of(
     options: PlanOptions, profiles: Mapping[str, Profile], temperature: float
 ) -> PlanConfig:
-    """Operating points of the plan: from the flags, otherwise from the profile.
+    """Return the operating points of the plan: from the flags, otherwise from the profile.
 
     Raises:
         InvalidRequest: there are no costs at all, or a value cannot work.
@@ -133,7 +133,7 @@ def config_of(
 
 
 def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
-    """Profiles by the draft they are of.
+    """Read profiles, by the draft that each was made with.
 
     Raises:
         InvalidProfile: one is damaged, or they are not of one target on one machine.
@@ -159,7 +159,7 @@ def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
 
 
 def read_traced(options: PlanOptions) -> TracedDrafts | None:
-    """The drafters of the trace."""
+    """Read the drafters of the trace."""
     if options.trace is None:
         return None
     found = drafts_in(read_trace(options.trace), str(options.trace))
@@ -198,7 +198,7 @@ def check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | None
 def rooflines(
     machine: Machine, options: PlanOptions, profiles: Mapping[str, Profile], config: PlanConfig
 ) -> dict[str, CostTable]:
-    """Costs by draft model on a machine that is only described, wherever the plan looks."""
+    """Return roofline costs by draft model on a machine that is described by flags."""
     batches = {batch * factor for batch in config.batches for factor in (1, *BATCH_FACTORS)}
     contexts = {config.context * factor for factor in (1, *CONTEXT_FACTORS)}
     sources: Mapping[str, Profile | None] = profiles or {name_without_profile(options): None}
@@ -211,7 +211,7 @@ def rooflines(
 
 
 def name_without_profile(options: PlanOptions) -> str:
-    """The draft a described size belongs to."""
+    """Return the draft that a described size belongs to."""
     models = [name for name in options.draft if parse_drafter(name) is None]
     if options.machine.draft_params is None and (models or not options.draft):
         raise InvalidRequest("how large is the draft? give --draft-params, or --draft suffix")
@@ -224,7 +224,7 @@ def name_without_profile(options: PlanOptions) -> str:
 
 
 def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts | None) -> CostTable:
-    """What a drafter costs.
+    """Return the cost table of a drafter.
 
     A drafter without a model is put beside the target of any profile: what it takes per token is
     in the trace, and so is the rest of a cycle. Without a trace it drafts for nothing, and the rest
@@ -251,7 +251,7 @@ def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts |
 
 
 def given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:
-    """Figures of --acceptance by draft.
+    """Parse the figures of --acceptance by draft.
 
     Raises:
         InvalidRequest: a figure is no number, or belongs to no draft, or to several.
@@ -275,7 +275,7 @@ def given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[flo
 
 
 def numbers(text: str, figures: str) -> Iterator[float]:
-    """What is between the commas."""
+    """Parse numbers separated by commas."""
     for part in figures.split(","):
         try:
             yield float(part)
@@ -292,7 +292,7 @@ def acceptance_for(
     options: PlanOptions,
     temperature: float,
 ) -> Acceptance:
-    """How far a drafter is accepted: as given, otherwise as traced.
+    """Return the acceptance of a drafter: from the flags, otherwise from the trace.
 
     Raises:
         InvalidRequest: nothing says it, or the figures are impossible.

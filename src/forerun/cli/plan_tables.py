@@ -1,4 +1,4 @@
-"""A plan for people."""
+"""A plan as text for the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEGEND = (
 def print_plan(
     advice: Advice, what_if: Sequence[Scenario], config: PlanConfig, origin: Sequence[str]
 ) -> None:
-    """What to do, the best at every batch, break-even, what would change it, what it rests on."""
+    """Print the plan, the best options by batch size, break-even points and alternatives."""
     console = SafeConsole()
     console.print(f"[bold]{escape(sentence(advice, config))}[/]", "", soft_wrap=True, sep="\n")
     console.print(batches(advice, config), "")
@@ -40,7 +40,7 @@ def print_plan(
 
 
 def sentence(advice: Advice, config: PlanConfig) -> str:
-    """The plan in a line."""
+    """Return the plan as one sentence."""
     best = advice.best
     where = f"at batch {best.batch}, context {config.context}, T={config.temperature:g}"
     speed = f"{best.tokens_per_s:.4g} tokens/s, {milliseconds(best.tpot_s)} ms per token"
@@ -53,7 +53,7 @@ def sentence(advice: Advice, config: PlanConfig) -> str:
 
 
 def elsewhere(advice: Advice) -> str:
-    """Where drafts pay although the most tokens per second come without."""
+    """Return where drafts pay although plain decoding has the most tokens per second."""
     paying = [option for option in advice.per_batch if not option.is_plain]
     if not paying:
         return "no draft pays"
@@ -65,7 +65,7 @@ def elsewhere(advice: Advice) -> str:
 
 
 def batches(advice: Advice, config: PlanConfig) -> Table:
-    """The best at every batch size."""
+    """Return the table of the best option at every batch size."""
     table = table_of(Column("batch", no_wrap=True), *headings(advice))
     for option in advice.per_batch:
         late = config.slo_tpot_s is not None and option.tpot_s > config.slo_tpot_s
@@ -74,14 +74,14 @@ def batches(advice: Advice, config: PlanConfig) -> Table:
 
 
 def headings(advice: Advice) -> tuple[str, ...]:
-    """Of an option's columns: within 80 characters there is room for the drafter or its parts."""
+    """Return the column headings of an option, for tables within 80 characters."""
     if len(advice.curves) > 1:
         return ("drafter", "K", "speedup (95%)", "ms/token")
     return ("K", "tau", "kappa", "speedup (95%)", "ms/token", "tokens/s")
 
 
 def break_even(advice: Advice) -> Table:
-    """From where on each drafter stops paying."""
+    """Return the table of break-even points by drafter."""
     table = table_of(
         Column("even at", overflow="fold"), "K", "accepted / drafted", "alpha", "draft cost"
     )
@@ -91,7 +91,7 @@ def break_even(advice: Advice) -> Table:
 
 
 def limits(found: BreakEven) -> tuple[str, ...]:
-    """Cells of one line."""
+    """Return the cells of one line of break-even points."""
     alpha, rate = found.acceptance_probability, found.draft_acceptance_rate
     return (
         str(found.num_speculative_tokens),
@@ -102,7 +102,7 @@ def limits(found: BreakEven) -> tuple[str, ...]:
 
 
 def scenarios(what_if: Sequence[Scenario], advice: Advice) -> Table:
-    """What would change the plan."""
+    """Return the table of changes and the best option under each."""
     table = table_of(Column("what if", no_wrap=True), *headings(advice))
     for scenario in what_if:
         table.add_row(escape(scenario.name), *cells(scenario.option, advice))
@@ -110,7 +110,7 @@ def scenarios(what_if: Sequence[Scenario], advice: Advice) -> Table:
 
 
 def cells(option: Option, advice: Advice) -> tuple[str, ...]:
-    """An option without its batch, in the columns of `headings`."""
+    """Return the cells of an option without its batch size, in the columns of `headings`."""
     k = "plain" if option.is_plain else str(option.num_speculative_tokens)
     speedup = "1" if option.is_plain else with_ends(option)
     latency = milliseconds(option.tpot_s)
@@ -129,7 +129,7 @@ def short(name: str | None, advice: Advice) -> str:
 
 
 def with_ends(option: Option) -> str:
-    """A speedup with its interval."""
+    """Return a speedup with its interval."""
     found = option.speedup
     if found.low == found.high:
         return f"{found.estimate:.2f}"
@@ -137,5 +137,5 @@ def with_ends(option: Option) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time for people."""
+    """Return a time in milliseconds as text."""
     return f"{1e3 * seconds:.3g}"

@@ -59,7 +59,7 @@ class ProbeOptions:
 
     @property
     def config(self) -> EvidenceConfig:
-        """How much is generated.
+        """Return the settings of the probe.
 
         Raises:
             InvalidRequest: a value cannot work.
@@ -70,7 +70,7 @@ class ProbeOptions:
 
     @property
     def params(self) -> SamplingParams:
-        """As served.
+        """Return the sampling parameters that the flags describe.
 
         Raises:
             InvalidRequest: a value is outside its range.
@@ -83,7 +83,7 @@ class ProbeOptions:
         )
 
     def check(self) -> str:
-        """The draft's name; refuses unusable options before anything is loaded.
+        """Return the draft's name; refuse unusable options before anything is loaded.
 
         Raises:
             InvalidRequest: there is no draft or no prompt, or the facts cannot be written.
@@ -103,7 +103,7 @@ class ProbeOptions:
 
 
 def run(options: ProbeOptions) -> int:
-    """Measure, show and write."""
+    """Probe the pair, show the facts and write them."""
     config, params, draft = options.config, options.params, options.check()
 
     from forerun.atomic_write import atomic_write
@@ -150,7 +150,7 @@ def probed(
 
 
 def texts(options: ProbeOptions) -> list[str]:
-    """The prompts."""
+    """Read the prompts."""
     if options.prompts is None:
         from forerun.models.zoo.catalog import held_out_prompts
 
@@ -181,7 +181,7 @@ def show(evidence: Evidence, out: Path | None) -> None:
 
 
 def value_text(value: object) -> str:
-    """A value in a few characters."""
+    """Return a value as short text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

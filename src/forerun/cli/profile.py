@@ -60,7 +60,7 @@ class ProfileOptions:
 
     @property
     def config(self) -> ProbeConfig:
-        """What is measured.
+        """Return the settings of the measurement.
 
         Raises:
             InvalidRequest: a value cannot work.
@@ -77,7 +77,7 @@ class ProfileOptions:
 
 
 def run(options: ProfileOptions) -> int:
-    """Measure, show and write."""
+    """Measure the pair, show the profile and write it."""
     config = options.config
     draft = options.models.draft_name
     if draft is None:
@@ -120,7 +120,7 @@ def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
 
 @contextmanager
 def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
-    """A bar that fills with the time budget and shows how steady the figures are."""
+    """Show a bar that fills with the time budget, with the width of the intervals."""
     with progress_bar("warming up", config.budget_s) as fill:
         started_s: list[float] = []
 
@@ -135,7 +135,7 @@ def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
 
 
 def show(profile: Profile, options: ProfileOptions) -> None:
-    """Print, write and draw."""
+    """Print, write and draw the profile."""
     from forerun.probe.plot import plot
     from forerun.probe.profile import write_profile
 
@@ -154,7 +154,7 @@ SHOWN_K = (1, 2, 4, 8)
 
 
 def print_profile(profile: Profile) -> None:
-    """What a step consists of, v(n), kappa, where it was measured."""
+    """Print the parts of a step, v(n), kappa, and where it was measured."""
     console = SafeConsole()
     console.print(parts(profile), "")
     console.print(verify_costs(profile.greedy), "")
@@ -164,7 +164,7 @@ def print_profile(profile: Profile) -> None:
 
 
 def parts(profile: Profile) -> Table:
-    """One column per batch and context: where the milliseconds of a step go."""
+    """Print a table with the milliseconds of each part of a step."""
     lines = profile.greedy.lines
     table = grid("milliseconds", lines)
     table.add_row("plain step", *(milliseconds(line.plain_s, line.plain_error_s) for line in lines))
@@ -191,7 +191,7 @@ def parts(profile: Profile) -> Table:
 
 
 def verify_costs(table: CostTable) -> Table:
-    """v(n) with half of its 95% interval."""
+    """Print v(n) with half of its 95% interval."""
     shown = grid("v(n), plain steps", table.lines)
     for rows in sorted({rows for line in table.lines for rows in line.rows}):
         values = [
@@ -205,7 +205,7 @@ def verify_costs(table: CostTable) -> Table:
 
 
 def cycle_costs(profile: Profile) -> Table:
-    """kappa at some K, greedy and sampled."""
+    """Print kappa at some K, greedy and sampled."""
     shown = grid("kappa, plain steps", profile.greedy.lines)
     for name, table in (("T=0", profile.greedy), ("T=1", profile.sampled)):
         for k in SHOWN_K:
@@ -215,7 +215,7 @@ def cycle_costs(profile: Profile) -> Table:
 
 
 def grid(heading: str, lines: Sequence[CostLine]) -> Table:
-    """An empty table with one column per batch and context."""
+    """Return an empty table with one column per batch and context."""
     table = table_of(Column(heading, no_wrap=True))
     for line in lines:
         table.add_column(f"batch {line.batch}\ncontext {line.context}", justify="right")
@@ -223,19 +223,19 @@ def grid(heading: str, lines: Sequence[CostLine]) -> Table:
 
 
 def forward(profile: Profile, line: CostLine) -> str:
-    """The pass of a plain step."""
+    """Return the time of the pass of a plain step."""
     return cell(profile, Quantity.TARGET_PASS, line, 1)
 
 
 def slower(profile: Profile, line: CostLine) -> str:
-    """What the forward of a plain step takes beyond the same forward alone."""
+    """Return the extra time of a plain step's pass over the same pass alone."""
     if line.context != profile.greedy.contexts[0]:
         return ""
     return f"{1e3 * profile.among_work_s(line.batch):+.3f}"
 
 
 def outside(profile: Profile, quantity: Quantity, line: CostLine, k: int) -> str:
-    """Engine time outside both models; measured at one context, so shown once per batch."""
+    """Return the engine time outside both models, once per batch."""
     if line.context != profile.greedy.contexts[0]:
         return ""
     found = profile.seconds(quantity, line.batch, line.context, k)
@@ -243,24 +243,24 @@ def outside(profile: Profile, quantity: Quantity, line: CostLine, k: int) -> str
 
 
 def cell(profile: Profile, quantity: Quantity, line: CostLine, size: int) -> str:
-    """One measured time."""
+    """Return one measured time."""
     found = profile.seconds(quantity, line.batch, line.context, size)
     return milliseconds(found.estimate, (found.high - found.low) / 2)
 
 
 def sizes_of(profile: Profile, quantity: Quantity) -> list[int]:
-    """Every measured size."""
+    """Return every measured size."""
     cells = [measured.cell for measured in profile.measured]
     return sorted({found.size for found in cells if found.quantity is quantity})
 
 
 def with_error(interval: Interval) -> str:
-    """A cost in plain steps and how far it may be off."""
+    """Return a cost in plain steps and its error."""
     return f"{interval.estimate:.2f} ±{interval.high - interval.estimate:.2f}"
 
 
 def remarks(profile: Profile) -> list[str]:
-    """How sure this is, what the limit rests on, where it comes from."""
+    """Return remarks on precision, on the read limit and on the machine."""
     from forerun.models.memory import readable
 
     limit, setup, found = profile.limit, profile.setup, profile.provenance

@@ -1,4 +1,4 @@
-"""One request from prompt to figures, and the engine it runs on."""
+"""A session runs one request on an engine and computes its figures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Figures:
         total_s: float,
         ttft_s: float | None,
     ) -> Figures:
-        """From the steps so far; works for an interrupted request too."""
+        """Compute the figures of the steps so far, also for an interrupted request."""
         return cls(
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=sum(record.num_emitted for record in records),
@@ -110,7 +110,7 @@ COPIER = "suffix"
 
 
 def controlled(engine: Engine, pair: PairFlags) -> Engine:
-    """The engine with the controller and the costs that the flags name.
+    """Return the engine with the controller and the costs that the flags name.
 
     Raises:
         InvalidProfile: a profile is of another machine, pair or set-up.
@@ -125,7 +125,7 @@ def controlled(engine: Engine, pair: PairFlags) -> Engine:
 
 
 def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
-    """Drafters by the method names of plans, in the order of the flags."""
+    """Return the drafters by the method names of plans, in the order of the flags."""
     if engine.drafter is None:
         return {}
     drafter = engine.drafter
@@ -133,7 +133,7 @@ def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
 
 
 def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
-    """Costs by drafter, from profiles of these models on this machine."""
+    """Read costs by drafter from profiles of these models on this machine."""
     named = dict(zip(drafters_of(engine), pair.draft_names, strict=True))
     setups = setups_of(engine, pair)
     if not setups:
@@ -165,7 +165,7 @@ def copies(name: str) -> bool:
 
 
 def setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
-    """Set-up of every draft model with the target, as they are loaded."""
+    """Return the set-up of every draft model with the target, as they are loaded."""
     target = facts_of(pair.target, engine.target, pair.dtype)
     found = {}
     for (method, drafter), name in zip(drafters_of(engine).items(), pair.draft_names, strict=True):
@@ -186,7 +186,7 @@ logger = logging.getLogger("forerun.cli")
 
 
 def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) -> Engine:
-    """The engine the flags describe.
+    """Load the engine that the flags describe.
 
     Args:
         pair: the flags.

@@ -96,7 +96,7 @@ def run(options: SimulateOptions) -> int:
 
 
 def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: float) -> DraftCosts:
-    """The costs corrected by a trace; a line on stderr gives the factors.
+    """Correct the costs by a trace; a line on stderr gives the factors.
 
     Raises:
         InvalidTrace: it cannot be read, is of another pair, or has nothing to compare.
@@ -128,7 +128,7 @@ def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: floa
 def simulated(
     options: SimulateOptions, workload: Workload, costs: DraftCosts, report: Callable[[str], None]
 ) -> tuple[list[Result], Oracle | None]:
-    """Every controller, and the oracle unless it is left out."""
+    """Simulate every controller, and the oracle unless it is left out."""
     from forerun.plan.simulation.comparison import ControllerComparison
 
     comparison = ControllerComparison(
@@ -150,7 +150,7 @@ def simulated(
 def content(
     options: SimulateOptions, workload: Workload, results: Sequence[Result], oracle: Oracle | None
 ) -> dict[str, object]:
-    """Fields of the JSON output."""
+    """Return the fields of the JSON output."""
     return {
         "workload": asdict(workload),
         "profile": str(options.profile),
@@ -202,7 +202,7 @@ def print_simulation(results: Sequence[Result], oracle: Oracle | None, workload:
 
 
 def controllers(results: Sequence[Result], oracle: Oracle | None) -> Table:
-    """Throughput, latency, service levels, regret."""
+    """Return the table of throughput, latency, service levels and regret."""
     table = table_of(
         Column("controller", no_wrap=True), "tokens/s", "batch", "TTFT\np50 / p99",
         "TPOT\np50 / p99", "in SLO", "regret",
@@ -221,7 +221,7 @@ def controllers(results: Sequence[Result], oracle: Oracle | None) -> Table:
 
 
 def phases(results: Sequence[Result], oracle: Oracle | None, workload: Workload) -> Table:
-    """Milliseconds per token and drafted tokens per step, by phase."""
+    """Return the table of milliseconds per token and drafted tokens per step, by phase."""
     headings = []
     for number, phase in enumerate(workload.phases):
         best = "" if oracle is None else f"\nbest K {oracle.ks[number]}"
@@ -233,14 +233,14 @@ def phases(results: Sequence[Result], oracle: Oracle | None, workload: Workload)
 
 
 def phase_cell(found: PhaseResult) -> str:
-    """One controller in one phase."""
+    """Return the cell of one controller in one phase."""
     if not found.num_tokens:
         return "nothing decoded"
     return f"{1e3 * found.decode_s / found.num_tokens:.3g}, {found.mean_k:.1f}"
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
-    """Where figures depend on how long the workload is."""
+    """Return remarks on figures that depend on the length of the workload."""
     full = [result.controller for result in results if result.busy_share > SATURATED]
     if not full:
         return []
@@ -251,7 +251,7 @@ def remarks(results: Sequence[Result]) -> list[str]:
 
 
 def both(found: Quantiles) -> str:
-    """Median and 99th percentile in the unit that suits the larger one."""
+    """Return median and 99th percentile in the unit that suits the larger one."""
     unit, factor = ("s", 1.0) if found.p99 >= 1.0 else ("ms", 1e3)
     return f"{factor * found.p50:.3g} / {factor * found.p99:.3g} {unit}"
 

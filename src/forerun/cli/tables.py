@@ -43,7 +43,7 @@ class SafeConsole(Console):
         super().__init__(highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As `rich.console.Console.print`."""
+        """Print as `rich.console.Console.print`, without control characters."""
         for table in objects:
             if isinstance(table, Table):
                 room = self.options.update(max_width=WIDEST)
@@ -51,17 +51,17 @@ class SafeConsole(Console):
         super().print(*map(safe, objects), **options)
 
     def status(self, status: Any, **options: Any) -> Any:
-        """As `rich.console.Console.status`."""
+        """Show a status as `rich.console.Console.status`, without control characters."""
         return super().status(safe(status), **options)
 
 
 def status_text(status: Status) -> Callable[[str], None]:
-    """A function that replaces the text of a spinner."""
+    """Return a function that replaces the text of a spinner."""
     return lambda text: status.update(escape(safe(text)))
 
 
 def safe(item: Any) -> Any:
-    """Text with control characters escaped; anything else as it is."""
+    """Escape control characters of text; return anything else as it is."""
     if isinstance(item, str):
         return printable(item, keep="\n\t")
     if isinstance(item, Text) and (shown := printable(item.plain, keep="\n\t")) != item.plain:
@@ -73,12 +73,12 @@ class FigureTable(Table):
     """A table whose cells are safe to print."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """As `rich.table.Table.add_row`."""
+        """Add a row as `rich.table.Table.add_row`, without control characters."""
         super().add_row(*map(safe, cells), **options)
 
 
 def table_of(first: Column, *others: str, title: str | None = None) -> FigureTable:
-    """An empty table with names on the left and figures on the right.
+    """Return an empty table with names on the left and figures on the right.
 
     Args:
         first: the column of names.
@@ -99,25 +99,25 @@ def table_of(first: Column, *others: str, title: str | None = None) -> FigureTab
 
 
 def with_ends(interval: Interval, spec: str) -> str:
-    """An estimate over its interval."""
+    """Return an estimate over its interval."""
     low, high = format(interval.low, spec), format(interval.high, spec)
     return f"{format(interval.estimate, spec)}\n({low}–{high})"
 
 
 def rates(values: Sequence[float], most: int = 6) -> str:
-    """Shares as ".81 .62 .5", the first few."""
+    """Return the first few shares as ".81 .62 .5"."""
     shown = [f"{value:.2f}".removeprefix("0") for value in values[:most]]
     return " ".join([*shown, *(["…"] if len(values) > most else [])])
 
 
 def milliseconds(s: float, error_s: float | None = None) -> str:
-    """A time to the microsecond, with its error where one is given."""
+    """Return a time to the microsecond, with its error where one is given."""
     return f"{1e3 * s:.3f}" + ("" if error_s is None else f" ±{1e3 * error_s:.3f}")
 
 
 @contextmanager
 def progress_bar(first: str, total: float) -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr while the block runs; the yielded function takes a text and what is done.
+    """Show a bar on stderr while the block runs; the yielded function updates it.
 
     Args:
         first: the text at the beginning.

@@ -46,7 +46,7 @@ class TraceOptions:
 
 
 def run(options: TraceOptions) -> int:
-    """Summarise; damaged records are listed, and all others are read."""
+    """Summarise a trace; damaged records are listed, and all others are read."""
     options.check()
 
     from forerun.trace.files import read_trace
@@ -78,7 +78,7 @@ LEGEND = (
 
 
 def print_summary(summary: TraceSummary) -> None:
-    """Run, figures, acceptance by position, tags, time, and what could not be read."""
+    """Print the figures of a trace: run, acceptance by position, tags, time and damage."""
     console = SafeConsole()
     for header in summary.headers:
         draft = f", draft {header.draft}" if header.draft else ""
@@ -96,7 +96,7 @@ def print_summary(summary: TraceSummary) -> None:
 
 
 def figures(summary: TraceSummary) -> Iterator[str]:
-    """What is true of the whole trace, line by line."""
+    """Return the figures of the whole trace, line by line."""
     overall = summary.overall
     if not overall.num_steps:
         yield "no steps"
@@ -113,7 +113,7 @@ def figures(summary: TraceSummary) -> Iterator[str]:
 
 
 def drafting(summary: TraceSummary) -> Iterator[str]:
-    """tau, kappa, and what became of the drafted tokens."""
+    """Return tau, kappa, and how many drafted tokens were accepted."""
     overall, counts = summary.overall, summary.overall.acceptance
     if counts.acceptance_length is None or overall.wasted_share is None:
         yield "nothing was drafted"
@@ -130,7 +130,7 @@ def drafting(summary: TraceSummary) -> Iterator[str]:
 
 
 def kappa(cost: MeasuredCycleCost | None, tau: float) -> str:
-    """The cost of a step and the speedup that follows, or why there is none."""
+    """Return the cost of a step and the speedup that follows, or why there is none."""
     if cost is None:
         return f"unknown: fewer than {MIN_PLAIN_STEPS} plain steps to compare with"
     skipped = f", {cost.num_uncompared} steps not compared" if cost.num_uncompared else ""
@@ -138,7 +138,7 @@ def kappa(cost: MeasuredCycleCost | None, tau: float) -> str:
 
 
 def time_line(summary: TraceSummary) -> str:
-    """Where the time went."""
+    """Return a line with the time of each part of a step."""
     times = summary.times
     total_s = times.total_s or 1.0
     shares = (
@@ -156,7 +156,7 @@ def time_line(summary: TraceSummary) -> str:
 
 
 def positions_table(group: GroupSummary) -> Table:
-    """Acceptance by position with a bar of survival."""
+    """Return the table of acceptance by position, with a bar for survival."""
     table = table_of(Column("position"), "drafted", "accepted", "beta (95%)", "survival")
     table.add_column("", no_wrap=True)
     for number, position in enumerate(group.positions, start=1):
@@ -173,7 +173,7 @@ def positions_table(group: GroupSummary) -> Table:
 
 
 def tags_table(summary: TraceSummary) -> Table:
-    """One line per tag."""
+    """Return the table of figures by tag, one line each."""
     headings = ("requests", "tokens", "tau", "kappa", "wasted", "beta 1, 2, 3")
     table = table_of(Column("tag", overflow="fold"), *headings)
     plain: Mapping[int, float] = summary.plain_step_s
@@ -192,7 +192,7 @@ def tags_table(summary: TraceSummary) -> Table:
 
 
 def print_damage(console: SafeConsole, summary: TraceSummary) -> None:
-    """What could not be read."""
+    """Print what could not be read."""
     if not summary.num_damaged:
         return
     console.print(f"\n[bold red]not read[/] ({summary.num_damaged} places)")

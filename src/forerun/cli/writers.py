@@ -51,7 +51,7 @@ class ColouredText:
         self._pending: list[tuple[str, TokenSource]] = []
 
     def take(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> Text:
-        """Colour what is new.
+        """Colour the new part of the text.
 
         Args:
             text: characters to show now; may lag behind the tokens.
@@ -72,7 +72,7 @@ class ColouredText:
 
 
 def legend() -> Text:
-    """The meaning of the colours."""
+    """Return the meaning of the colours."""
     lines = [
         Text.assemble((f"{source:<10}", STYLES[source]), MEANINGS[source]) for source in TokenSource
     ]
@@ -81,7 +81,7 @@ def legend() -> Text:
 
 @runtime_checkable
 class Writer(Protocol):
-    """Shows chunks as they come and the rest at the end."""
+    """Shows chunks as they arrive, and the remaining text at the end."""
 
     def write(self, chunk: StreamChunk) -> None:
         """Show what a step added."""
@@ -175,7 +175,7 @@ def choose_writer(tokenizer: Tokenizer, *, num_samples: int, flags: OutputFlags)
 
 
 def as_json(completion: Completion) -> dict[str, object]:
-    """Text, tokens, and the reason of their end."""
+    """Return text, tokens, and the finish reason as JSON values."""
     content: dict[str, object] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),

@@ -1,4 +1,4 @@
-"""Which requests of a batch draft how deep: the most expected tokens per second of the step.
+"""Allocation of draft depths to the requests of a step for the most expected tokens per second.
 
 Nodes are given out in the order of their survival (`theory.budget`), and every number of them is
 priced: a row costs its share of the target pass, a level a draft pass and its overhead. So the
@@ -62,12 +62,12 @@ class Allocation(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """What is maximised."""
+        """Expected tokens per second of the step, which allocators maximise."""
         return self.tokens / self.step_s
 
 
 class Pricing(NamedTuple):
-    """What steps of this batch take.
+    """Expected durations of the steps of one batch.
 
     Attributes:
         times: by method.
@@ -84,10 +84,10 @@ class Pricing(NamedTuple):
 
 @runtime_checkable
 class Allocator(Protocol):
-    """The requests of one step and what they cost, worked out once for several questions."""
+    """Chooses how many tokens each request of one step drafts."""
 
     def best(self, max_nodes: int) -> Allocation:
-        """The allocation of most expected tokens per second.
+        """Return the allocation with the most expected tokens per second within the time limits.
 
         Speculation must not make a request miss its time limit: where one would, only allocations
         that make no request later than plain decoding are allowed. Where plain decoding itself
@@ -98,11 +98,11 @@ class Allocator(Protocol):
         """
 
     def at(self, depths: Sequence[int]) -> Allocation:
-        """What given K would bring; cut to what every request may draft."""
+        """Return the allocation at given depths, each cut to the most its request may draft."""
 
 
 class DraftCosting(NamedTuple):
-    """What adding nodes to one request does; looked up once, for nodes are many."""
+    """Values for adding draft nodes to one request, computed once because there are many nodes."""
 
     drafted: Sequence[float]
     deltas_s: Sequence[float]
@@ -111,7 +111,7 @@ class DraftCosting(NamedTuple):
 
 
 class BatchAllocator:
-    """Several requests in one step.
+    """Allocator for a step of several requests.
 
     Args:
         candidates: who may draft, at least one.
@@ -156,7 +156,7 @@ class BatchAllocator:
             self.ways.append(DraftCosting(candidate.curve.drafted, deltas_s, overheads_s, active))
 
     def best(self, max_nodes: int) -> Allocation:
-        """See `Allocator`."""
+        """Return the allocation with the most expected tokens per second; see `Allocator`."""
         candidates = self.candidates
         plain_s = self.plain_s
         none = (0,) * len(candidates)
@@ -170,7 +170,7 @@ class BatchAllocator:
         return best
 
     def at(self, depths: Sequence[int]) -> Allocation:
-        """See `Allocator`."""
+        """Return the allocation at given depths; see `Allocator`."""
         nodes = [
             (-survived, depth, index)
             for index, (candidate, wanted) in enumerate(zip(self.candidates, depths, strict=True))
@@ -242,7 +242,7 @@ class BatchAllocator:
 
 
 class SingleRequestAllocator:
-    """Every K of a request from 0 on: tokens expected of a step, and what it takes.
+    """Allocator for a step of one request: compares every K from 0 on.
 
     Args:
         candidate: the request.
@@ -281,7 +281,7 @@ class SingleRequestAllocator:
         return max([tokens / s for tokens, s in zip(self.tokens, self.steps_s, strict=True)])
 
     def best(self, max_nodes: int) -> Allocation:
-        """The K of most expected tokens per second, which is also the one that is least late.
+        """Return the K with the most expected tokens per second, which is also the least late one.
 
         Args:
             max_nodes: largest K there is room for.
@@ -295,7 +295,7 @@ class SingleRequestAllocator:
         return self.at((best,))
 
     def at(self, depths: Sequence[int]) -> Allocation:
-        """Given K; cut to what the request may draft."""
+        """Return the allocation at a given K, cut to the most that the request may draft."""
         k = min(depths[0], len(self.tokens) - 1)
         tokens, step_s, limit_s = self.tokens[k], self.steps_s[k], self.limit_s
         lateness = 0.0 if limit_s is None else step_s / (tokens * limit_s)
@@ -303,14 +303,14 @@ class SingleRequestAllocator:
 
 
 def allocator(candidates: Sequence[RequestCandidate], pricing: Pricing) -> Allocator:
-    """For the requests of a step, at least one."""
+    """Return the allocator for the requests of a step, of which there is at least one."""
     if len(candidates) == 1:
         return SingleRequestAllocator(candidates[0], pricing)
     return BatchAllocator(candidates, pricing)
 
 
 def depths_of(nodes: Iterable[Node], num_requests: int) -> tuple[int, ...]:
-    """K of every request that drafts these nodes."""
+    """Return K of every request from the indices of the requests that the nodes belong to."""
     depths = [0] * num_requests
     for _, _, index in nodes:
         depths[index] += 1

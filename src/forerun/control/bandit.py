@@ -18,14 +18,14 @@ __all__ = ["BanditController"]
 
 
 class BanditArm(NamedTuple):
-    """One configuration."""
+    """One configuration that a bandit may choose: a drafter and K."""
 
     method: str
     k: int
 
 
 class ArmTotals:
-    """What an arm has earned."""
+    """Discounted steps, tokens and seconds of one arm."""
 
     __slots__ = ("num_steps", "seconds", "tokens")
 
@@ -33,14 +33,14 @@ class ArmTotals:
         self.num_steps = self.tokens = self.seconds = 0.0
 
     def fade(self, memory: float) -> None:
-        """One step passes, of this arm or another."""
+        """Multiply the totals by `memory`, the weight that they keep after one more step."""
         self.num_steps *= memory
         self.tokens *= memory
         self.seconds *= memory
 
 
 class BanditController:
-    """Plays the configuration whose tokens per second may be highest.
+    """Chooses the configuration with the highest upper confidence bound on tokens per second.
 
     Args:
         methods: names of the drafters.
@@ -61,7 +61,7 @@ class BanditController:
         self._playing: tuple[int, BanditArm] | None = None
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """One arm for all of them."""
+        """Return the plan of the chosen arm for every request."""
         if not states:
             return []
         batch = len(states)
@@ -87,7 +87,7 @@ class BanditController:
         return max(arms, key=lambda arm: rates[arm] + width / math.sqrt(plays[arm].num_steps))
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Credit the arm, unless others were in the step whose prompts were read."""
+        """Add the step to the totals of its arm, unless the step also read prompts."""
         if self._playing is None or not records:
             return
         batch, arm = self._playing

@@ -1,4 +1,4 @@
-"""What is believed of every request's drafts: its own steps, and those of requests like it."""
+"""Estimates of how many draft tokens are accepted, per request and for similar requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AcceptanceCurve", "Beliefs", "DraftVariant", "RequestClass"]
 
 
 class DraftVariant(NamedTuple):
-    """A way to draft: what is learnt of one says nothing about another.
+    """A drafter with or without a stop rule; acceptance is estimated separately for each.
 
     Attributes:
         method: name of the drafter.
@@ -28,7 +28,7 @@ class DraftVariant(NamedTuple):
 
 
 class AcceptanceCurve(NamedTuple):
-    """What drafting deeper brings and costs, for positions 1, 2, ...
+    """Probabilities that a draft reaches and passes positions 1, 2, ...
 
     Attributes:
         survival: P(accepted through i).
@@ -45,7 +45,7 @@ RequestClass = tuple[tuple[str, ...], float]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestBelief:
-    """One request as it is remembered.
+    """Acceptance estimates of one request.
 
     Attributes:
         kind: which requests it is like.
@@ -59,7 +59,7 @@ class RequestBelief:
 
 
 class Beliefs:
-    """Discounted posteriors per request, which begin with those of their kind.
+    """Discounted posteriors per request, whose priors come from similar requests.
 
     Args:
         config: how things are learnt.
@@ -71,7 +71,7 @@ class Beliefs:
         self._pools: dict[tuple[RequestClass, DraftVariant], Prospects] = {}
 
     def curve(self, state: RequestState, way: DraftVariant, num_positions: int) -> AcceptanceCurve:
-        """What is expected of a request's next draft."""
+        """Return the expected acceptance curve of a request's next draft."""
         config = self.config
         request = self._request(state)
         pool, own = self._pool(request.kind, way), self._own(request, way)

@@ -1,4 +1,4 @@
-"""From a draft's confidence to the probability that its token is accepted, learnt in bins.
+"""Learns, in bins, the probability that a drafted token is accepted given the draft's confidence.
 
 Confidence is the top probability of the distribution a node is drawn from, or exp(-entropy),
 which is 1 for a certain distribution and falls with the number of likely tokens. Only nodes whose
@@ -43,7 +43,7 @@ class Calibration:
             self.wins[at] = self.wins[at] * self.memory + (index < record.num_accepted)
 
     def rule(self, needed: float) -> StopRule:
-        """Stops where a node is accepted with less than `needed`, all before it being accepted.
+        """Return the rule that stops at bins in which acceptance is below `needed`.
 
         A bin that was hardly seen is believed to be like the one above, so nothing stops that has
         not been seen to fail.
@@ -59,7 +59,7 @@ class Calibration:
         return self._rules[min(lowest, CALIBRATION_BINS - 1)]
 
     def at(self, confidence: float) -> StopRule:
-        """The rule that stops below a confidence; at 0 it only measures."""
+        """Return the rule that stops below a confidence; at 0 it measures and never stops."""
         if self.measure == "top_probability":
             return StopRule(measure=self.measure, threshold=confidence)
         threshold = -math.log(confidence) if confidence > 0.0 else math.inf

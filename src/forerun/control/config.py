@@ -98,7 +98,7 @@ MISS_WEIGHT = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeliefConfig:
-    """How acceptance is learnt.
+    """Settings of the acceptance estimates.
 
     Attributes:
         request: memory of one request's steps.
@@ -117,7 +117,7 @@ class BeliefConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputConfig:
-    """How K is chosen from what is believed.
+    """Settings of the goodput controller.
 
     Attributes:
         beliefs: how acceptance is learnt.
@@ -138,7 +138,7 @@ class GoodputConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetyConfig:
-    """When speculation is taken to be slower than plain decoding, and what is done about it.
+    """When speculation counts as slower than plain decoding, and how it is then switched off.
 
     Attributes:
         probe_share: share of the steps made plain to know how fast plain decoding is.
@@ -167,7 +167,7 @@ class SafetyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BanditConfig:
-    """How configurations are tried.
+    """Settings of the bandit controller.
 
     Attributes:
         ks: K to choose from.

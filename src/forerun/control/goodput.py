@@ -46,7 +46,7 @@ PLAIN = Plan()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ActivePlan:
-    """The plans that are followed until they expire, and what they were decided for.
+    """The plans in use until they expire, and the conditions that they were decided for.
 
     Attributes:
         names: of the requests.
@@ -74,7 +74,7 @@ class ActivePlan:
         return any(self.allocation.depths)
 
     def serves(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
-        """Whether the requests, the room and the time targets are those it was decided for."""
+        """Whether requests, room and time targets still match the ones that were decided for."""
         if self.max_rows != capacity.max_rows or len(states) != len(self.names):
             return False
         for state, name, plan, limit_s in zip(
@@ -120,7 +120,7 @@ class GoodputController:
         self._has_drafted = self._drafted = self._is_logged = False
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return the plans in force, or decide anew; now and then, plans that are a probe."""
+        """Return the plans in force or decide new ones; a small share of them are probes."""
         if not states:
             return []
         active = self._active

@@ -1,4 +1,4 @@
-"""The two rules of transformers' assisted generation, as baselines."""
+"""The two rules for K in transformers' assisted generation, as baselines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HeuristicController:
         self._ks: dict[str, int] = {}
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """K of every request, cut where the rows of a pass have to be shared."""
+        """Return every request's K as a plan, cut where requests share the rows of a pass."""
         share = capacity.max_rows // max(1, len(states)) - 1
         return [
             plan_of(self.method, min(share, self._ks.get(state.request_id, self.start_k)))
@@ -46,7 +46,7 @@ class HeuristicController:
         ]
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Move every K that was put to the test."""
+        """Update K of the requests whose planned tokens were drafted."""
         for record in records:
             if record.k_budget == 0:
                 continue
@@ -59,7 +59,7 @@ class HeuristicController:
 
 
 class ConfidenceController:
-    """A large K, left where the draft is unsure; how unsure is learnt.
+    """Plans a large K with a stop rule whose confidence threshold is learnt.
 
     The threshold minimises the rate of drafted tokens that are wrong plus three times the rate of
     right ones not drafted, over the tokens seen so far.
@@ -81,7 +81,7 @@ class ConfidenceController:
         self._seen: list[tuple[float, bool]] = []
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """The same for everyone."""
+        """Return the same plan for every request."""
         share = capacity.max_rows // max(1, len(states)) - 1
         rule = StopRule(measure="top_probability", threshold=self.threshold)
         return [plan_of(self.method, min(share, self.max_k), rule)] * len(states)
@@ -98,7 +98,7 @@ class ConfidenceController:
 
 
 def best_threshold(seen: Sequence[tuple[float, bool]]) -> float:
-    """The value from which on tokens are drafted, by the rates on both sides of it.
+    """Return the confidence threshold that best separates accepted from rejected tokens.
 
     Args:
         seen: confidence of every token and whether it was accepted, at least one of either kind.
@@ -118,5 +118,5 @@ def best_threshold(seen: Sequence[tuple[float, bool]]) -> float:
 
 
 def plan_of(method: str, k: int, stop: StopRule | None = None) -> Plan:
-    """K tokens of a drafter, or plain decoding where K is 0 or less."""
+    """Return a plan of K tokens of a drafter, or plain decoding where K is 0 or less."""
     return Plan.chain(method, k, stop=stop) if k > 0 else Plan()

@@ -26,7 +26,7 @@ __all__ = ["LearnedCosts"]
 
 
 class MeasuredMean:
-    """A mean of durations that forgets, and that one interrupted step cannot move far."""
+    """A discounted mean of durations, on which a single outlier has little influence."""
 
     __slots__ = ("count", "total")
 
@@ -150,7 +150,7 @@ class LearnedCosts:
 
 
 def plain_and_row_s(costs: BatchCosts) -> tuple[float, float]:
-    """Seconds of a plain step, and what one drafted node adds to the target pass."""
+    """Return the seconds of a plain step, and those that one drafted node adds to the pass."""
     if not costs.pass_s.count:
         plain_s = costs.plain_s.mean
         return plain_s, ASSUMED_ROW * plain_s
@@ -163,7 +163,7 @@ def plain_and_row_s(costs: BatchCosts) -> tuple[float, float]:
 
 
 def bent(line_s: Sequence[float], measured: Mapping[int, MeasuredMean]) -> list[float]:
-    """Return a line of pass times, bent towards the passes that were measured.
+    """Return a linear estimate of pass times, corrected at the sizes that were measured.
 
     Beyond the most rows that were measured, passes lie above the line by as much as those did.
 

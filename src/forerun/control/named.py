@@ -1,4 +1,4 @@
-"""Controllers by name."""
+"""Controllers by name, and what they are built from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CONTROLLERS", "ControllerInputs", "build_controller"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerInputs:
-    """What a controller has to work with.
+    """The settings, drafters and costs that a controller is built from.
 
     Attributes:
         methods: names of the drafters there are, at least one.
@@ -36,27 +36,27 @@ class ControllerInputs:
 
 
 def auto(inputs: ControllerInputs) -> Controller:
-    """Goodput, replaced by plain decoding where it is slower; costs may be given or learnt."""
+    """Build the goodput controller with a switch to plain decoding where speculation is slower."""
     return SafeController(goodput(inputs))
 
 
 def fixed(inputs: ControllerInputs) -> Controller:
-    """K of the first drafter at every step."""
+    """Build the controller that plans K tokens of the first drafter at every step."""
     return FixedController(inputs.num_speculative_tokens, inputs.methods[0])
 
 
 def heuristic(inputs: ControllerInputs) -> Controller:
-    """K grows by 2 and shrinks by 1, as in transformers."""
+    """Build transformers' rule: K grows by 2 and shrinks by 1."""
     return HeuristicController(inputs.methods[0], inputs.num_speculative_tokens)
 
 
 def confidence(inputs: ControllerInputs) -> Controller:
-    """K, left where the draft is unsure, as in transformers."""
+    """Build transformers' rule that stops a draft below a learnt confidence."""
     return ConfidenceController(inputs.methods[0], inputs.num_speculative_tokens)
 
 
 def goodput(inputs: ControllerInputs) -> Controller:
-    """Most expected tokens per second; costs are learnt unless those of all drafters are given."""
+    """Build the goodput controller; it learns costs unless those of all drafters are given."""
     max_k = inputs.num_speculative_tokens
     if any(method not in inputs.costs for method in inputs.methods):
         return GoodputController(LearnedCosts(inputs.methods, max_k), max_k)
@@ -64,7 +64,7 @@ def goodput(inputs: ControllerInputs) -> Controller:
 
 
 def bandit(inputs: ControllerInputs) -> Controller:
-    """A bandit over K and drafters."""
+    """Build a bandit over K and drafters."""
     return BanditController(inputs.methods, inputs.num_speculative_tokens)
 
 
@@ -81,7 +81,7 @@ CONTROLLERS: Mapping[ControllerName, Callable[[ControllerInputs], Controller]] =
 
 
 def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
-    """The controller of a name.
+    """Build the controller of a name.
 
     Raises:
         InvalidRequest: there is none of that name, or it lacks what it needs.

@@ -1,4 +1,4 @@
-"""Short drafts that update an acceptance estimate: when they are made, by which request."""
+"""Probes: short drafts that update an acceptance estimate, and the rule that schedules them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Probes"]
 
 
 class Probes:
-    """Short drafts that are made to update an estimate, paid for by a share of the steps.
+    """Decides when to probe, so that probes cost at most a given share of the time.
 
     While no request drafts, one of them drafts one token now and then: what is never drafted is
     never known. While requests draft, one of them tries one token more or less, or another drafter.
@@ -48,7 +48,7 @@ class Probes:
         self._expected_loss: float | None = None
 
     def pass_step(self, num_plain: int, *, has_drafted: bool) -> None:
-        """Pay off debts by one step."""
+        """Reduce the cost still to be made up for by one step's share."""
         share = self.config.probe_share
         if has_drafted:
             share = max(share, FIRST_PROBES / (8.0 + num_plain))
@@ -73,7 +73,7 @@ class Probes:
         room: int,
         num_unread: Callable[[RequestState], int],
     ) -> list[Plan] | None:
-        """Return the plans with a probe among them, or None if none is due or there is no room.
+        """Return the plans with a probe among them, or None if none is due or rows are lacking.
 
         Args:
             plans: the best ones.
@@ -124,7 +124,7 @@ class Probes:
         without: Allocation,
         room: Allocator,
     ) -> None:
-        """Note the expected loss of a probe that differs from the best plans by its depth alone.
+        """Note the expected cost of a probe that differs from the best plans by its depth alone.
 
         What it is measured to lose depends on chance far more than on the depth.
         """
@@ -138,7 +138,7 @@ class Probes:
     def charge(
         self, probed: Sequence[Plan], records: Sequence[StepRecord], without: Allocation
     ) -> None:
-        """Note what a probe has lost, in steps without it."""
+        """Add the measured cost of a probe, as a number of steps without it."""
         if not any(record.num_drafted for record in records):
             return  # the drafter paused, or a guard of the speed made the step plain
         first = records[0]

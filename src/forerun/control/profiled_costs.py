@@ -1,4 +1,4 @@
-"""What steps are expected to take where they are taken, and what is learnt from those that were."""
+"""Expected step times from cost tables, corrected by measured steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OperatingPoint", "ProfiledCosts"]
 
 
 class OperatingPoint(NamedTuple):
-    """What a step is decided in.
+    """Batch, context and cost data for which a step is decided.
 
     Attributes:
         place: its batch and context.
@@ -29,7 +29,7 @@ class OperatingPoint(NamedTuple):
     correction: TimeCorrection
 
     def pricing(self) -> Pricing:
-        """Return what steps take here."""
+        """Return the expected durations of steps at this operating point."""
         correction = self.correction
         return Pricing(
             self.times,
@@ -40,7 +40,7 @@ class OperatingPoint(NamedTuple):
 
 
 class ProfiledCosts:
-    """Places that steps are taken at, and how what they take differs from the tables.
+    """Expected step times from profiled cost tables, with corrections learnt per batch size.
 
     Args:
         costs: of every drafter that may be planned, by its method.
@@ -66,7 +66,7 @@ class ProfiledCosts:
         return self.max_k
 
     def at(self, states: Sequence[RequestState]) -> OperatingPoint:
-        """Return the operating point of these requests, which is most often the last one."""
+        """Return the operating point of these requests; the previous one is reused if possible."""
         batch, context, greedy = len(states), 0, True
         for state in states:
             context += state.num_committed
@@ -110,7 +110,7 @@ class ProfiledCosts:
 def expected_times(
     depths: Mapping[str, Sequence[int]], times: Mapping[str, StepTimes]
 ) -> tuple[dict[str, float], dict[str, float], float]:
-    """What the tables say of a speculative step.
+    """Return the expected times of a speculative step according to the tables.
 
     Args:
         depths: levels drafted by every request that did, by method, at least one.

@@ -51,7 +51,7 @@ class Switch:
 
 
 class SpeedupBucket:
-    """Speed with and without speculation, at about the same batch size.
+    """Speed with and without speculation at batch sizes between two powers of two.
 
     Args:
         config: of the safety.
@@ -205,7 +205,7 @@ class SafeController:
 
 
 def kind_of(plans: Sequence[Plan]) -> StepKind:
-    """Return "probe" if any plan is one, else whether any plan drafts."""
+    """Return "probe" if any plan is a probe, else whether any plan drafts."""
     kind: StepKind = "plain"
     for plan in plans:
         if plan.probe:
@@ -216,5 +216,5 @@ def kind_of(plans: Sequence[Plan]) -> StepKind:
 
 
 def bucket_of(states: Sequence[RequestState]) -> int:
-    """Return the batch size as an exponent of 2."""
+    """Return the batch size as an exponent of 2, rounded down."""
     return len(states).bit_length() - 1

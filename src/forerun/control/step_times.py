@@ -1,4 +1,4 @@
-"""What a step is expected to take: cost tables read once per place, corrected by real steps."""
+"""Expected step times: cost tables read once per operating point, with corrections."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["CostCell", "CostSource", "StepTimes", "Tables", "TimeCorrection", "T
 
 @runtime_checkable
 class CostSource(Protocol):
-    """Cost tables of one drafter, by how its nodes are chosen."""
+    """Provides the cost tables of one drafter, by temperature."""
 
     def at(self, temperature: float) -> CostTable:
-        """The table that holds at a temperature."""
+        """Return the cost table for a temperature."""
 
 
 class CostCell(NamedTuple):
-    """Where one cost table was read: batch, and a bucket of contexts.
+    """Key of the place where a cost table is read: batch size and context range.
 
     Attributes:
         batch: sequences in the step.
@@ -41,18 +41,18 @@ class CostCell(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, mean_context: float) -> CostCell:
-        """The place of a batch."""
+        """Return the key for a batch size and its mean context."""
         return cls(batch, int(mean_context) // CONTEXT_BUCKET)
 
     @property
     def context(self) -> int:
-        """The middle of its contexts."""
+        """Middle of the context range, in tokens."""
         return self.bucket * CONTEXT_BUCKET + CONTEXT_BUCKET // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """A cost table at one place, as plain numbers; all in seconds.
+    """Seconds from a cost table at one batch size and context.
 
     Attributes:
         plain_s: a plain step.
@@ -130,7 +130,7 @@ class StepTimes:
         )
 
     def verify_nodes_s(self, num_nodes: float) -> float:
-        """The target pass with so many drafted nodes, linear in between."""
+        """Return the seconds of a pass with `num_nodes` drafted nodes, interpolated linearly."""
         below = int(num_nodes)
         share = num_nodes - below
         if share == 0.0:
@@ -139,7 +139,7 @@ class StepTimes:
 
 
 class Tables:
-    """Step times by method, kind of draft and place; each is read once.
+    """Step times by method, temperature and place; each table is read once.
 
     Args:
         costs: of every method that may be planned.
@@ -152,7 +152,7 @@ class Tables:
         self._read: dict[tuple[str, bool, CostCell], StepTimes] = {}
 
     def at(self, method: str, place: CostCell, *, greedy: bool) -> StepTimes:
-        """What steps of a method take at a place."""
+        """Return the times of a method's steps at a place."""
         key = (method, greedy, place)
         times = self._read.get(key)
         if times is None:
@@ -162,7 +162,7 @@ class Tables:
 
 
 class TimeFactor:
-    """By what something takes longer than the table says, learnt from one step after the other."""
+    """Ratio of measured to expected time, learnt step by step."""
 
     __slots__ = ("count", "log")
 
@@ -170,7 +170,7 @@ class TimeFactor:
         self.log = self.count = 0.0
 
     def observe(self, measured_s: float, expected_s: float) -> None:
-        """One step; one that was held up by something else is believed only a little."""
+        """Update the ratio by one step; outliers have little weight."""
         believed = self.log / (self.count + STEP_TIME_STRENGTH)
         surprise = math.log(measured_s / expected_s) - believed
         surprise = believed + max(-LARGEST_LOG_SURPRISE, min(LARGEST_LOG_SURPRISE, surprise))
@@ -178,12 +178,12 @@ class TimeFactor:
         self.count = self.count * STEP_TIME_MEMORY + 1.0
 
     def value(self, prior: float = 0.0) -> float:
-        """The factor, where it is believed to be exp(prior) before any step was seen."""
+        """Return the ratio, shrunk towards exp(prior) while few steps were seen."""
         return math.exp((self.log + STEP_TIME_STRENGTH * prior) / (self.count + STEP_TIME_STRENGTH))
 
 
 class TimeCorrection:
-    """How much longer steps take than the table says.
+    """Ratios of measured to expected step times, by part of a step.
 
     Plain steps, the target's passes over drafted nodes, and what every drafter's steps take besides
     are corrected apart, but what is known of plain steps and of speculative ones without drafting
@@ -206,16 +206,16 @@ class TimeCorrection:
 
     @property
     def plain_factor(self) -> float:
-        """Of plain steps."""
+        """Ratio for plain steps."""
         return self.plain.value(self._either)
 
     @property
     def pass_factor(self) -> float:
-        """Of target passes over drafted nodes."""
+        """Ratio for target passes over drafted nodes."""
         return self.passes.value(self._either)
 
     def draft_factor(self, method: str) -> float:
-        """Of all else in a speculative step of a drafter."""
+        """Ratio for all other parts of a speculative step of one drafter."""
         return self.drafts[method].value(self._either)
 
     @property
@@ -225,7 +225,7 @@ class TimeCorrection:
 
 
 def spread(by_rows: Sequence[float], batch: int) -> tuple[float, ...]:
-    """Times by rows per sequence as times by drafted nodes of a batch, linear in between."""
+    """Interpolate times by rows per sequence to times by drafted nodes of a batch."""
     steps = [(after - before) / batch for before, after in pairwise(by_rows)]
     inner = (
         before + step * n

@@ -1,4 +1,4 @@
-"""Where the time per token goes: speedup = tau / kappa, and the gap to the ideal part by part.
+"""Splits the time per token into parts: speedup = tau / kappa, and the gap to the ideal.
 
 In plain decode steps per emitted token. The ideal accepts all K drafted tokens and pays one plain
 step: 1 / (K + 1). What is paid is kappa / tau. The difference is, exactly,
@@ -80,11 +80,11 @@ class Attribution:
 
     @property
     def step_cost_per_token(self) -> float:
-        """What the waterfall ends at: the sum of its parts."""
+        """Sum of the parts: the actual time per token."""
         return sum(part.cost for part in self.parts)
 
     def share(self, kind: str) -> float | None:
-        """Of the gap to the ideal, what parts of a kind take; None where it is not split."""
+        """Return the share of one kind of parts in the gap; None where the gap is not split."""
         if self.cycle_cost is None or (kind != "rejection" and self.draft_cost is None):
             return None
         gap = self.cycle_cost / self.acceptance_length - self.parts[0].cost
@@ -113,7 +113,7 @@ class Attribution:
 
 
 def attribute(evidence: Evidence) -> Attribution | None:
-    """The attribution; None where tau or K is not known, or they contradict each other."""
+    """Compute the attribution; None where tau or K is not known, or they contradict each other."""
     tau, k = evidence.number("acceptance_length"), evidence.number("k")
     if tau is None or not k or not 1.0 <= tau <= k + 1 + TOLERANCE:
         return None
@@ -141,7 +141,7 @@ def attribute(evidence: Evidence) -> Attribution | None:
 
 
 def survival_of(evidence: Evidence, k: int, tau: float) -> tuple[float, ...]:
-    """P(accepted through i) for i = 1..K that adds up to tau - 1.
+    """Return P(accepted through i) for i = 1..K, scaled so that its sum is tau - 1.
 
     The measured profile, scaled where its sum is another one because not every step drafted K; the
     constant acceptance of this tau where no profile is known.
@@ -160,7 +160,7 @@ def survival_of(evidence: Evidence, k: int, tau: float) -> tuple[float, ...]:
 
 
 def rejection_parts(survival: Sequence[float], k: int, tau: float) -> list[Part]:
-    """A first rejection at position i loses it and the K - i tokens behind it."""
+    """Return the cost of rejections by position: one at i loses the K - i + 1 tokens from i on."""
     return [
         Part(
             name=f"rejected at position {i}",
@@ -175,7 +175,7 @@ Costs = tuple[float | None, float | None, float | None]
 
 
 def cost_parts(tau: float, k: int, kappa: float | None, costs: Costs) -> list[Part]:
-    """Drafting, the pass, the rest; in one piece where they are not known apart."""
+    """Return the cost of drafting, pass and rest; one part where they are not known separately."""
     c, v, o = costs
     if kappa is None:
         return []
@@ -192,7 +192,7 @@ def cost_parts(tau: float, k: int, kappa: float | None, costs: Costs) -> list[Pa
 def counterfactuals(
     tau: float, k: int, kappa: float | None, costs: Costs
 ) -> tuple[Counterfactual, ...]:
-    """The speedup if one part of the cost were ideal, for each part."""
+    """Return the speedups that each part of the cost would allow if it were ideal."""
     if kappa is None:
         return ()
     found = [Counterfactual(name="every drafted token were accepted", speedup=(k + 1) / kappa)]

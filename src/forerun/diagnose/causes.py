@@ -1,4 +1,4 @@
-"""Causes: what each is, which evidence speaks for and against it, and what helps.
+"""Causes of slow or wrong speculation: evidence for and against each, and remedies.
 
 The causes themselves are in `tables/causes.toml`.
 """
@@ -32,7 +32,7 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """The fact in words, with its source."""
+        """Describe the fact in words, with its source."""
         value = self.fact.value
         if isinstance(value, bool):
             said = self.fact.definition if value else f"not: {self.fact.definition}"
@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """How one fact bears on a cause: the log of a likelihood ratio.
+    """Weight of one fact for one cause, as the log of a likelihood ratio.
 
     Attributes:
         fact: which one.
@@ -64,7 +64,7 @@ class Sign:
     word: str | None = None
 
     def finding(self, evidence: Evidence) -> Finding | None:
-        """What the evidence says; None where it says nothing."""
+        """Weigh the evidence; None where the fact is not known."""
         fact = evidence.facts.get(self.fact)
         if fact is None:
             return None
@@ -88,7 +88,7 @@ class Sign:
 
     @property
     def spread(self) -> float:
-        """How much knowing the fact could move the cause."""
+        """Largest change of the cause's score that knowing the fact could make."""
         return abs(self.yes - self.no)
 
 
@@ -109,7 +109,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One reason why speculation is slow, wrong, or looks so.
+    """One possible reason why speculation is slow, wrong, or seems so.
 
     Attributes:
         label: its name.

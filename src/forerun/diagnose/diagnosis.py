@@ -1,4 +1,4 @@
-"""From evidence to a diagnosis: attribution, causes, the next test, and what changes would gain."""
+"""Makes a diagnosis from evidence: attribution, ranked causes, the next test, predicted gains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_CAUSES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A remedy and what it is predicted to gain; None where speed is not what it changes."""
+    """A remedy and its predicted gain; None where the remedy is not about speed."""
 
     remedy: Remedy
     prediction: Prediction | None
@@ -109,7 +109,7 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
-    """Derive what follows, attribute, score every cause and predict what changes would gain.
+    """Derive facts, attribute the time, score every cause and predict the gain of remedies.
 
     Args:
         evidence: of all sources; what follows from it is added to it.
@@ -165,7 +165,7 @@ MIN_SCORE_OF_FEW = 0.5
 
 
 def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
-    """The verdict by the likeliest cause that has support."""
+    """Return the verdict, by the likeliest cause that the evidence supports."""
     if not supported:
         return "insufficient evidence"
     likeliest = supported[0]
@@ -184,7 +184,7 @@ def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
 def changes_of(
     item: ScoredCause, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
 ) -> tuple[Change, ...]:
-    """Remedies of a cause, those that are predicted to gain most first."""
+    """Return the remedies of a cause, those with the largest predicted gain first."""
     changes = [
         Change(remedy=remedy, prediction=predict(remedy.effect, evidence, found, outlook))
         for remedy in item.cause.remedies

@@ -1,4 +1,4 @@
-"""Evidence: facts with a definition, a source and, where counts allow, an interval."""
+"""Evidence of a diagnosis: facts with a definition, a source and, if known, an interval."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ Points = tuple[tuple[str | float, float, float], ...]
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """Facts by name, one each, and what was read.
+    """All facts known about a run, one per name, and how their sources were read.
 
     What comes first stays: sources are read in the order of trust, and a second value that differs
     is kept as a disagreement.
@@ -134,7 +134,7 @@ class Evidence:
             self.notes.append(f"not used: {error} ({source})")
 
     def include(self, other: Evidence) -> None:
-        """Take in what another source says; what is known already stays."""
+        """Add the facts of another source; facts that are already known stay."""
         for fact in other.facts.values():
             known = self.facts.setdefault(fact.name, fact)
             if known is not fact and not alike(known.value, fact.value):
@@ -145,24 +145,24 @@ class Evidence:
         self.series = other.series | self.series
 
     def number(self, name: str) -> float | None:
-        """A number's value; None where it is not known."""
+        """Return the value of a number; None where it is not known."""
         value = self._value(name)
         return float(value) if isinstance(value, int | float) else None
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list's values; empty where they are not known."""
+        """Return the values of a list of numbers; empty where they are not known."""
         value = self._value(name)
         if not isinstance(value, tuple):
             return ()
         return tuple(float(entry) for entry in value if not isinstance(entry, str))
 
     def flag(self, name: str) -> bool | None:
-        """Yes, no, or None where it was not observed."""
+        """Return the value of a flag; None where it was not observed."""
         value = self._value(name)
         return value if isinstance(value, bool) else None
 
     def words(self, name: str) -> tuple[str, ...]:
-        """Words; empty where they are not known."""
+        """Return the values of a fact that is one word or several; empty where it is not known."""
         value = self._value(name)
         if isinstance(value, str):
             return (value,)
@@ -205,7 +205,7 @@ def checked_value(name: str, value: object) -> Value:
 
 
 def similar_facts(name: str) -> str:
-    """The facts whose names are like this one, or how facts are named."""
+    """Return a sentence with the facts of similar names, or with how facts are named."""
     words = {word for word in name.lower().split("_") if len(word) > 3}
     near = get_close_matches(name.lower(), FACTS, n=4, cutoff=0.6)
     near += [known for known in FACTS if any(w[:4] in known for w in words) and known not in near]
@@ -216,7 +216,7 @@ def similar_facts(name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """The beginning of a value as Python writes it."""
+    """Shorten a value for a message, in Python's notation."""
     if isinstance(value, int) and abs(value) >= 10**40:
         return "a number of more than 40 digits"
     if isinstance(value, str | int | float | None):
@@ -248,7 +248,7 @@ def checked_number(name: str, value: object) -> float:
 
 
 def checked_word(name: str, value: object) -> str:
-    """A short text, one of the choices where there are some."""
+    """Check a short text, which must be one of the choices where the fact has some."""
     kind = FACTS[name]
     if not isinstance(value, str) or len(value) > MAX_WORD:
         raise ValueError(f"{name} must be a text of at most {MAX_WORD} characters")
@@ -258,7 +258,7 @@ def checked_word(name: str, value: object) -> str:
 
 
 def alike(one: Value, other: Value) -> bool:
-    """Whether two values of a fact say the same, figures to within 2%."""
+    """Whether two values of a fact agree, numbers to within 2%."""
     if isinstance(one, bool | str) or isinstance(other, bool | str):
         return one == other
     ones = one if isinstance(one, tuple) else (one,)

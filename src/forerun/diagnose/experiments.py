@@ -1,4 +1,4 @@
-"""What to look at next: every test, what it costs in minutes, and which facts it yields.
+"""Experiments that an operator can run next, with their minutes and the facts they yield.
 
 The tests themselves are in `tables/experiments.toml`.
 """
@@ -40,7 +40,7 @@ EXPERIMENTS = msgspec.convert(load_table("experiments")["experiment"], tuple[Exp
 
 
 def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
-    """The test that would move this cause most for its time; None where all is known."""
+    """Return the test that tells most about a cause for its time; None where all is known."""
     spreads = {sign.fact: sign.spread for sign in cause.signs if sign.fact not in evidence}
     return best_of(lambda item: sum(spreads.get(fact, 0.0) for fact in item.yields))
 
@@ -48,7 +48,7 @@ def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
 def best_experiment(
     weights: Mapping[str, float], causes: Iterable[Cause], evidence: Evidence
 ) -> Experiment | None:
-    """The test that tells the causes apart best for its time.
+    """Return the test that separates the causes best for the time it takes.
 
     A fact is worth the spread between causes of what it would say of them, weighted by how likely
     they are.
@@ -77,7 +77,7 @@ def best_experiment(
 
 
 def best_of(worth: Callable[[Experiment], float]) -> Experiment | None:
-    """The most for its time; twice the time has to tell 1.4 times as much."""
+    """Return the test of most information for its time; information counts more than time."""
     ranked = [(worth(item) / sqrt(item.minutes), item) for item in EXPERIMENTS]
     value, item = max(ranked, key=lambda pair: pair[0])
     return item if value > 0.0 else None

@@ -1,4 +1,4 @@
-"""Every fact by name: the vocabulary of readers, facts files, flags, probes and causes."""
+"""The vocabulary of facts: every name with its definition, type, unit and range."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ FORMER_NAMES: Mapping[str, str] = {
 
 
 def current_name(name: str) -> str:
-    """The name that a fact has now."""
+    """Return the present name of a fact that was renamed."""
     return FORMER_NAMES.get(name, name)

@@ -1,4 +1,4 @@
-"""A diagnosis as one self-contained page: no script, nothing loaded, everything escaped."""
+"""A diagnosis as one HTML page without scripts and external files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Curves:
 
 
 def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
-    """The charts that the evidence has data for."""
+    """Return the charts that the evidence has data for."""
     found, series = diagnosis.attribution, diagnosis.evidence.series
     bars, curves = [], []
     if found is not None:
@@ -82,7 +82,7 @@ def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...
 
 
 def waterfall(found: Attribution) -> Bars:
-    """The waterfall chart from the ideal time per token to the actual one."""
+    """Return the waterfall chart from the ideal time per token to the actual one."""
     places, at = [], 0.0
     for part in parts_shown(found):
         places.append((part, min(at, at + part.cost), abs(part.cost)))
@@ -112,7 +112,7 @@ MAX_BARS = 24
 
 
 def parts_shown(found: Attribution) -> list[Part]:
-    """The parts of the waterfall, rejections at late positions together."""
+    """Return the parts of the waterfall, with the rejections at late positions merged."""
     rejections = [part for part in found.parts if part.kind == "rejection"]
     late = rejections[MAX_POSITIONS:]
     if not late:
@@ -125,7 +125,7 @@ def parts_shown(found: Attribution) -> list[Part]:
 
 
 def survival(found: Attribution, evidence: Evidence) -> Curves:
-    """Accepted through each position, and a constant acceptance of the same tau."""
+    """Return the chart of acceptance by position, beside constant acceptance of the same tau."""
     k = found.num_speculative_tokens
     rates = evidence.numbers("acceptance_rate_per_position")[:k]
     measured = rates or survival_of(evidence, k, found.acceptance_length)
@@ -143,7 +143,7 @@ def survival(found: Attribution, evidence: Evidence) -> Curves:
 
 
 def over_time(evidence: Evidence) -> Curves:
-    """Acceptance at position 1 over the trace."""
+    """Return the chart of acceptance at position 1 over time."""
     points = evidence.series["time"]
     times = [float(at) for at, _, _ in points]
     width = (times[-1] - times[0]) or 1.0
@@ -160,7 +160,7 @@ def over_time(evidence: Evidence) -> Curves:
 
 
 def by_tag(evidence: Evidence) -> Bars:
-    """Acceptance at position 1 by tag."""
+    """Return the chart of acceptance at position 1 by tag."""
     return Bars(
         title="Acceptance by tag",
         caption="acceptance at position 1, and drafting steps",
@@ -172,7 +172,7 @@ def by_tag(evidence: Evidence) -> Bars:
 
 
 def k_histogram(evidence: Evidence) -> Bars:
-    """A histogram of steps by K."""
+    """Return a histogram of steps by K."""
     common = sorted(evidence.series["K"], key=lambda point: -point[1])[:MAX_BARS]
     counts = sorted((float(k), n) for k, n, _ in common)
     most = max(n for _, n in counts) or 1.0

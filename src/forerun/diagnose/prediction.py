@@ -1,4 +1,4 @@
-"""What a change would gain: speedups predicted from acceptance and the costs of a step."""
+"""Predicts the speedup that each change would give, from acceptance and step costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TYPICAL_OVERHEAD = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What a step costs at any K, and how far drafts are accepted.
+    """Acceptance by position and step costs at any K, on which predictions rest.
 
     Attributes:
         survival: P(accepted through i), beyond the drafted K by its last conditional acceptance.
@@ -60,17 +60,17 @@ class Outlook:
     context: int = 0
 
     def cycle_cost(self, k: int) -> float:
-        """kappa at K."""
+        """Return kappa at K."""
         if self.table is not None:
             return self.table.cycle_cost(k, self.context, self.batch)
         return k * self.draft_cost + 1.0 + k * self.verify_slope + self.overhead
 
     def acceptance_length(self, k: int) -> float:
-        """tau at K."""
+        """Return tau at K."""
         return 1.0 + sum(self.survival[:k])
 
     def speedup(self, k: int) -> float:
-        """At K; 1 for K = 0."""
+        """Return the speedup at K; 1 for K = 0."""
         return self.acceptance_length(k) / self.cycle_cost(k) if k else 1.0
 
 
@@ -101,7 +101,7 @@ class Prediction:
 
 
 def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None = None) -> Outlook:
-    """Costs as measured as far as they are, as typical for the kind of draft otherwise."""
+    """Build the outlook from measured costs, with typical ones where they are not known."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     c, v, o = found.draft_cost, found.verify_cost, found.overhead
     batch, context = evidence.number("batch"), evidence.number("context_tokens")
@@ -129,7 +129,7 @@ def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None =
 
 
 def typical_draft_cost(evidence: Evidence) -> float:
-    """c by size where both sizes are known, by kind of draft otherwise."""
+    """Return c from the sizes of both models, or the typical c of the kind of draft."""
     if (ratio := evidence.number("draft_size_ratio")) is not None:
         return max(0.01, ratio)
     kinds = evidence.words("method")
@@ -137,7 +137,7 @@ def typical_draft_cost(evidence: Evidence) -> float:
 
 
 def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
-    """The profile up to K: beyond what was drafted, each position as the last one was."""
+    """Extend survival to K by repeating the conditional acceptance of the last known position."""
     found = list(survival)
     before = found[-2] if len(found) > 1 else 1.0
     last = found[-1] / before if before > 0.0 else 0.0
@@ -147,7 +147,7 @@ def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
 
 
 def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) -> None:
-    """The best K at these costs, and what smaller and larger ones would gain.
+    """Add the best K at these costs, and the gain of smaller and larger K.
 
     Facts only where costs were measured: what an assumption implies is no evidence.
     """
@@ -169,7 +169,7 @@ def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) ->
 def predict(
     effect: Effect, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
 ) -> Prediction | None:
-    """The speedup after a remedy; None where tau is not known or speed is not the point."""
+    """Predict the speedup after a remedy; None where tau is not known or speed is not affected."""
     if found is None or outlook is None or effect == "none":
         return None
     after = EFFECTS[effect](evidence, found, outlook)
@@ -189,17 +189,17 @@ Rule = Callable[[Evidence, Attribution, Outlook], float | None]
 
 
 def at_best_k(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """The K of highest predicted speedup for this acceptance profile."""
+    """Predict the speedup at the best K for this acceptance."""
     return outlook.speedup(best_drafting_k(outlook))
 
 
 def best_drafting_k(outlook: Outlook) -> int:
-    """The best K that drafts; what K = 0 comes to is said apart."""
+    """Return the best K above 0; K = 0 is reported separately."""
     return max(range(1, MAX_K + 1), key=outlook.speedup)
 
 
 def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """The reference's tau at today's cost of its K."""
+    """Predict the speedup with the reference's tau, at the current cost of its K."""
     k = int(evidence.number("reference_k") or found.num_speculative_tokens)
     rate = evidence.number("reference_acceptance_rate")
     tau = evidence.number("reference_acceptance_length") or (1 + rate * k if rate else None)
@@ -210,13 +210,13 @@ def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> 
 
 
 def as_before(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """The speedup that was measured there, else its acceptance at today's cost."""
+    """Return the reference's measured speedup, else the one of its acceptance at current costs."""
     known = evidence.number("reference_speedup")
     return with_reference(evidence, found, outlook) if known is None else known
 
 
 def halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """The reference where there is one; else half as many rejections at every position."""
+    """Predict the speedup with the reference, or with half the rejections where there is none."""
     if (known := with_reference(evidence, found, outlook)) is not None:
         return known
     alpha, k = evidence.number("alpha"), found.num_speculative_tokens
@@ -226,12 +226,12 @@ def halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) 
 
 
 def kappa_now(found: Attribution, outlook: Outlook) -> float:
-    """The cycle cost now, measured if known and assumed otherwise."""
+    """Return the current cycle cost, measured if known and assumed otherwise."""
     return found.cycle_cost or outlook.cycle_cost(found.num_speculative_tokens)
 
 
 def less(saved: Callable[[int, Outlook], float]) -> Rule:
-    """The prediction for a step whose cost is reduced."""
+    """Return a rule that predicts the speedup if a step cost less by `saved`."""
 
     def rule(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
         k = found.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""How likely each cause is: prior plus what every known fact says of it."""
+"""Scores causes: the prior plus the weight of every known fact."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class ScoredCause:
 
     @property
     def support(self) -> float:
-        """Evidence for it, in nats."""
+        """Summed weight of the evidence for the cause, in nats."""
         return sum(finding.weight for finding in self.evidence_for)
 
     @property
     def is_supported(self) -> bool:
-        """Whether enough speaks for it, and more than against it."""
+        """Whether enough evidence supports the cause, and more than opposes it."""
         return self.reaches(MIN_SUPPORT)
 
     def reaches(self, support: float) -> bool:
-        """Whether so much speaks for it, its rarity taken off, and more than against it."""
+        """Whether the support reaches a threshold after the prior, and exceeds the opposition."""
         against = -sum(finding.weight for finding in self.evidence_against)
         return self.support + min(0.0, self.cause.prior) >= support and self.support > against
 
 
 def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCause, ...]:
-    """Every cause, the likeliest first.
+    """Score every cause, the likeliest first.
 
     The weights of facts add up as if facts were independent given the cause, which they are not
     quite: scores rank, and are too sure of themselves.

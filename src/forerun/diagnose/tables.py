@@ -1,4 +1,4 @@
-"""The tables of a diagnosis: facts, causes and experiments are data, read from TOML files."""
+"""Reads the TOML files that define facts, causes and experiments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A diagnosis in plain words: paragraphs and lists that terminal and page share."""
+"""A diagnosis as text: paragraphs and lists for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """Everything below the headline; names from sources are made safe for a terminal."""
+    """Return everything below the headline, with names made safe for a terminal."""
     for section in raw_sections(diagnosis):
         yield Section(
             heading=printable(section.heading), lines=tuple(map(printable, section.lines))
@@ -69,7 +69,7 @@ def sections(diagnosis: Diagnosis) -> Iterator[Section]:
 
 
 def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """The sections as they are composed."""
+    """Return the sections before their text is made safe."""
     if changes := changes_of(diagnosis):
         lines = tuple(change_line(change) for change in changes)
         yield Section(heading="What to change", lines=lines)
@@ -95,7 +95,7 @@ def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
 
 
 def step_words(found: Attribution) -> Iterator[str]:
-    """Roles of draft and target, with this run's figures."""
+    """Explain the roles of draft and target, with this run's figures."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     c = "" if found.draft_cost is None else f", each for {found.draft_cost:.3f} of a plain step"
     yield f"The draft proposes {k} tokens, one after the other{c}."
@@ -117,7 +117,7 @@ def step_words(found: Attribution) -> Iterator[str]:
 
 
 def interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
-    """Why a parallel pass alone gives no speedup."""
+    """Explain why a parallel pass alone gives no speedup."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     first, kept = evidence.number("alpha_1"), tau - 1.0
     share = "" if first is None else f" Position 1 is accepted in {first:.0%} of the steps;"
@@ -142,7 +142,7 @@ MAX_POSITIONS = 4
 
 
 def waterfall(found: Attribution) -> Iterator[str]:
-    """The parts, late positions together, and their sum."""
+    """List the parts of the time per token, late positions merged, and their sum."""
     rejections = [part for part in found.parts if part.kind == "rejection"]
     late = rejections[MAX_POSITIONS:]
     for part in found.parts:
@@ -155,18 +155,18 @@ def waterfall(found: Attribution) -> Iterator[str]:
 
 
 def what_if(found: Attribution) -> Iterator[str]:
-    """The speedups if one part of the cost were ideal, as lines."""
+    """List the speedups if one part of the cost were ideal."""
     for other in found.counterfactuals:
         yield f"{other.speedup:5.2f}x  if {other.name}"
 
 
 def cause_heading(number: int, ranked: RankedCause) -> str:
-    """Rank, label and score."""
+    """Return rank, label and score of a cause."""
     return f"{number}. {ranked.scored.cause.label} (score {ranked.scored.score:.2f})"
 
 
 def cause_words(ranked: RankedCause) -> Iterator[str]:
-    """What it is, why it costs, and what speaks for and against it."""
+    """Describe a cause and the evidence for and against it."""
     yield ranked.scored.cause.what
     yield ranked.scored.cause.why
     for finding in ranked.scored.evidence_for[:MAX_EVIDENCE]:
@@ -178,7 +178,7 @@ def cause_words(ranked: RankedCause) -> Iterator[str]:
 
 
 def changes_of(diagnosis: Diagnosis) -> list[Change]:
-    """The changes of the likeliest causes, each once: all of the first one's, then others'."""
+    """Return the changes of the likeliest causes, each once, those of the first cause first."""
     found: dict[str, Change] = {}
     for ranked in diagnosis.causes:
         for change in ranked.changes:
@@ -187,7 +187,7 @@ def changes_of(diagnosis: Diagnosis) -> list[Change]:
 
 
 def change_line(change: Change) -> str:
-    """A change with its predicted gain and its price."""
+    """Describe a change with its predicted gain and its price."""
     predicted = change.prediction
     if predicted is None:
         gain = "no change of speed, or none that can be predicted from this evidence"
@@ -201,7 +201,7 @@ def change_line(change: Change) -> str:
 
 
 def evidence_words(evidence: Evidence) -> Iterator[str]:
-    """How sources were read, and where they disagree."""
+    """Describe how sources were read, and where they disagree."""
     for reading in evidence.readings:
         kinds = ", ".join(sorted(reading.kinds)) or "nothing that is known"
         unknown = f", {reading.num_unknown} not understood" if reading.num_unknown else ""
@@ -214,7 +214,7 @@ def evidence_words(evidence: Evidence) -> Iterator[str]:
 
 
 def figure_words(fact: Fact) -> str:
-    """A value with its interval and source."""
+    """Describe a value with its interval and source."""
     value = fact.value
     if isinstance(value, bool):
         said = "yes" if value else "no"

@@ -15,7 +15,7 @@ __all__ = ["Backend", "BackendStats", "Capabilities"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendStats:
-    """What a backend has done since it was made.
+    """Counts of a backend since it was made.
 
     Attributes:
         num_running: sequences that are being decoded.
@@ -36,7 +36,7 @@ class BackendStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend can be asked for.
+    """Features and limits of a backend.
 
     Attributes:
         max_context: prompt plus output tokens of one sequence.
@@ -64,7 +64,7 @@ class Backend(Protocol):
         prompts: str | Seq[str | Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Finish all prompts; one output per prompt, in order."""
+        """Finish all prompts and return one output per prompt, in order."""
 
     def stream(
         self, prompt: str | Seq[int], params: SamplingParams | None = None
@@ -72,10 +72,10 @@ class Backend(Protocol):
         """Yield the chunks of one prompt; closing the iterator aborts the request."""
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request; what there was until then, None where the id is unknown."""
+        """End a request and return its output so far; None where the id is unknown."""
 
     def stats(self) -> BackendStats:
         """Return counts since the backend was made."""
 
     def capabilities(self) -> Capabilities:
-        """Return what can be asked for."""
+        """Return the features and limits."""

@@ -34,7 +34,7 @@ __all__ = ["EngineCore"]
 
 
 class EngineCore:
-    """Adds, steps and ends requests over a target that is loaded; `Engine` is its public face.
+    """Adds, steps and ends requests over a loaded target; `Engine` is the public interface.
 
     Attributes:
         drafter: what proposes tokens; None decodes plainly.

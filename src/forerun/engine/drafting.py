@@ -1,4 +1,4 @@
-"""Calls of the drafter, whose failures must not cost a token.
+"""Calls the drafter; where it fails, sequences are decoded without a draft.
 
 A batch that fails is repeated request by request. A request that fails again is decoded plainly
 from then on, and the log says why once.
@@ -26,7 +26,7 @@ FAILURES = (Exception, SystemExit)
 
 
 class GuardedDrafter:
-    """A drafter whose failures end in plain decoding.
+    """Wraps a drafter so that its failures lead to plain decoding.
 
     The drafter sees every row that the target's cache holds of a request, in order, before it is
     asked to continue it: also after a failure made it drop its state.

@@ -47,7 +47,7 @@ class StepObserver(Protocol):
 
 
 class EmittedRecords:
-    """An observer that hands the records of every step to a function, one by one.
+    """An observer that passes the step records to a function, one by one.
 
     Example:
         records: list[StepRecord] = []

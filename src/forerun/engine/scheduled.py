@@ -31,7 +31,7 @@ PLAIN = Plan()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScheduledSequence:
-    """The second view of a running sample: the step fills it in from top to bottom.
+    """What one running sequence drafts, feeds and emits in one step, filled in by the step.
 
     Attributes:
         sequence: the first view, which holds the committed state.
@@ -57,7 +57,7 @@ class ScheduledSequence:
 
     @classmethod
     def of(cls, sequence: Sequence) -> ScheduledSequence:
-        """Schedule a sequence that has joined the batch."""
+        """Create the entry of a running sequence for the next step."""
         assert sequence.context is not None
         num_cached = sequence.context.num_cached
         num_pending = len(sequence.ids) - num_cached
@@ -72,18 +72,18 @@ class ScheduledSequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether its prompt is read, so that it may draft."""
+        """Whether the whole prompt was read, so that the sequence may draft."""
         return self.num_pending == 1
 
     @property
     def prefills(self) -> bool:
-        """Whether it fed a prompt, or read its own output again after a preemption."""
+        """Whether it feeds prompt tokens, or reads its output again after a preemption."""
         # The last chunk of a prompt may be one row, as decoding always is.
         return self.num_chain > 1 or self.sequence.num_output == self.num_emitted
 
     @property
     def completes(self) -> bool:
-        """Whether nothing stays pending, so that the pass yields tokens."""
+        """Whether all pending tokens are fed, so that the pass yields tokens."""
         return self.num_chain == self.num_pending
 
     @property
@@ -114,7 +114,7 @@ class ScheduledSequence:
 
     @property
     def rule(self) -> Rule:
-        """The verifier of its rows; "greedy" where the raw argmax decides."""
+        """Name of the verifier; "greedy" where the argmax of the raw logits decides."""
         params = self.params
         if params.greedy and self.sequence.history is None:
             return "greedy"
@@ -124,11 +124,11 @@ class ScheduledSequence:
         return "walk" if method == "coupled" else method
 
     def pending(self) -> list[int]:
-        """The tokens fed before its draft nodes."""
+        """Return the pending tokens, which are fed before the draft nodes."""
         return self.context.pending(self.num_chain)
 
     def span(self) -> Span:
-        """Its rows in the pass."""
+        """Return the rows of the sequence in the pass."""
         return self.context.span(self.num_chain, self.tree)
 
     def row_histories(self, drafted: list[int], vocab_size: int) -> list[RowHistory | None]:

@@ -26,7 +26,7 @@ __all__ = ["Sequence", "output_of"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DraftState:
-    """What the engine keeps of a sequence for the calls of its drafter.
+    """Drafter-related state that the engine keeps of a sequence.
 
     Attributes:
         request: the drafter's view of the sequence; None until the drafter has seen it.
@@ -45,7 +45,7 @@ class DraftState:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """One sample of one request.
+    """Committed state of one sample of a request.
 
     `ids` (prompt, then output) is shared with the contexts of target and drafter; only `append`
     grows it.

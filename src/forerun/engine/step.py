@@ -1,4 +1,4 @@
-"""One engine step: plans, proposals, one target pass, verdicts, commit, observers.
+"""One engine step: plan, draft, run the target once, verify, commit, and call the observers.
 
 A step is a function of (sequences, plans, noise); its clock readings only fill the trace.
 """
@@ -36,7 +36,7 @@ Verify = Callable[
 
 
 class Stepper:
-    """The parts a step is made of; the state lives in the scheduler's sequences.
+    """Runs engine steps; all state of requests is in the scheduler's sequences.
 
     Attributes:
         verify: verifies all emitting sequences of a pass; experiments may replace it.
@@ -226,7 +226,7 @@ class Stepper:
 
 
 def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:
-    """The plan, cut to the rows that a pass has for one sequence and to its room for tokens.
+    """Return the plan, cut to the rows per sequence and to the tokens that may be emitted.
 
     The pass itself yields one token more than are accepted.
     """
@@ -242,7 +242,7 @@ def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:
 
 
 def state_of(sequence: Sequence, now_s: float) -> RequestState:
-    """What the controller may know of a sequence."""
+    """Return the state of a sequence that controllers get."""
     ends_at_s = sequence.ends_at_s
     return RequestState(
         request_id=sequence.key,
@@ -256,7 +256,7 @@ def state_of(sequence: Sequence, now_s: float) -> RequestState:
 
 
 def tokens_of(fed: Seq[ScheduledSequence], device: torch.device) -> list[int] | Tensor:
-    """Tokens of a pass: the draft nodes of every entry behind its pending tokens.
+    """Return the tokens of a pass: of each entry, the pending tokens, then the draft nodes.
 
     Nodes that are on a device are copied there without waiting for them.
     """

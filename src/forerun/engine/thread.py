@@ -80,7 +80,7 @@ class Ticket:
         return self._output
 
     def abort(self) -> None:
-        """End the request after the step that is going on; no effect once it has ended."""
+        """End the request after the current step; no effect once it has ended."""
         if not self._ended.is_set():
             self._abort()
 

@@ -56,7 +56,7 @@ class VerifyBatch:
     tokens: Int64[Tensor, " rows"]
 
     def rows(self) -> Iterator[tuple[ScheduledSequence, slice]]:
-        """Every sequence with its rows."""
+        """Every sequence with the range of its rows."""
         start = 0
         for entry in self.entries:
             yield entry, slice(start, start + entry.num_logit_rows)
@@ -184,7 +184,7 @@ def verify_walked(batch: VerifyBatch) -> list[Verdict]:
 
 
 def match_probs(batch: VerifyBatch, probs: Tensor) -> Float[Tensor, " rows"]:
-    """Probability that each node is accepted once its parent was; 0 for the first row."""
+    """Return the probability that each node is accepted if its parent was; 0 for the first row."""
     matches = []
     for entry, rows in batch.rows():
         rows_probs, tokens, proposal = probs[rows], batch.tokens[rows][1:], entry.proposal
@@ -287,7 +287,7 @@ def verify_trees(
 
 
 def valid_part(tree: TokenTree, invalid: Seq[bool]) -> tuple[TokenTree, list[int]]:
-    """The nodes whose ancestors all have a valid row, as a tree, and their places in `tree`."""
+    """Return the nodes whose ancestors all have a valid row, as a tree, and their indices."""
     if not any(invalid):
         return tree, list(range(len(tree.parents)))
     places = {-1: -1}

@@ -39,7 +39,7 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Differences between families; see `Decoder` for the attributes."""
+    """Architectural differences between model families; see `Decoder` for the attributes."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -83,7 +83,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
-    """One layer. Matrices are (outputs, inputs), as torch's linear takes them.
+    """Weights of one layer. Matrices are (outputs, inputs), as torch's linear takes them.
 
     Attributes:
         input_norm: before attention.
@@ -110,7 +110,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndWeights:
-    """Embedding, final norm and head; a tied head is the embedding itself."""
+    """Weights of embedding, final norm and head; a tied head is the embedding itself."""
 
     embedding: Float[Tensor, "vocab hidden"]
     norm: Float[Tensor, " hidden"]
@@ -232,7 +232,7 @@ def read_layer(decoder: Decoder, index: int, read: ReadTensor) -> LayerWeights:
 
 
 def read_ends(decoder: Decoder, read: ReadTensor) -> EndWeights:
-    """Embedding, last norm and head."""
+    """Read embedding, final norm and head."""
     embedding = read("model.embed_tokens.weight")
     return EndWeights(
         embedding=embedding,

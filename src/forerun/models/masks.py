@@ -76,7 +76,7 @@ def pieces_of(span: Span, first: int) -> Iterator[Piece]:
 
 
 class Biases:
-    """Additive masks of one pass, for the layers of one window.
+    """Additive attention masks of one pass, for the layers with one attention window.
 
     Chain blocks with equally many rows differ only in how many keys precede them, and how far these
     lie back does not depend on it: they share one mask, cut to length from the left.

@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time, as the decoder of a tokenizer.json makes it of all at once.
+"""Streaming conversion of token ids to text, equal to decoding all ids at once.
 
 Three kinds of decoders are supported: byte-level BPE, SentencePiece with or without tokens that
 stand for single bytes, and none at all, where tokens are words joined by spaces.
@@ -42,7 +42,7 @@ def from_byte_level(piece: str) -> bytes:
 
 @runtime_checkable
 class TextStream(Protocol):
-    """Text of tokens that come one at a time; text that may still change is held back."""
+    """Converts tokens to text one by one; text that may still change is held back."""
 
     def append(self, piece: str) -> str:
         """The text that the written form of one more token completes; may be empty."""
@@ -53,7 +53,7 @@ class TextStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDecoder:
-    """How the tokens of one vocabulary become text.
+    """Creates text streams for one vocabulary.
 
     Attributes:
         to_bytes: what a token's written form contributes to a text that has begun.
@@ -65,34 +65,34 @@ class TokenDecoder:
 
 
 class ByteLevelStream:
-    """Tokens whose characters are bytes; those of an unfinished character are held back."""
+    """Stream for byte-level tokens; the bytes of an unfinished character are held back."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, piece: str) -> str:
-        """The text one more token completes."""
+        """Return the text that one more token completes."""
         return self._decoder.decode(from_byte_level(piece))
 
     def finish(self) -> str:
-        """U+FFFD for an unfinished character."""
+        """Return U+FFFD for an unfinished character."""
         return self._decoder.decode(b"", final=True)
 
 
 class WordStream:
-    """Tokens that are words, with a space between two."""
+    """Stream for tokens that are words, with a space between two."""
 
     def __init__(self) -> None:
         self._has_begun = False
 
     def append(self, piece: str) -> str:
-        """The word, after a space if it is not the first."""
+        """Return the word, after a space if it is not the first."""
         text = " " + piece if self._has_begun else piece
         self._has_begun = True
         return text
 
     def finish(self) -> str:
-        """Nothing is held back."""
+        """Return nothing: no text is held back."""
         return ""
 
 
@@ -134,7 +134,7 @@ class PieceRules:
 
 
 class PieceStream:
-    """SentencePiece tokens.
+    """Stream for SentencePiece tokens.
 
     A run of byte tokens is text only if all of it is UTF-8, and otherwise one U+FFFD per byte. So a
     run is held back until a token that is no byte ends it.
@@ -150,7 +150,7 @@ class PieceStream:
         self._num_to_strip = rules.num_stripped
 
     def append(self, piece: str) -> str:
-        """The text one more token completes."""
+        """Return the text that one more token completes."""
         byte = self._rules.byte_of(piece)
         is_first, self._is_first = self._is_first, False
         if byte is not None:
@@ -160,7 +160,7 @@ class PieceStream:
         return self._strip(text)
 
     def finish(self) -> str:
-        """The run of bytes held back."""
+        """Return the bytes held back, as text."""
         return self._strip(self._end_run())
 
     def _end_run(self) -> str:

@@ -1,4 +1,4 @@
-"""How far drafts are accepted: given as figures, or counted in a trace, with its standard error."""
+"""Acceptance of drafts by K: given as figures, or counted in a trace, with its standard error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_ALLOWED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """What drafting with one K brings.
+    """Acceptance of drafts at one K.
 
     Attributes:
         survival: P(accepted through i) for i = 1..K.
@@ -41,13 +41,13 @@ class Drafting:
 
     @classmethod
     def of(cls, survival: Sequence[float]) -> Drafting:
-        """All of K is drafted."""
+        """Return the acceptance of drafts that always have all K tokens."""
         return cls(survival=tuple(survival), drafted=(1.0,) * len(survival))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """What drafting brings, as deep as it is known.
+    """Acceptance of drafts at every K up to the deepest known one.
 
     Attributes:
         by_k: for K = 1..deepest.
@@ -61,24 +61,24 @@ class Acceptance:
 
     @classmethod
     def of(cls, survival: Sequence[float], *, is_constant: bool = False) -> Acceptance:
-        """The same survival whatever K."""
+        """Return the acceptance for which the survival at each position is the same at every K."""
         by_k = tuple(Drafting.of(survival[:k]) for k in range(1, len(survival) + 1))
         return cls(by_k=by_k, is_constant=is_constant)
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """At the largest K."""
+        """Survival at the largest K."""
         return self.by_k[-1].survival if self.by_k else ()
 
     def at(self, num_speculative_tokens: int) -> Drafting:
-        """Of one K; nothing is drafted for 0."""
+        """Return the acceptance at one K; nothing is drafted for 0."""
         k = num_speculative_tokens
         if k > len(self.by_k):
             raise ValueError(f"acceptance is known for {len(self.by_k)} positions, not {k}")
         return self.by_k[k - 1] if k else Drafting.of(())
 
     def length(self, num_speculative_tokens: int) -> Interval:
-        """tau at K, with its 95% interval where there were several requests."""
+        """Return tau at K, with its 95% interval where there were several requests."""
         drafting = self.at(num_speculative_tokens)
         tau = acceptance_length(drafting.survival)
         most = num_speculative_tokens + 1.0
@@ -117,7 +117,7 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
 
 
 def counted(requests: Iterable[Drafts]) -> Acceptance:
-    """Acceptance of traced requests, as deep as enough steps went.
+    """Count the acceptance of traced requests, for every K that enough steps drafted.
 
     Raises:
         InvalidRequest: they drafted next to nothing.
@@ -137,7 +137,7 @@ def counted(requests: Iterable[Drafts]) -> Acceptance:
 
 
 def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
-    """What the traced drafts say of one K."""
+    """Compute the acceptance of traced drafts at one K."""
     limited = [drafts.limited(k) for drafts in requests]
     pooled = sum(limited, Drafts())
     return Drafting(
@@ -150,7 +150,7 @@ def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
 
 
 def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]) -> float:
-    """Of tau: requests are what is independent, steps of one request are not.
+    """Return the standard error of tau, with requests as the independent units.
 
     So the variance is that of the requests' first-order influence on tau.
 
@@ -178,7 +178,7 @@ def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]
 
 
 def improved(acceptance: Acceptance, share: float) -> Acceptance:
-    """A better aligned draft: at every position `share` of the rejections are gone."""
+    """Return the acceptance of a draft with `share` fewer rejections at every position."""
     return Acceptance(
         by_k=tuple(
             replace(each, survival=fewer_rejections(each, share)) for each in acceptance.by_k
@@ -188,7 +188,7 @@ def improved(acceptance: Acceptance, share: float) -> Acceptance:
 
 
 def fewer_rejections(drafting: Drafting, share: float) -> tuple[float, ...]:
-    """Survival once `share` of the rejections at every position are gone.
+    """Return the survival with `share` fewer rejections at every position.
 
     What was not drafted was not rejected: a drafter that ends drafts itself goes on ending them.
     """
@@ -203,12 +203,12 @@ def fewer_rejections(drafting: Drafting, share: float) -> tuple[float, ...]:
 
 
 def padded(counts: Sequence[int], length: int) -> list[int]:
-    """The first `length`, zeros where a request drafted less deep."""
+    """Return the first `length` counts, padded with zeros."""
     return [*counts[:length], *[0] * (length - len(counts))]
 
 
 def slopes(alphas: Sequence[float]) -> list[float]:
-    """Derivative of tau by the acceptance of each position: what is before times what follows."""
+    """Return the derivative of tau by the conditional acceptance of each position."""
     before = [1.0, *accumulate(alphas[:-1], mul)]
     follows = [1.0]
     for alpha in reversed(alphas[1:]):

@@ -1,4 +1,4 @@
-"""The best drafter, K and batch, what they rest on, and from where on they stop paying."""
+"""The best drafter, K and batch size, the reasons for them, and where drafting stops paying."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Advice", "BreakEven", "advise", "best_of", "covering", "options_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Where a drafter at some K and batch costs as much as it gains.
+    """Acceptance and draft cost at which a drafter costs as much as it gains.
 
     Attributes:
         num_speculative_tokens: K.
@@ -36,7 +36,7 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to do.
+    """The result of a plan: the best options, alternatives and remarks.
 
     Attributes:
         best: the highest throughput within the latency limit.
@@ -53,7 +53,7 @@ class Advice:
     remarks: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return {
             "best": asdict(self.best),
             "per_batch": [asdict(option) for option in self.per_batch],
@@ -94,14 +94,14 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
 
 
 def covering(candidates: Iterable[DraftCandidate], batches: Sequence[int]) -> list[DraftCandidate]:
-    """The same with batch sizes beyond the measured ones."""
+    """Return candidates whose cost tables also have batch sizes beyond the measured ones."""
     return [replace(c, table=with_batches(c.table, batches)) for c in candidates]
 
 
 def options_of(
     candidates: Iterable[DraftCandidate], config: PlanConfig, batch: int
 ) -> list[Option]:
-    """Plain decoding, then every drafter at every K its acceptance is known for."""
+    """Return plain decoding, then every drafter at every K that its acceptance is known for."""
     found: list[Option] = []
     for candidate in candidates:
         deepest = min(config.max_k, len(candidate.acceptance.survival))
@@ -113,7 +113,7 @@ def options_of(
 
 
 def best_of(options: Iterable[Option]) -> Option:
-    """Of options at one batch size, the fastest; the first of equals."""
+    """Return the fastest of the options at one batch size; the first of equals."""
     return max(options, key=lambda option: option.tokens_per_s)
 
 
@@ -123,7 +123,7 @@ def keeps(option: Option, config: PlanConfig) -> bool:
 
 
 def break_even(candidate: DraftCandidate, k: int, batch: int, context: int) -> BreakEven:
-    """By how much each of the three may be worse."""
+    """Return the break-even point of each of the three inputs, with the others as planned."""
     table = candidate.table
     costs = {
         "draft_cost": table.draft_cost(context, batch),
@@ -158,7 +158,7 @@ def unreachable(
 def remarks(
     candidates: Sequence[DraftCandidate], config: PlanConfig, best: Option, measured_batch: int
 ) -> Iterator[str]:
-    """Where the plan leans on what was not measured, and how sure it is."""
+    """Return remarks on what was not measured, and on the uncertainty of the plan."""
     used = next((c for c in candidates if c.name == best.draft), candidates[0])
     table, k = used.table, best.num_speculative_tokens
     plain_s = table.plain_step_s(config.context, best.batch)

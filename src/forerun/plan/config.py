@@ -1,4 +1,4 @@
-"""What a plan is asked for."""
+"""Settings of a plan; torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """Where a plan is to hold.
+    """The operating points and limits that a plan is made for.
 
     Attributes:
         batches: sequences at once that are considered, ascending.

@@ -1,4 +1,4 @@
-"""What a drafter costs beside its target: with greedy and with sampled drafts, and variations."""
+"""Cost tables of a drafter beside its target, for greedy and sampled drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DraftCosts:
     reading: ReadingCost | None = None
 
     def at(self, temperature: float) -> CostTable:
-        """The table that holds at a temperature."""
+        """Return the cost table for a temperature."""
         return self.greedy if temperature == 0 else self.sampled
 
 
@@ -39,7 +39,7 @@ def with_draft_cost(
     draft_s: float | None = None,
     overhead_s: float | None = None,
 ) -> CostTable:
-    """The same target with another drafter.
+    """Return the cost table of the same target with other draft costs.
 
     Args:
         table: of the drafter that was measured.
@@ -67,7 +67,7 @@ def with_draft_cost(
 
 
 def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
-    """The table with lines for batches beyond the largest measured one.
+    """Return the table with lines added for batches beyond the largest measured one.
 
     A pass does not care much whose rows it has: so many times the sequences are taken to cost what
     so many times the rows of the largest measured batch cost, and a draft's pass to grow as the
@@ -83,7 +83,7 @@ def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
 
 
 def grown(line: CostLine, batch: int) -> CostLine:
-    """A line at a larger batch, from its own rows."""
+    """Extrapolate a line to a larger batch from its own rows."""
     times = batch / line.batch
     passes = [line.verify(math.ceil(rows * times)) for rows in line.rows]
     factor = passes[0].s / line.verify(1).s

@@ -1,4 +1,4 @@
-"""Traced drafts: how deep each might go, went and was accepted, and what a smaller K makes of them.
+"""Counts of traced drafts by allowed depth, drafted depth and accepted tokens.
 
 A draft of which five tokens were accepted shows what shorter ones would have met: with K = 2 the
 same text takes two steps, of which the first accepts both of its tokens, and the bonus token stands
@@ -44,16 +44,16 @@ class Drafts:
 
     @property
     def accepted(self) -> AcceptanceCounts:
-        """Counts by what was allowed: a position the drafter left out counts as not accepted."""
+        """Counts by allowed depth: a position that was not drafted counts as not accepted."""
         return self._counts(depth_counts=False)
 
     @property
     def drafted(self) -> AcceptanceCounts:
-        """The same of how deep drafts went."""
+        """Counts of how many steps drafted each allowed position."""
         return self._counts(depth_counts=True)
 
     def limited(self, num_speculative_tokens: int) -> Drafts:
-        """The steps that the same text takes with a K no larger than what was allowed.
+        """Return the counts of the steps that the same text would take with a smaller K.
 
         Exact where a draft goes on behind its bonus token as the longer one did: greedy drafts do,
         and sampled ones do in distribution as far as their verification decides token by token.

@@ -1,4 +1,4 @@
-"""One way to decode, and what it should be worth."""
+"""One way to decode and its predicted speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DraftCandidate", "Option", "option_at"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCandidate:
-    """A drafter that could be used.
+    """A drafter that a plan may choose, with its costs and acceptance.
 
     Attributes:
         name: of the drafter.
@@ -32,7 +32,7 @@ class DraftCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A drafter at some K and batch.
+    """A drafter at one K and batch size, with its predicted speed.
 
     Attributes:
         draft: name of the drafter; None decodes plainly.
@@ -63,7 +63,7 @@ class Option:
 def option_at(
     candidate: DraftCandidate, num_speculative_tokens: int, *, batch: int, context: int
 ) -> Option:
-    """What a drafter should be worth at K, a batch size and a context.
+    """Predict the speed of a drafter at a K, a batch size and a context.
 
     Raises:
         InvalidProfile: the table is too rough to bound the speedup from above.
@@ -91,7 +91,7 @@ def option_at(
 
 
 def advice_on(measured: int, context: int) -> str:
-    """What to do about a cost that is not known well enough."""
+    """Return advice on how to measure a cost that is not known precisely enough."""
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"
     return (
@@ -101,7 +101,7 @@ def advice_on(measured: int, context: int) -> str:
 
 
 def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:
-    """kappa with its 95% interval where drafts may end before K; mean over how deep they go.
+    """Return kappa with its 95% interval, as the mean over how deep the drafts go.
 
     Args:
         table: of costs.

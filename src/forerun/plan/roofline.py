@@ -37,7 +37,7 @@ SIZE_RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a roofline needs to know of a machine.
+    """Compute rate, memory rate and overheads of a machine.
 
     Attributes:
         name: for people.
@@ -67,7 +67,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What a roofline needs to know of a model.
+    """Parameters, bytes and KV sizes of a model.
 
     Attributes:
         num_parameters: multiplied with every row.
@@ -88,7 +88,7 @@ class ModelSize:
 
 
 def data_sheet(name: str, tera_flops: float, giga_bytes: float, memory_gb: float) -> Machine:
-    """A machine as its vendor describes it; the overheads are assumptions of ours."""
+    """Build a machine from its vendor's figures; the overheads are our assumptions."""
     return Machine(
         name=name,
         flops_per_s=tera_flops * 1e12,
@@ -117,7 +117,7 @@ PRESETS: Mapping[str, Machine] = MappingProxyType(
 
 
 def preset(name: str) -> Machine:
-    """A machine by name.
+    """Return a machine by name.
 
     Raises:
         InvalidRequest: there is none of that name.
@@ -131,7 +131,7 @@ def preset(name: str) -> Machine:
 
 
 def pass_s(machine: Machine, model: ModelSize, num_rows: int, batch: int, context: int) -> float:
-    """A pass over `num_rows` rows of each of `batch` sequences.
+    """Estimate the seconds of a pass over `num_rows` rows of each of `batch` sequences.
 
     Two operations per parameter and row. The keys and values of a sequence are read once for all
     its rows; their arithmetic is left out, since it is small beside reading them.
@@ -149,7 +149,7 @@ def cost_table(
     batches: Collection[int],
     contexts: Collection[int],
 ) -> CostTable:
-    """Return the table of a roofline; drafting costs nothing where there is no draft model.
+    """Build the cost table of a roofline; drafting costs nothing where there is no draft model.
 
     Raises:
         InvalidRequest: the models do not fit into the memory of the machine.

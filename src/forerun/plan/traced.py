@@ -1,4 +1,4 @@
-"""What a trace says of each drafter: how far every request accepted it, and what drafting took."""
+"""Acceptance and durations of each drafter in a trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TracedDraft", "TracedDrafts", "drafts_in"]
 
 @dataclass(slots=True, kw_only=True)
 class TracedDraft:
-    """One drafter's steps.
+    """The requests and the durations of one drafter of a trace.
 
     Attributes:
         header: of its runs, with the names and hashes of target and draft.
@@ -38,27 +38,27 @@ class TracedDraft:
 
     @property
     def name(self) -> str:
-        """Of the drafter."""
+        """Name of the drafter."""
         return str(self.header.draft)
 
     @property
     def draft_token_s(self) -> float | None:
-        """Seconds per drafted token; None where every draft was beside a prompt."""
+        """Seconds per drafted token; None where every draft shared its cycle with a prompt."""
         return self.draft_s / self.num_drafted if self.num_drafted else None
 
     @property
     def overhead_s(self) -> float | None:
-        """Seconds of a cycle beyond drafting and the pass; None as above."""
+        """Seconds of a cycle beyond drafting and the pass; None as for `draft_token_s`."""
         return self.other_s / self.num_cycles if self.num_cycles else None
 
     @property
     def has_drafted(self) -> bool:
-        """Whether any step did."""
+        """Whether any step drafted."""
         return any(depth for drafts in self.requests.values() for _, depth, _ in drafts.steps)
 
     @property
     def pauses(self) -> bool:
-        """Whether it may leave out steps of its own accord, as a drafter does that copies."""
+        """Whether the drafter may leave steps out by itself, as one that copies text does."""
         return parse_drafter(self.name) is not None
 
     def add(self, record: StepRecord) -> None:
@@ -75,7 +75,7 @@ class TracedDraft:
                 self.num_cycles += 1
 
     def add_plain(self, record: StepRecord) -> None:
-        """Count a plain step of one of its requests: it had nothing to propose, if it pauses."""
+        """Count a plain step of a request; a drafter that pauses proposed nothing in it."""
         if self.pauses and not record.num_prefill_rows:
             self.requests[record.request_id].add(self.most_allowed[record.request_id], 0, 0)
 
@@ -95,7 +95,7 @@ class TracedDrafts:
     num_damaged: int = 0
 
     def counts(self, draft: str, temperature: float) -> list[Drafts]:
-        """Requests of one drafter, greedy or sampled ones; those that did not end count as both.
+        """Return the requests of one drafter, greedy or sampled; unfinished ones count as both.
 
         Raises:
             InvalidTrace: there are none.
@@ -115,7 +115,7 @@ class TracedDrafts:
 
 
 def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
-    """Read a trace.
+    """Read the drafters of a trace.
 
     Args:
         items: what reading it yields.
@@ -153,7 +153,7 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
 
 
 def header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) -> TraceHeader:
-    """The header of the drafter a step used."""
+    """Return the header of the drafter that a step used."""
     drafts = [header for header in headers if header.draft is not None]
     named = [h for h in drafts if str(h.draft).partition(":")[0] == record.method]
     alike = named or [h for h in drafts if h.draft_hash == record.drafter_hash]
@@ -168,6 +168,6 @@ def header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) ->
 
 
 def temperature_of(parameters: Mapping[str, object]) -> float:
-    """Of a request; sampling is the default of the parameters, too."""
+    """Return a request's temperature; a missing one means sampling at the default temperature."""
     value = parameters.get("temperature", 1.0)
     return float(value) if isinstance(value, int | float) else 1.0

@@ -1,4 +1,4 @@
-"""What would change the plan: a better draft, a faster one, more sequences, longer texts."""
+"""How the plan would change with a better draft, a faster one, more sequences or longer texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT_FACTORS = (4,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One change and the best that could then be done.
+    """One change and the best option under it.
 
     Attributes:
         name: the change, for people.
@@ -32,14 +32,14 @@ class Scenario:
     option: Option
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return asdict(self)
 
 
 def scenarios(
     candidates: Sequence[DraftCandidate], config: PlanConfig, batch: int
 ) -> Iterator[Scenario]:
-    """Changes one at a time, everything else as planned at `batch`."""
+    """Compute the best option under each change, everything else as planned at `batch`."""
 
     def best(
         changed: Sequence[DraftCandidate], batch: int = batch, context: int | None = None

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeConfig:
-    """What is measured, and until when.
+    """Settings of a profile: what is measured, and for how long.
 
     Attributes:
         rows: rows per sequence of a target pass; a verify pass at K has K + 1.
@@ -93,7 +93,7 @@ THOROUGH = ProbeConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceConfig:
-    """How much is generated and timed.
+    """Settings of a probe: how much is generated and timed.
 
     Attributes:
         num_prompts: prompts used, evenly from all that are given.
@@ -130,7 +130,7 @@ QUICK = EvidenceConfig(
 
 
 class Quantity(StrEnum):
-    """What a number of seconds is of."""
+    """Kinds of times that a profile measures."""
 
     TARGET_PASS = "target_pass"
     """A forward of the target; size: rows per sequence."""
@@ -165,7 +165,7 @@ SHORTENED = frozenset({Quantity.TARGET_PASS, Quantity.TARGET_READ, Quantity.DRAF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCell:
-    """One thing to measure.
+    """One time to measure: quantity, batch size, context and size.
 
     Attributes:
         quantity: what.

@@ -1,4 +1,4 @@
-"""Whole engine steps, with both models on the clock: what they do not take is the engine's own."""
+"""Measures whole engine steps and the part of them that is spent outside both models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
 
 class EngineRig:
-    """Short generations through the engine as users run it.
+    """Measures short generations by the engine.
 
     Args:
         target: the target, timed.
@@ -56,21 +56,21 @@ class EngineRig:
 
     @property
     def cells(self) -> Sequence[ProfileCell]:
-        """What can be measured with it."""
+        """Return the cells that this rig can measure."""
         return self._cells
 
     @property
     def every(self) -> int:
-        """A visit is long and yields several steps."""
+        """Rounds between two visits: a visit is long and yields several steps."""
         return 5
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Nothing is shared between visits."""
+        """Do nothing: visits share no state."""
         yield
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Seconds of whole steps and of what of them is outside both models; of plain ones as well.
+        """Return the seconds of whole steps and of their part outside both models.
 
         Whatever is said of speculative steps is said in plain ones. So those are measured beside
         each of them, for it is never the same machine twice.

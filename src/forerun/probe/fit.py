@@ -1,4 +1,4 @@
-"""From measured cells to cost tables: what a drafted token adds, what else a cycle takes."""
+"""Computes cost tables from measured cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Estimates = Mapping[ProfileCell, Interval]
 
 
 def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
-    """The table of greedy or of sampled decoding.
+    """Return the cost table of greedy or of sampled decoding.
 
     A plain step is measured whole at the shortest context; at others it grows as its pass does. Of
     a speculative step, what is beyond its passes measured alone (the engine's own work, and passes
@@ -48,7 +48,7 @@ def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
 def without_overhead(
     found: Estimates, batch: int, context: int, shortest: int, *, sampled: bool
 ) -> CostLine:
-    """One batch size and context: its passes, the plain step, what a drafted token adds."""
+    """Return the line of one batch size and context, without overhead."""
     plain, steps = whole_steps(found, batch, shortest, sampled=sampled)
     passes = readings(found, Quantity.TARGET_PASS, batch, context)
     short_passes = readings(found, Quantity.TARGET_PASS, batch, shortest)
@@ -77,7 +77,7 @@ def without_overhead(
 def with_overhead(
     line: CostLine, shortest: CostLine, found: Estimates, *, sampled: bool
 ) -> CostLine:
-    """What steps took beyond the drafting and the passes of the lines.
+    """Return the line with the time of steps beyond drafting and passes.
 
     At other contexts than the shortest, the chains of those take the place of its own. The error is
     that of the step: those of drafting and of the pass are counted with drafting and the pass.
@@ -100,7 +100,7 @@ def with_overhead(
 
 
 def reading_cost(found: Estimates) -> ReadingCost | None:
-    """What reading costs; None where it was measured at fewer than two sizes of both models."""
+    """Return the reading cost; None where fewer than two sizes of both models were measured."""
     target, draft = (
         {cell.size: interval.estimate for cell, interval in found.items() if cell.quantity is kind}
         for kind in (Quantity.TARGET_READ, Quantity.DRAFT_READ)
@@ -118,7 +118,7 @@ def reading_cost(found: Estimates) -> ReadingCost | None:
 def whole_steps(
     found: Estimates, batch: int, context: int, *, sampled: bool
 ) -> tuple[CostReading, dict[int, CostReading]]:
-    """The plain step, and the speculative ones by K."""
+    """Return the times of the plain step, and of the speculative ones by K."""
     quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
     steps = readings(found, quantity, batch, context)
     return steps.pop(0), steps
@@ -127,7 +127,7 @@ def whole_steps(
 def drafting(
     found: Estimates, batch: int, context: int, ks: Iterable[int], *, sampled: bool
 ) -> dict[int, CostReading]:
-    """Draft passes of a cycle by K, measured alone."""
+    """Return the draft time of a cycle by K, measured alone."""
     if sampled:
         one = readings(found, Quantity.DRAFT_PASS, batch, context)[1]
         return {k: one.times(k) for k in ks}
@@ -136,14 +136,14 @@ def drafting(
 
 
 def at_size(points: Mapping[int, CostReading], size: int) -> CostReading:
-    """Between measured sizes on a straight line."""
+    """Interpolate linearly between measured sizes."""
     return interpolate(list(points), list(points.values()), size)
 
 
 def readings(
     found: Estimates, quantity: Quantity, batch: int, context: int
 ) -> dict[int, CostReading]:
-    """Estimates of one kind by size, ascending."""
+    """Return the estimates of one kind by size, ascending."""
     result = {}
     for size in sizes(found, quantity, batch, context):
         interval = found[ProfileCell(quantity=quantity, batch=batch, context=context, size=size)]
@@ -152,7 +152,7 @@ def readings(
 
 
 def total(*times: CostReading) -> CostReading:
-    """Sum of independent times."""
+    """Sum independent times, with their errors."""
     return CostReading(
         s=math.fsum(reading.s for reading in times),
         error_s=math.hypot(*(reading.error_s for reading in times)),
@@ -160,12 +160,12 @@ def total(*times: CostReading) -> CostReading:
 
 
 def less(time: CostReading) -> CostReading:
-    """To be taken away; as uncertain as it was."""
+    """Return the negative of a time, with the same error."""
     return CostReading(-time.s, time.error_s)
 
 
 def slope_of(points: Mapping[int, CostReading]) -> CostReading:
-    """What each unit of size adds, by least squares through times by size.
+    """Return the time that each unit of size adds, by least squares.
 
     A single point, or a line that would start below 0, goes through the origin; a falling one is
     flat. Where even the mean is below 0 there is nothing at all.
@@ -186,13 +186,13 @@ def slope_of(points: Mapping[int, CostReading]) -> CostReading:
 
 
 def through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostReading:
-    """The slope of the line without a start."""
+    """Return the slope of the least-squares line through the origin."""
     square = sum(x * x for x in xs)
     return combined([x / square for x in xs], times)
 
 
 def combined(weights: Sequence[float], times: Sequence[CostReading]) -> CostReading:
-    """A weighted sum of independent times."""
+    """Return a weighted sum of independent times."""
     return CostReading(
         s=math.fsum(w * reading.s for w, reading in zip(weights, times, strict=True)),
         error_s=math.hypot(*(w * r.error_s for w, r in zip(weights, times, strict=True))),

@@ -1,4 +1,4 @@
-"""The whole measurement: read limit, rounds over all cells, cost tables."""
+"""Measures a pair: read limit, rounds over all cells, cost tables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def estimates_of(samples: Samples) -> SampleEstimates:
 
 
 def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
-    """All measurements, grouped by the set-up they need."""
+    """Return all measurements, grouped by the set-up that they need."""
     target_prefixes = prefixes(pair.target, config.contexts)
     draft_prefixes = prefixes(pair.draft, config.contexts)
     shortest = config.contexts[0]
@@ -123,7 +123,7 @@ def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequenc
 def read_limit(
     before: Bandwidth, after: Bandwidth, target: ModelFacts, draft: ModelFacts
 ) -> ReadLimit:
-    """The better of two read rates, and the bytes of a pass."""
+    """Return the better of two read rates, and the bytes of a pass."""
     best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
     return ReadLimit(
         bytes_per_s=best.bytes_per_s,

@@ -1,4 +1,4 @@
-"""The pair under measurement, and what must be known of it besides its passes."""
+"""The loaded pair that is measured, and facts about its models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("forerun.probe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Of one model.
+    """Name, hash, sizes and runner of one model.
 
     Attributes:
         name: as it was given.
@@ -46,7 +46,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedPair:
-    """Target and draft, loaded.
+    """A loaded target with its draft.
 
     Attributes:
         target: the target.
@@ -64,7 +64,7 @@ class LoadedPair:
 def load_pair(
     target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProbeConfig
 ) -> tuple[LoadedPair, ProbeConfig]:
-    """Load both, with room for all measurements.
+    """Load target and draft, with room for all measurements.
 
     Args:
         target: folder, hub name or "zoo:" name.
@@ -103,7 +103,7 @@ def load_pair(
 
 
 def held(names: Sequence[str], config: ProbeConfig) -> ProbeConfig:
-    """The settings less contexts, and texts to read, for which not both models have room."""
+    """Return settings without the contexts and texts that do not fit into both models."""
     checkpoints = [read_checkpoint(model_folder(name)) for name in names]
     most = min(read_config(checkpoint)[1].max_positions for checkpoint in checkpoints)
     contexts = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
@@ -117,7 +117,7 @@ def held(names: Sequence[str], config: ProbeConfig) -> ProbeConfig:
 
 
 def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
-    """Room for the largest batch, the longest context and the most rows behind it."""
+    """Return an engine configuration with room for the largest measurement."""
     most_rows = max(engine.max_step_rows, config.batches[-1] * config.rows[-1])
     chunk = min(engine.prefill_chunk, most_rows // config.batches[-1])
     # Every step may accept everything, and the first prompt decodes while others are read.
@@ -136,7 +136,7 @@ def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
 def facts_of(
     name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
 ) -> ModelFacts:
-    """Facts from a model's files and sizes; reads the weight files unless their hash is known."""
+    """Read the facts from a model's files; hashes the weights unless their hash is known."""
     checkpoint = read_checkpoint(model_folder(name))
     settings, architecture = read_config(checkpoint)
     chosen = choose_dtype(dtype, checkpoint)
@@ -154,7 +154,7 @@ def facts_of(
 
 
 def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> ProfileSetup:
-    """The set-up of a pair in this process now."""
+    """Return the set-up of a pair in this process."""
     return ProfileSetup(
         cpu=cpu_model(),
         num_cores=num_cores(),
@@ -169,12 +169,12 @@ def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> Profile
 
 
 def num_threads_of(engine: EngineConfig) -> int:
-    """Threads that carry the passes; torch has one where the runner has threads of its own."""
+    """Return the number of threads that run the passes."""
     return engine.num_threads or torch.get_num_threads()
 
 
 def device_name(device: torch.device) -> str:
-    """A device in words; every CPU is "cpu"."""
+    """Return the name of a device; every CPU is "cpu"."""
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_name(device)}"
     return device.type

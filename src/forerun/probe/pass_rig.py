@@ -1,4 +1,4 @@
-"""Passes of one model at one context length, as verification and drafting do them."""
+"""Measures passes of one model at one context length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRIDE = 7919
 
 
 class PassRig:
-    """Sequences with a committed prefix; every visit leaves them as they were.
+    """Sequences with a committed prefix; every measurement leaves them as they were.
 
     Args:
         model: whose passes.
@@ -45,17 +45,17 @@ class PassRig:
 
     @property
     def cells(self) -> Sequence[ProfileCell]:
-        """What can be measured with it."""
+        """Return the cells that this rig can measure."""
         return self._cells
 
     @property
     def every(self) -> int:
-        """Visited in every round."""
+        """Rounds between two visits: 1."""
         return 1
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Slots for the largest batch, filled."""
+        """Fill the slots of the largest batch while the block runs."""
         store = self.model.store
         try:
             for _ in range(max(cell.batch for cell in self.cells)):
@@ -68,7 +68,7 @@ class PassRig:
             self._slots.clear()
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Time a pass, or a chain; packing its rows is not part of it.
+        """Measure the seconds of a pass or a chain, without the packing of its rows.
 
         One goes ahead unmeasured, so that none finds the caches as a larger pass left them. What a
         pass costs among the other work of a step is seen in whole steps.
@@ -111,7 +111,7 @@ class PassRig:
 
 
 def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPrefix]:
-    """Detached prefixes of one sequence, by length."""
+    """Return prefixes of one sequence, by length."""
     ids = some_tokens(max(contexts), model.vocab_size)
     context = Context(model.store, ids)
     try:
@@ -127,5 +127,5 @@ def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPr
 
 
 def some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
-    """Ids from all over the vocabulary; what they mean does not change what a pass costs."""
+    """Return token ids from the whole vocabulary."""
     return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]

@@ -1,4 +1,4 @@
-"""A picture of profiles: what a target pass over n rows costs, in plain steps."""
+"""Draws the cost of a target pass over n rows, in plain steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
 
 
 def draw_costs(axes: Axes, profile: Profile) -> None:
-    """One monotone line per batch and context through the measured points."""
+    """Draw one monotone line per batch and context through the measured points."""
     table = profile.greedy
     for line in table.lines:
         colour = COLOURS[table.batches.index(line.batch) % len(COLOURS)]
@@ -64,7 +64,7 @@ def draw_costs(axes: Axes, profile: Profile) -> None:
 
 
 def points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
-    """Measured passes in plain steps; the plain step is taken as known."""
+    """Return measured passes in plain steps; the plain step is taken as known."""
     for rows in line.rows:
         found = profile.seconds(Quantity.TARGET_PASS, line.batch, line.context, rows)
         yield Interval(
@@ -75,7 +75,7 @@ def points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
 
 
 def draw_limits(axes: Axes, profile: Profile) -> None:
-    """Above: every row its own pass. Below: the weights read once, and nothing else."""
+    """Draw both limits: every row its own pass, and all weights read once."""
     line = min(profile.greedy.lines, key=lambda line: (line.batch, line.context))
     floor = profile.limit.pass_s(line.batch, line.context) / line.plain_s
     axes.axhline(floor, color="black", linewidth=1, linestyle=(0, (1, 2)))
@@ -91,7 +91,7 @@ def draw_limits(axes: Axes, profile: Profile) -> None:
 
 
 def finish(axes: Axes, profile: Profile) -> None:
-    """Scales, labels, legend."""
+    """Set scales, labels and legend."""
     lines = profile.greedy.lines
     ticks = [rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= max(x.rows[-1] for x in lines)]
     axes.set_xscale("log", base=2)
@@ -105,7 +105,7 @@ def finish(axes: Axes, profile: Profile) -> None:
 
 
 def title(profile: Profile) -> str:
-    """What was measured, on what."""
+    """Return a title with models and machine."""
     setup = profile.setup
     threads = f"{setup.num_threads} thread{'s' * (setup.num_threads > 1)}"
     machine = f"{setup.cpu}, {threads}" if setup.device == "cpu" else setup.device

@@ -1,4 +1,4 @@
-"""A profile: the measurements, where and on what they were made, the cost tables, and its file.
+"""Profiles: measured times, cost tables, machine and models, and their file format.
 
 Torch-free: planning with a profile needs neither the machine nor the models of the profile.
 """
@@ -38,7 +38,7 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSetup:
-    """What must be the same for a profile to hold.
+    """Machine, models and settings that must be the same for a profile to be valid.
 
     Attributes:
         cpu: processor model.
@@ -73,7 +73,7 @@ class ProfileSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimit:
-    """What reading alone costs.
+    """The least times of passes, from reading their weights and KV alone.
 
     Attributes:
         bytes_per_s: read rate of the device over a buffer of `buffer_bytes`.
@@ -90,17 +90,17 @@ class ReadLimit:
     kv_token_bytes: int
 
     def pass_s(self, batch: int, context: int) -> float:
-        """The least time of a target pass: its weights once, the keys and values of every row."""
+        """Return the least seconds of a target pass: weights once, and KV of every row."""
         return (self.target_bytes + batch * context * self.kv_token_bytes) / self.bytes_per_s
 
     def draft_s(self) -> float:
-        """The least time of a draft pass."""
+        """Return the least seconds of a draft pass."""
         return self.draft_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCell:
-    """One cell: its median with the 95% interval, drift divided out, and all samples.
+    """Median, 95% interval and samples of one cell, corrected for drift.
 
     Attributes:
         cell: what was measured.
@@ -113,7 +113,7 @@ class MeasuredCell:
     samples_s: tuple[tuple[float, ...], ...]
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready; samples to five digits."""
+        """Return JSON-ready values; samples have five digits."""
         return asdict(self.cell) | {
             "seconds": asdict(self.seconds),
             "samples_s": [[float(f"{s:.{DIGITS}g}") for s in visit] for visit in self.samples_s],
@@ -121,7 +121,7 @@ class MeasuredCell:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MeasuredCell:
-        """What `to_dict` wrote."""
+        """Build a cell from the values that `to_dict` returned."""
         return cls(
             cell=cell_from(values),
             seconds=Interval(**values["seconds"]),
@@ -131,7 +131,7 @@ class MeasuredCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Everything `forerun profile` found.
+    """Everything that `forerun profile` measured.
 
     Attributes:
         target: name of the target as it was given.
@@ -161,16 +161,16 @@ class Profile:
 
     @property
     def costs(self) -> DraftCosts:
-        """The tables, as plans, controllers and the simulator take them."""
+        """Return the cost tables for plans, controllers and the simulator."""
         return DraftCosts(greedy=self.greedy, sampled=self.sampled, reading=self.reading)
 
     @property
     def num_rounds(self) -> int:
-        """Rounds over all cells."""
+        """Number of rounds over all cells."""
         return min(len(measured.samples_s) for measured in self.measured)
 
     def seconds(self, quantity: Quantity, batch: int, context: int, size: int) -> Interval:
-        """Estimate of one cell.
+        """Return the estimate of one cell.
 
         Raises:
             KeyError: it was not measured.
@@ -179,14 +179,14 @@ class Profile:
         return {measured.cell: measured.seconds for measured in self.measured}[wanted]
 
     def among_work_s(self, batch: int) -> float:
-        """What the pass of a plain greedy step takes beyond the same pass repeated alone."""
+        """Return how much longer the pass of a plain step takes than the same pass alone."""
         at = (batch, self.greedy.contexts[0])
         step = self.seconds(Quantity.GREEDY_STEP, *at, 0).estimate
         outside = self.seconds(Quantity.GREEDY_OVERHEAD, *at, 0).estimate
         return step - outside - self.seconds(Quantity.TARGET_PASS, *at, 1).estimate
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return JSON-ready values by name."""
         return {
             "format": FORMAT,
             "target": self.target,
@@ -204,7 +204,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """What `to_dict` wrote.
+        """Build a profile from the values that `to_dict` returned.
 
         Raises:
             KeyError: a part is missing.
@@ -228,7 +228,7 @@ class Profile:
 
 
 def table_from(values: Mapping[str, Any], version: int) -> CostTable:
-    """A cost table as JSON has it; before format 3 overhead was one number, the same at every K."""
+    """Build a cost table from JSON; before format 3 the overhead was the same at every K."""
     if version >= 3:
         return CostTable.from_dict(values)
     names = "overhead_s", "overhead_error_s"
@@ -240,7 +240,7 @@ def table_from(values: Mapping[str, Any], version: int) -> CostTable:
 
 
 def cell_from(values: Mapping[str, Any]) -> ProfileCell:
-    """A cell as JSON has it."""
+    """Build a cell from JSON."""
     return ProfileCell(
         quantity=Quantity(values["quantity"]),
         batch=int(values["batch"]),
@@ -250,7 +250,7 @@ def cell_from(values: Mapping[str, Any]) -> ProfileCell:
 
 
 def objects(values: Any) -> Sequence[Mapping[str, Any]]:
-    """A list of JSON objects."""
+    """Check that a value is a list of JSON objects."""
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise TypeError("expected a list of objects")
     return values

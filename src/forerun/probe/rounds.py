@@ -1,4 +1,4 @@
-"""Interleaved rounds over all cells until their medians are steady or the time is up.
+"""Measures all cells in interleaved rounds until the medians are steady or time is up.
 
 A machine's speed drifts by more than the difference between two cells. So no cell is measured
 alone: a round visits all of them, in an order that rotates, and what a round did to all its cells
@@ -36,21 +36,21 @@ Samples = Mapping[ProfileCell, Sequence[Sequence[float]]]
 
 @runtime_checkable
 class Rig(Protocol):
-    """A set-up that several cells share."""
+    """A set-up in which several cells are measured."""
 
     @property
     def cells(self) -> Sequence[ProfileCell]:
-        """What can be measured with it."""
+        """Return the cells that the rig can measure."""
 
     @property
     def every(self) -> int:
-        """Visited in one round of so many: more than 1 where a visit is long and yields much."""
+        """Rounds between two visits; more than 1 where a visit is long."""
 
     def ready(self) -> AbstractContextManager[None]:
-        """Set up; torn down on leaving."""
+        """Set the rig up while the block runs."""
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Measure a cell once, inside `ready`; seconds of it, and of cells that come with it.
+        """Measure a cell once, inside `ready`; returns seconds by cell.
 
         Who comes with several has seconds of all these visits.
         """
@@ -58,7 +58,7 @@ class Rig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """What came of it.
+    """Samples of all rounds, and the cells that were left out.
 
     Attributes:
         samples: seconds per cell and round; the warm-up is not among them.
@@ -111,7 +111,7 @@ def measure(
 
 
 def say_left_out(left_out: Sequence[ProfileCell], num_asked: int) -> None:
-    """One warning, however many there are."""
+    """Log one warning for all cells that were left out."""
     if left_out:
         logger.warning(
             "%d of %d measurements do not fit into memory and were left out; the first is the %s",
@@ -124,7 +124,7 @@ def say_left_out(left_out: Sequence[ProfileCell], num_asked: int) -> None:
 def one_round(
     rigs: Sequence[Rig], cells: Collection[ProfileCell], num_rounds: int
 ) -> dict[ProfileCell, Sequence[float]]:
-    """The round after `num_rounds`: a visit to every cell whose turn it is.
+    """Run one round: a visit to every cell that is due.
 
     Returns:
         What was found, nothing for the others; without cells that do not fit into memory.
@@ -149,7 +149,7 @@ def one_round(
 def fitting(
     cells: Collection[ProfileCell], failed: ProfileCell, error: Exception
 ) -> set[ProfileCell]:
-    """What is left without a cell that ran out of memory."""
+    """Return the cells that remain without one that ran out of memory."""
     left = set(without(cells, failed))
     if not left:
         raise NotEnoughMemory(f"{failed} does not fit into memory: {error}") from error
@@ -157,21 +157,21 @@ def fitting(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed, on whatever device."""
+    """Whether an error means that an allocation failed, on any device."""
     if isinstance(error, NotEnoughMemory | MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def rotated(items: Sequence[T], shift: int) -> Iterator[T]:
-    """All items, beginning with another one at every shift."""
+    """Return all items, rotated by `shift`."""
     start = shift % len(items) if items else 0
     yield from items[start:]
     yield from items[:start]
 
 
 def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
-    """All seconds of every cell with the speed of the machine in their round divided out.
+    """Return the samples divided by the machine's relative speed in their round.
 
     The drift of a round is the median, over cells, of the cell's time in it relative to the cell's
     own median: the column effect of one sweep of median polish.
@@ -190,12 +190,12 @@ def corrected(samples: Samples) -> dict[ProfileCell, list[float]]:
 
 
 def estimates(samples: Samples) -> dict[ProfileCell, Interval]:
-    """Median and 95% interval of every cell."""
+    """Return median and 95% interval of every cell."""
     return {cell: median_interval(seconds) for cell, seconds in corrected(samples).items()}
 
 
 def widest(samples: Samples) -> float:
-    """Half of the widest interval, as a share of its estimate.
+    """Return half of the widest interval, as a share of its estimate.
 
     For overheads and drafts smaller than a plain target pass it is a share of that pass, because a
     relative error of a small part hardly changes the time of a step. Infinite while there are too

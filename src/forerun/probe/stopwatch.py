@@ -1,4 +1,4 @@
-"""A clock that waits for the device, models that are timed, and the read rate of the machine."""
+"""Times work on a device, and measures the read rate of the machine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Stopwatch:
         self.device = device
 
     def now_s(self) -> float:
-        """The clock, once the device has nothing left to do."""
+        """Return the time once the device has finished all queued work."""
         synchronise(self.device)
         return self.clock()
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """How long it takes, device work included."""
+        """Return the seconds that some work takes, device work included."""
         start_s = self.now_s()
         work()
         return self.now_s() - start_s
@@ -49,7 +49,7 @@ def synchronise(device: torch.device) -> None:
 
 
 class TimedModel(ObservedModel):
-    """Another LanguageModel, unchanged but for the clock around its passes.
+    """A LanguageModel whose passes are timed.
 
     Args:
         model: what does the work.
@@ -66,20 +66,20 @@ class TimedModel(ObservedModel):
         self.inside_s = 0.0
 
     def begin(self) -> float:
-        """The time."""
+        """Return the time at the start of a pass."""
         return self.stopwatch.now_s()
 
     def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        """Add up."""
+        """Add the seconds of a pass."""
         self.inside_s += self.stopwatch.now_s() - begun
 
 
 class TimedSampledModel(ObservedSampler, TimedModel):
-    """A TimedModel over one that draws whole chains."""
+    """A TimedModel for models that draw whole chains."""
 
 
 def timed(model: LanguageModel, stopwatch: Stopwatch) -> TimedModel:
-    """The model with a clock around all that it can do."""
+    """Wrap a model so that its passes are timed."""
     kind = TimedSampledModel if isinstance(model, SampledChains) else TimedModel
     return kind(model, stopwatch)
 
@@ -89,7 +89,7 @@ NUM_PASSES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """A read rate and what it was measured over.
+    """A read rate, and the bytes and threads that it was measured with.
 
     Attributes:
         buffer_bytes: size of the buffer; one that fits into a cache is read at the cache's rate,
@@ -125,7 +125,7 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Ba
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """So many threads for torch, for a while."""
+    """Set the number of torch's threads while the block runs."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -1,4 +1,4 @@
-"""Full-vocabulary work in pieces, so that temporary memory stays bounded."""
+"""Splits full-vocabulary work into row chunks, so that temporary memory stays bounded."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class SamplingParams:
 
 
 def draft_params(params: SamplingParams) -> SamplingParams:
-    """The parameters a draft samples under: the request's own, at `draft_temperature` where given.
+    """Return the request's parameters at `draft_temperature` if given, under which drafts sample.
 
     A greedy request is drafted greedily whatever `draft_temperature` says: one guess is right, and
     the most likely token is the best bet for it.

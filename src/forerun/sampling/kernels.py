@@ -33,7 +33,7 @@ VERDICT = struct.Struct("qqqd")
 
 
 def kernels_for(*rows: Tensor) -> SamplingKernels | None:
-    """The kernels, if these tensors are what they read: contiguous fp32 rows on the CPU."""
+    """Return the kernels if the tensors are contiguous fp32 rows on the CPU; else None."""
     for tensor in rows:
         if not tensor.is_cpu or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
             return None
@@ -42,7 +42,7 @@ def kernels_for(*rows: Tensor) -> SamplingKernels | None:
 
 @cache
 def sampling_kernels() -> SamplingKernels | None:
-    """None where they cannot be compiled; loading a model on the CPU has said so then."""
+    """Return the kernels; None where they cannot be compiled, which was logged on loading."""
     try:
         return SamplingKernels(open_library())
     except RunnerUnavailable:
@@ -50,7 +50,7 @@ def sampling_kernels() -> SamplingKernels | None:
 
 
 class SamplingKernels:
-    """Shapes are the callers' business; nothing is checked here.
+    """CPU kernels of the sampling functions; shapes are not checked here.
 
     Args:
         library: with its signatures declared.
@@ -60,7 +60,7 @@ class SamplingKernels:
         self.library = library
 
     def largest(self, scores: Rows) -> tuple[Float32[Tensor, " rows"], Tokens]:
-        """See `sampling.largest`."""
+        """Return the largest score of every row and its token; see `sampling.largest`."""
         num_rows, vocab_size = scores.shape
         best, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
         self.library.forerun_largest(
@@ -69,7 +69,7 @@ class SamplingKernels:
         return best, tokens
 
     def softmax(self, scores: Rows, temperatures: Float32[Tensor, " rows"], out: Rows) -> None:
-        """The distributions of `processors.target_probs` where nothing but temperature shapes them.
+        """Compute the softmax at each row's temperature; see `processors.target_probs`.
 
         Args:
             scores: logits.
@@ -82,15 +82,15 @@ class SamplingKernels:
         )
 
     def draw(self, weights: Rows, uniforms: Float64[Tensor, " rows"]) -> Tokens:
-        """See `noise.draw`."""
+        """Draw from unnormalised weights; see `noise.draw`."""
         return self._tokens(self.library.forerun_draw, weights, uniforms)
 
     def race(self, probs: Rows, keys: Int64[Tensor, " rows"]) -> Tokens:
-        """See `race.race`."""
+        """Draw by exponential race; see `race.race`."""
         return self._tokens(self.library.forerun_race, probs, keys)
 
     def coupled_match(self, target: Rows, draft: Rows, tokens: Tokens) -> Float32[Tensor, " rows"]:
-        """See `race.coupled_match_probs`."""
+        """Return the match probabilities of coupled tokens; see `race.coupled_match_probs`."""
         num_rows, vocab_size = target.shape
         probs, tokens = torch.empty(num_rows), tokens.contiguous()
         self.library.forerun_coupled_match(
@@ -120,7 +120,7 @@ class SamplingKernels:
         *,
         is_block: bool,
     ) -> list[tuple[int, int, int, float]]:
-        """See `chain_batch.verify_chain_batch`.
+        """Verify sampled chains; see `chain_batch.verify_chain_batch`.
 
         Returns:
             Tokens accepted, final token, rows with a distribution and expected accepted of every
@@ -182,7 +182,7 @@ class SamplingKernels:
         *,
         is_block: bool,
     ) -> Float64[Tensor, "batch vocab"]:
-        """The distribution of its final token in fp64, unnormalised, for the enumeration."""
+        """Return the unnormalised distribution of the final token in fp64, for the enumeration."""
         weights = torch.empty(len(tokens), target_probs.shape[-1], dtype=torch.float64)
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
         accepted = num_accepted.contiguous()
@@ -193,7 +193,7 @@ class SamplingKernels:
 
 
 def chain_probs_struct(given: Sequence[Tensor], is_block: bool) -> ChainProbsStruct:
-    """Pointers to target and draft distributions, tokens and lengths, which must outlive it."""
+    """Build the struct of pointers to target and draft distributions, which must outlive it."""
     target_probs, _, tokens, _ = given
     return ChainProbsStruct(
         *tokens.shape, target_probs.shape[-1], is_block, *(part.data_ptr() for part in given)

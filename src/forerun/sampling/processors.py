@@ -166,7 +166,7 @@ def target_probs(
 
 
 def failed_rows(probs: Float[Tensor, "*rows vocab"]) -> Bool[Tensor, "*rows"]:
-    """Which rows `target_probs` could not make sense of: those are NaN throughout."""
+    """Return which rows `target_probs` could not compute: those that are NaN throughout."""
     return probs[..., 0].isnan()
 
 

@@ -84,7 +84,7 @@ def check_drafter(  # noqa: PLR0913 (keyword-only sizes)
 
 
 def parameters(max_tokens: int) -> dict[str, SamplingParams]:
-    """Sampling parameters under which the text is a function of the prompt and the seed."""
+    """Return sampling parameters under which the text is a function of prompt and seed."""
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     seeded = replace(greedy, temperature=1.0, seed=5)
     return {
@@ -105,7 +105,7 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 
 @dataclass(slots=True, eq=False)
 class Check:
-    """One drafter under test, and what it is tested on.
+    """Runs all checks of one drafter.
 
     Attributes:
         factory: makes a fresh drafter.
@@ -147,20 +147,20 @@ class Check:
             ) from error
 
     def check_text(self, name: str, params: SamplingParams) -> None:
-        """The text is that of plain decoding."""
+        """Check that the text is that of plain decoding."""
         recorder = Recorder(self.factory())
         found = self.decode(recorder, params)
         self.compare(name, found, self.decode(None, params))
 
     def check_tree_plans(self) -> None:
-        """A plan for a tree is followed or undercut, with the same text."""
+        """Check that a plan for a tree is followed or undercut, with the same text."""
         recorder = Recorder(self.factory())
         for name, params in [*parameters(self.max_tokens).items()][:2]:
             found = self.decode(recorder, params, controller=TreePlans(recorder.method))
             self.compare(f"{name}, plans for trees", found, self.decode(None, params))
 
     def check_new_state(self) -> None:
-        """A drafter that lost the state of its requests builds it again from what is reported."""
+        """Check that a drafter recovers after the state of its requests was dropped."""
         for name, params in [*parameters(self.max_tokens).items()][:2]:
             recorder = Recorder(self.factory(), fails_at=2)
             found = self.decode(recorder, params)
@@ -170,7 +170,7 @@ class Check:
             self.compare(f"{name}, the same ids used again", found, plain)
 
     def check_preemption(self) -> None:
-        """A request that loses its place and comes back goes on with the same text."""
+        """Check that a request that was preempted continues with the same text."""
         params = parameters(self.max_tokens)["seeded"]
         longest = max(map(len, self.prompts)) + self.max_tokens
         limits: dict[str, Any] = {"max_context": longest, "max_kv_tokens": longest + self.k}
@@ -178,7 +178,7 @@ class Check:
         self.compare("seeded, with preemptions", found, self.decode(None, params))
 
     def check_abort(self) -> None:
-        """The others go on where one request is aborted."""
+        """Check that aborting a request does not change the text of the others."""
         params = parameters(self.max_tokens)["seeded"]
         recorder = Recorder(self.factory())
         with self.watched(recorder):
@@ -196,7 +196,7 @@ class Check:
         self.compare("seeded, one request aborted", found, [plain[index] for index in kept])
 
     def check_reproducible(self) -> None:
-        """Two fresh drafters propose the same in the same situation."""
+        """Check that two new drafters propose the same in the same situation."""
         for name, params in parameters(self.max_tokens).items():
             first, second = Recorder(self.factory()), Recorder(self.factory())
             self.decode(first, params)
@@ -210,7 +210,7 @@ class Check:
                     )
 
     def check_draws(self, num_sampled: int) -> None:
-        """Sampled tokens follow the rows that are handed in with them.
+        """Check that sampled tokens follow the distributions that are returned with them.
 
         Under `draft_probs` the log-probability of a drawn token has a known mean and variance.
         Their sum over all drawn tokens shows both rows that are not those drawn from and drafts
@@ -267,7 +267,7 @@ class Check:
 
     @contextmanager
     def watched(self, recorder: Recorder | None) -> Any:
-        """Turn what the engine survives into errors."""
+        """Raise errors for failures that the engine would otherwise only log."""
         logger, failures = logging.getLogger("forerun.drafting"), Failures()
         level = logger.level
         logger.addHandler(failures)

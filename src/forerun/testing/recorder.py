@@ -1,4 +1,4 @@
-"""What the conformance suite puts between an engine and the drafter under test."""
+"""A drafter wrapper that records proposals, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TREE = Tree(num_nodes=6, depth=3, width=3)
 
 
 class Recorder:
-    """Passes every call on to a drafter, and notes what it answers and what it changes.
+    """Passes every call on to a drafter, and records its proposals and changed inputs.
 
     Args:
         inner: the drafter under test.
@@ -54,7 +54,7 @@ class Recorder:
         return answers
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Pass the outcomes on."""
+        """Pass the outcomes on to the drafter."""
         self.inner.observe(outcomes)
 
     def forget(self, request_id: str) -> None:

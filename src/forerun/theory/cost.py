@@ -1,4 +1,4 @@
-"""The cost table: measured times of drafting and verifying, and what lies between them."""
+"""Cost tables: measured times of drafting and verifying, and interpolation between them."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ class CostTable:
         return kappa * self.plain_step_s(context, batch)
 
     def verify_cost(self, num_rows: int, context: int = 0, batch: int = 1) -> float:
-        """v(n), in plain steps."""
+        """Return v(n), the cost of a pass over n rows per sequence, in plain steps."""
         return self.verify_step_s(num_rows, context, batch) / self.plain_step_s(context, batch)
 
     def draft_cost(self, context: int = 0, batch: int = 1) -> float:
-        """c: one more drafted token, in plain steps."""
+        """Return c, the cost of one more drafted token in plain steps."""
         return self.draft_token_s(context, batch) / self.plain_step_s(context, batch)
 
     def overhead_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Seconds of the rest of a speculative cycle at K."""
+        """Return the seconds of a speculative cycle at K beyond drafting and the pass."""
         return self._overhead(num_speculative_tokens, context, batch).s
 
     def overhead(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """o(K): the rest of a speculative cycle, in plain steps."""
+        """Return o(K), the cost of a cycle beyond drafting and the pass, in plain steps."""
         spent_s = self.overhead_s(num_speculative_tokens, context, batch)
         return spent_s / self.plain_step_s(context, batch)
 
@@ -102,14 +102,14 @@ class CostTable:
         )
 
     def verify_cost_interval(self, num_rows: int, context: int = 0, batch: int = 1) -> Interval:
-        """v(n) with its 95% interval."""
+        """Return v(n) with its 95% interval."""
         verify = self._verify(num_rows, context, batch)
         return _ratio(verify, self._plain(context, batch))
 
     def cycle_cost_interval(
         self, num_speculative_tokens: int, context: int = 0, batch: int = 1
     ) -> Interval:
-        """kappa with its 95% interval; the errors of its parts are taken as independent."""
+        """Return kappa with its 95% interval; the errors of its parts are taken as independent."""
         if num_speculative_tokens == 0:
             return Interval(estimate=1.0, low=1.0, high=1.0)
         parts = (
@@ -124,12 +124,12 @@ class CostTable:
         return _ratio(cycle, self._plain(context, batch))
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready, as measured."""
+        """Return the table as JSON-ready values, as measured."""
         return {"lines": [line.to_dict() for line in self.lines]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CostTable:
-        """The table `to_dict` wrote.
+        """Build a table from the values that `to_dict` returned.
 
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or the table is malformed.

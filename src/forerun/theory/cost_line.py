@@ -13,19 +13,19 @@ __all__ = ["CostLine", "CostReading", "interpolate", "isotonic", "numbers"]
 
 
 class CostReading(NamedTuple):
-    """A time and how far it may be off: half the width of its 95% interval, 0 where not known."""
+    """A time and its error: half the width of its 95% interval, 0 where not known."""
 
     s: float
     error_s: float = 0.0
 
     def times(self, factor: float) -> CostReading:
-        """Both in proportion."""
+        """Multiply time and error by a factor."""
         return CostReading(self.s * factor, self.error_s * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLine:
-    """Seconds at one batch size and context.
+    """Times of drafting and verifying at one batch size and context.
 
     Noise can make more rows look cheaper than fewer; rows are read through their isotonic fit, so v
     never falls. Beyond the most rows the pass grows in proportion to them, an overestimate, so that
@@ -86,23 +86,23 @@ class CostLine:
         object.__setattr__(self, "_fitted", _fit(self.verify_s, self.verify_error_s))
 
     def verify(self, num_rows: int) -> CostReading:
-        """The target pass over `num_rows` rows of each sequence."""
+        """Return the time of a target pass over `num_rows` rows of each sequence."""
         measured_rows = min(num_rows, self.rows[-1])
         fitted = interpolate(self.rows, self._fitted, measured_rows)
         return fitted.times(num_rows / measured_rows)
 
     @property
     def plain(self) -> CostReading:
-        """A plain decode step."""
+        """Return the time of a plain decode step."""
         return CostReading(self.plain_s, self.plain_error_s)
 
     @property
     def draft(self) -> CostReading:
-        """One more drafted token."""
+        """Return the time of one more drafted token."""
         return CostReading(self.draft_s, self.draft_error_s)
 
     def overhead(self, num_speculative_tokens: int) -> CostReading:
-        """What a cycle at K takes beyond drafting and the pass."""
+        """Return the time that a cycle at K takes beyond drafting and the pass."""
         errors_s = self.overhead_error_s or (0.0,) * len(self.overhead_s)
         measured = tuple(map(CostReading, self.overhead_s, errors_s))
         return interpolate(self.overhead_ks, measured, num_speculative_tokens)
@@ -113,7 +113,7 @@ class CostLine:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CostLine:
-        """The line `to_dict` wrote, tuples or lists alike.
+        """Build a line from the values that `to_dict` returned, tuples or lists alike.
 
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or the line is malformed.
@@ -152,7 +152,7 @@ def _names() -> set[str]:
 
 
 def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: int) -> CostReading:
-    """Piecewise linear; constant before the first point, after the last its slope if rising."""
+    """Interpolate linearly; beyond the last point, continue its slope where that is positive."""
     if len(xs) == 1 or x <= xs[0]:
         return readings[0]
     right = min(bisect_right(xs, x), len(xs) - 1)
@@ -167,7 +167,7 @@ def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: int) -> C
 
 
 def numbers(name: str, values: object) -> tuple[float, ...]:
-    """What JSON has under a name.
+    """Convert the numbers that a JSON document has under a name.
 
     Raises:
         ValueError: it is no list, or something in it is no number.
@@ -181,7 +181,7 @@ def numbers(name: str, values: object) -> tuple[float, ...]:
 
 
 def isotonic(values: Sequence[float]) -> tuple[float, ...]:
-    """The nearest non-decreasing sequence in least squares: neighbours that fall are averaged."""
+    """Return the nearest non-decreasing sequence in least squares (isotonic regression)."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, size = value, 1

@@ -1,4 +1,4 @@
-"""A rate that may change: a long memory for precision, cut short when a short one contradicts it.
+"""Estimate of a success rate that may change: old observations are dropped when recent ones differ.
 
 The idea of ADWIN (Bifet and Gavalda 2007) with two exponential windows instead of all cuts of one:
 where the means of the two differ by more than chance, what lies further back is forgotten.
@@ -16,7 +16,7 @@ LEAST_RECENT = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """How observations lose weight.
+    """Discount factors and the threshold of the change test.
 
     Attributes:
         slow: what is left of an observation's weight after one more; 1 / (1 - slow) count in all.
@@ -38,7 +38,7 @@ class Memory:
 
 
 class DriftingRate:
-    """The share of successes among recent trials.
+    """Estimate of the share of successes among recent trials.
 
     Args:
         memory: how far back "recent" goes.
@@ -53,7 +53,7 @@ class DriftingRate:
         self.num_changes = 0
 
     def observe(self, success: bool) -> bool:
-        """One trial more; whether the rate has changed."""
+        """Count one more trial, and return whether the rate has changed."""
         memory = self.memory
         self.trials = self.trials * memory.slow + 1.0
         self.fast_trials = self.fast_trials * memory.fast + 1.0
@@ -69,18 +69,18 @@ class DriftingRate:
         return True
 
     def fade(self, share: float) -> None:
-        """Keep a share of the weight of all that was seen."""
+        """Multiply the weight of all observations by a share."""
         self.trials *= share
         self.wins *= share
         self.fast_trials *= share
         self.fast_wins *= share
 
     def shorten(self) -> None:
-        """Forget all but the short memory."""
+        """Forget all but the recent observations."""
         self.trials, self.wins = self.fast_trials, self.fast_wins
 
     def mean(self, prior: float, strength: float) -> float:
-        """The rate, where `strength` trials at the rate `prior` are taken as seen before all."""
+        """Return the rate, with a prior of `strength` trials at the rate `prior`."""
         return (self.wins + prior * strength) / (self.trials + strength)
 
     def _has_changed(self) -> bool:

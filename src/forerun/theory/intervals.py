@@ -67,7 +67,7 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
 def normal_interval(
     estimate: float, error: float, *, least: float = 0.0, most: float = math.inf
 ) -> Interval:
-    """95% interval of something that is as good as normal.
+    """Return the 95% interval of a normally distributed estimate.
 
     Args:
         estimate: of it.

@@ -1,4 +1,4 @@
-"""How far drafts get, learnt while they are made: discounted posteriors per position.
+"""Discounted posteriors of draft acceptance per position, learnt during decoding.
 
 A position enters where everything before it was accepted and the plan allowed it. What was not
 allowed is unobserved. Where a stop rule ended a draft, the next position was allowed and not
@@ -16,7 +16,7 @@ __all__ = ["Passing", "Prospects"]
 
 
 class Passing:
-    """P(position i passed | i - 1 passed and i allowed), for every i.
+    """Estimates of P(position i passed | i - 1 passed and i allowed), for every i.
 
     Args:
         memory: of each position.
@@ -32,7 +32,7 @@ class Passing:
         self._means: dict[tuple[float, int], list[float]] = {}
 
     def observe(self, num_allowed: int, num_passed: int) -> None:
-        """Count one step. Where a position has changed, little is believed of those behind it.
+        """Count one step; a change at a position lowers the weight of the positions behind it.
 
         Args:
             num_allowed: positions the plan allowed.
@@ -49,7 +49,7 @@ class Passing:
         self._means.clear()
 
     def fade(self, share: float) -> None:
-        """Keep a share of the weight of all that was seen, at every position."""
+        """Multiply the weight of all observations by a share, at every position."""
         for rate in self.rates:
             rate.fade(share)
         self._means.clear()
@@ -69,7 +69,7 @@ class Passing:
         return found
 
     def means_given(self, priors: Sequence[float]) -> list[float]:
-        """Posterior means where others have something to say about every position."""
+        """Return posterior means with a prior mean given for every position."""
         strength = self.strength
         seen = zip(self.rates, priors, strict=False)
         found = [(rate.wins + prior * strength) / (rate.trials + strength) for rate, prior in seen]
@@ -77,7 +77,7 @@ class Passing:
 
 
 class Prospects:
-    """What drafting under one method and stop rule brings, and how deep it goes.
+    """Acceptance and depth of drafts under one method and stop rule.
 
     Args:
         memory: of every rate.
@@ -97,6 +97,6 @@ class Prospects:
             self.drafted.observe(k_budget, depth_drafted)
 
     def fade(self, share: float) -> None:
-        """Keep a share of the weight of all that was seen."""
+        """Multiply the weight of all observations by a share."""
         self.accepted.fade(share)
         self.drafted.fade(share)

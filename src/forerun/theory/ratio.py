@@ -1,4 +1,4 @@
-"""Ratios of sums that arrive one pair at a time, recent ones first, with their standard error."""
+"""Discounted ratio of two sums that grow pair by pair, with its standard error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DiscountedRatio:
         self.x = self.y = self.xx = self.xy = self.yy = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        """One pair."""
+        """Add one pair."""
         memory = self.memory
         self.num_pairs += 1
         self.weight = self.weight * memory + 1.0
@@ -39,12 +39,12 @@ class DiscountedRatio:
 
     @property
     def ratio(self) -> float:
-        """sum(y) / sum(x); at least one pair."""
+        """Return sum(y) / sum(x); at least one pair must have been added."""
         return self.y / self.x
 
     @property
     def relative_error(self) -> float:
-        """Standard error over the ratio; infinite below two pairs."""
+        """Return the standard error over the ratio; infinite below two pairs."""
         if self.num_pairs < 2 or self.y == 0.0:
             return math.inf
         ratio = self.ratio

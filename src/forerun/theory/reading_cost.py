@@ -14,7 +14,7 @@ __all__ = ["ReadingCost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingCost:
-    """Seconds of a pass that reads so many tokens of one sequence, by target and by draft.
+    """Seconds of passes that read the prompt of one sequence, for target and draft.
 
     A verify pass of as many rows takes longer, for it yields logits at every row. Between
     measurements everything is linear; beyond the most tokens the last slope goes on.
@@ -48,25 +48,25 @@ class ReadingCost:
         object.__setattr__(self, "_draft", tuple(map(CostReading, self.draft_s)))
 
     def target_pass_s(self, num_tokens: int) -> float:
-        """The target reads, and nothing else is in its pass."""
+        """Return the seconds of a target pass that does nothing but read."""
         return interpolate(self.tokens, self._target, num_tokens).s
 
     def target_more_s(self, num_tokens: int) -> float:
-        """What reading adds to a pass of the target that would happen anyway."""
+        """Return the seconds that reading adds to a target pass that would be made anyway."""
         return max(0.0, self.target_pass_s(num_tokens) - self.target_s[0])
 
     def draft_more_s(self, num_tokens: int) -> float:
-        """What it costs that the draft reads so many tokens instead of one before it drafts."""
+        """Return the seconds that reading so many tokens instead of one adds to drafting."""
         read_s = interpolate(self.tokens, self._draft, num_tokens).s
         return max(0.0, read_s - self.draft_s[0])
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return JSON-ready values by name."""
         return {"tokens": self.tokens, "target_s": self.target_s, "draft_s": self.draft_s}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> ReadingCost:
-        """What `to_dict` wrote, tuples or lists alike.
+        """Build an object from the values that `to_dict` returned, tuples or lists alike.
 
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or a value is impossible.

@@ -158,7 +158,7 @@ def break_even_rate(
 
 
 def break_even_alpha(num_speculative_tokens: int, cycle_cost: float) -> float | None:
-    """The constant acceptance probability at which tau equals kappa; None if even 1 is too little.
+    """Return the constant acceptance probability at which tau equals kappa; None if 1 is too low.
 
     Raises:
         ValueError: K is below 1.
@@ -177,7 +177,7 @@ def break_even_alpha(num_speculative_tokens: int, cycle_cost: float) -> float | 
 
 
 def best_k(survival: Sequence[float], cycle_cost_of: Callable[[int], float]) -> BestK:
-    """The K in 0..len(survival) of highest speedup; the smallest of equals.
+    """Return the K in 0..len(survival) of highest speedup; the smallest of equals.
 
     K = 0 is plain decoding, of tau 1 and kappa 1 by definition, so the result is never less
     than 1 and K = 0 says that no draft length pays.

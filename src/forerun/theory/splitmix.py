@@ -1,4 +1,4 @@
-"""SplitMix64: 64 bits in, 64 well-mixed bits out. What every counter-based number here rests on.
+"""SplitMix64, a hash from 64 bits to 64 bits that all counter-based random numbers here use.
 
 Source: Steele, Lea and Flood 2014.
 """
@@ -23,5 +23,5 @@ def finalise(bits: int) -> int:
 
 
 def share_of(bits: int) -> float:
-    """A number in [0, 1) out of 64 bits."""
+    """Convert 64 bits to a number in [0, 1)."""
     return bits / 2.0**64

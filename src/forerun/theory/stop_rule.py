@@ -16,7 +16,7 @@ Measure = Literal["entropy", "top_probability"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """Draft no further node where the draft is too unsure of it.
+    """Stops a draft where the distribution of the next node is too uncertain.
 
     Attributes:
         measure: "entropy" in nats, or "top_probability", of the distribution the node would be

@@ -1,4 +1,4 @@
-"""How repetitive a text is: greedy text of a small model loops, and loops flatter every drafter."""
+"""Measures of repetition in a text; repetitive text is drafted unusually well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["distinct_ngram_share", "first_repeat", "ngrams"]
 
 
 def ngrams(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Every run of so many neighbouring tokens, in order; none of a shorter text."""
+    """Return all runs of `size` neighbouring tokens, in order; none for a shorter text."""
     return (tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
 
 
@@ -27,7 +27,7 @@ def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
 
 
 def first_repeat(token_ids: Sequence[int], size: int = 32) -> int:
-    """Where the first n-gram starts that occurred before; the whole length where none repeats.
+    """Return the start of the first n-gram that occurred before; the text's length where none does.
 
     The second occurrence may overlap the first, as it does in a short loop.
     """

@@ -9,7 +9,7 @@ __all__ = ["ks_distance", "ks_p_value", "uniformity_p_value"]
 
 
 def uniformity_p_value(values: Sequence[float]) -> float:
-    """Return the probability that independent uniform numbers are at least as far from uniform.
+    """Return the p-value of the Kolmogorov-Smirnov test that independent numbers are uniform.
 
     Raises:
         ValueError: there are no values, or one is outside [0, 1].
@@ -31,7 +31,7 @@ def ks_distance(values: Sequence[float]) -> float:
 
 
 def ks_p_value(distance: float, num_values: int) -> float:
-    """P(D >= distance) for `num_values` independent uniform numbers.
+    """Return P(D >= distance) of the Kolmogorov-Smirnov statistic of `num_values` numbers.
 
     This is the limiting distribution at an effective size, which is accurate from four values on.
 

@@ -1,4 +1,4 @@
-"""Steps of a trace as columns: where only figures over many steps are wanted, rows are too slow.
+"""Reads the steps of a trace as columns, for figures over many steps.
 
 The same files as `read_trace`, checked alike, in tables of some ten thousand steps. Only the
 columns that figures need are read.
@@ -74,7 +74,7 @@ def read_columns(path: Path) -> Iterator[Piece]:
 
 
 def parquet_pieces(folder: Path) -> Iterator[Piece]:
-    """Steps by column; headers, requests and what is missing as `read_trace` has them."""
+    """Yield tables of steps, then headers, requests and missing parts of a Parquet trace."""
     parts = sorted((folder / "steps").glob("*.parquet")) if (folder / "steps").is_dir() else []
     for path in parts:
         where = f"steps/{path.name}"
@@ -88,7 +88,7 @@ def parquet_pieces(folder: Path) -> Iterator[Piece]:
 
 
 def json_pieces(path: Path) -> Iterator[Piece]:
-    """Chunks of lines; one with damage in it is read line by line instead."""
+    """Yield tables and records of a JSON lines trace, chunk by chunk."""
     check_regular(path)
     with path.open("rb") as file:
         number, rest = 1, b""
@@ -101,7 +101,7 @@ def json_pieces(path: Path) -> Iterator[Piece]:
 
 
 def cut(data: bytes) -> tuple[bytes, bytes]:
-    """Whole lines, and the beginning of the next. A line longer than a chunk is no record."""
+    """Split data into whole lines and the beginning of the next line."""
     end = data.rfind(b"\n") + 1
     if not end and len(data) > CHUNK_BYTES:
         return data, b""
@@ -113,7 +113,7 @@ STEP = b'{"record":"step",'
 
 
 def lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
-    """Records of whole lines: steps by column, everything else one by one."""
+    """Yield the records of whole lines: steps as tables, other records one by one."""
     numbered = enumerate(lines, start=first_line)
     yield from one_by_one([(n, line) for n, line in numbered if not line.startswith(STEP)])
     steps = [line for line in lines if line.startswith(STEP)]
@@ -137,14 +137,14 @@ def lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
 
 
 def one_by_one(lines: Sequence[tuple[int, bytes]]) -> Iterator[Piece]:
-    """Lines read so that damage costs its own only; their steps become a table."""
+    """Parse lines one by one, so that a damaged line does not affect others."""
     items = [item_of(line, f"line {number}") for number, line in lines if line.strip()]
     yield from (item for item in items if not isinstance(item, StepRecord))
     yield from table_of([item for item in items if isinstance(item, StepRecord)])
 
 
 def table_of(steps: Sequence[StepRecord]) -> Iterator[pa.Table]:
-    """Records as a table; none for no records."""
+    """Build a table of step records; None if there are none."""
     if steps:
         columns = {
             name: pa.array([getattr(step, name) for step in steps], kind)
@@ -154,7 +154,7 @@ def table_of(steps: Sequence[StepRecord]) -> Iterator[pa.Table]:
 
 
 def checked(table: pa.Table, where: str) -> Iterator[Piece]:
-    """The rows that can have happened; the others are damage."""
+    """Yield the rows with possible values as a table, and damage for the others."""
     good = pc.is_valid(table["cycle_id"])
     for name in STEP_TYPES:
         if name not in OPTIONAL:

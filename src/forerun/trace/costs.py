@@ -1,4 +1,4 @@
-"""What a step costs, from the durations in a trace."""
+"""Costs of steps computed from the durations in a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_PLAIN_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCycleCost:
-    """kappa, from the steps for which the trace has plain steps to compare with.
+    """kappa over the drafting steps that can be compared with plain steps.
 
     Attributes:
         estimate: seconds of drafting steps over those of as many plain steps.
@@ -38,7 +38,7 @@ class MeasuredCycleCost:
 
 @dataclass(slots=True, kw_only=True)
 class Total:
-    """Steps and the seconds of their cycles."""
+    """Sums of steps and of the seconds of their cycles."""
 
     num_steps: int = 0
     seconds: float = 0.0
@@ -55,7 +55,7 @@ Totals = dict[int, Total]
 
 @dataclass(slots=True, kw_only=True)
 class StepCosts:
-    """Decode steps and their seconds; a cycle that also read prompts says nothing of decoding.
+    """Decode steps and their seconds, without cycles that also read prompts.
 
     Attributes:
         drafting: steps that drafted.
@@ -66,7 +66,7 @@ class StepCosts:
     plain: Totals = field(default_factory=dict)
 
     def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
-        """Count a step of a cycle. One that drafted nothing among others that did is neither."""
+        """Count a step of a cycle; plain steps in a cycle that drafts are left out."""
         if record.num_prefill_rows:
             return
         if record.num_drafted:
@@ -79,14 +79,14 @@ class StepCosts:
         totals.setdefault(len(cycle), Total()).add(1, seconds)
 
     def include(self, other: StepCosts) -> None:
-        """Take the steps of another group in."""
+        """Add the steps of another group."""
         for own, others in ((self.drafting, other.drafting), (self.plain, other.plain)):
             for size, total in others.items():
                 own.setdefault(size, Total()).add(total.num_steps, total.seconds)
 
     @property
     def plain_step_s(self) -> Mapping[int, float]:
-        """Mean plain step by size of the cycle, where there are enough of them."""
+        """Return the mean plain step by cycle size, where there are enough plain steps."""
         return {
             size: total.seconds / total.num_steps
             for size, total in self.plain.items()

@@ -1,4 +1,4 @@
-"""Trace files: the suffix chooses the format, pyarrow is loaded for Parquet only."""
+"""Opens trace files: the suffix chooses the format, and pyarrow is loaded for Parquet only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 @contextmanager
 def open_trace(path: Path) -> Iterator[TraceWriter]:
-    """Open a trace for writing; one that is there is replaced.
+    """Open a trace for writing; an existing trace is replaced.
 
     Args:
         path: ends in .jsonl, or in .parquet for a folder of Parquet parts.
@@ -52,12 +52,12 @@ def check_suffix(path: Path) -> None:
 
 
 def json_lines(path: Path) -> JsonLines:
-    """A sink of JSON lines; the file is emptied."""
+    """Open a JSON lines trace for writing; an existing file is emptied."""
     return JsonLines(path.open("wb", buffering=0))
 
 
 def parquet_parts(folder: Path) -> Sink:
-    """A sink of Parquet parts; a trace that is there is removed, anything else is left alone."""
+    """Open a Parquet trace for writing; an existing trace is removed, other folders are refused."""
     from forerun.trace.parquet import FOLDERS, HEADERS, ParquetParts
 
     folder.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def parquet_parts(folder: Path) -> Sink:
 
 
 def read_trace(path: Path) -> Iterator[Item]:
-    """Records of a trace, and what of it is damaged.
+    """Yield the records of a trace, and a `Damage` for every part that cannot be read.
 
     A trace is read lazily. Whatever is whole is returned: a line or part that is not gives a
     `Damage` that says where and what, and reading goes on behind it.
@@ -102,7 +102,7 @@ def read_trace(path: Path) -> Iterator[Item]:
 
 
 def read_items(path: Path) -> Iterator[Item]:
-    """Items in the format the path is of."""
+    """Yield records and damage in the format that the path's suffix names."""
     if not path.is_dir():
         yield from read_json_lines(path)
         return

@@ -1,4 +1,4 @@
-"""Traces as JSON lines: one object per record, whose "record" says of which kind it is."""
+"""Traces as JSON lines: one object per record, whose field "record" names its kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAX_LINE_BYTES = 1 << 22
 
 
 class JsonLines:
-    """A sink of JSON lines.
+    """Writes records as JSON lines.
 
     What is written is handed to the system at once, so it outlives the process.
 
@@ -68,7 +68,7 @@ class JsonLines:
 
 
 def line_of(row: Row) -> str:
-    """A row as its line."""
+    """Return the line of a row."""
     if row.kind == "step":
         return STEP_FORM % (*numbers_of(row.values), text_of(words_of(row.values)))
     values = dict(zip(FIELDS[row.kind], row.values, strict=True))
@@ -77,12 +77,12 @@ def line_of(row: Row) -> str:
 
 @lru_cache(maxsize=256)
 def text_of(words: tuple[Json, ...]) -> str:
-    """The part of a step's line that is no number."""
+    """Return the part of a step's line that holds no numbers."""
     return ENCODER.encode(dict(zip(WORD_NAMES, words, strict=True)))[1:-1]
 
 
 def read_json_lines(path: Path) -> Iterator[Item]:
-    """Records of a file in their order, and what is damaged between them.
+    """Yield the records of a file in order, and the damage between them.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -102,7 +102,7 @@ def read_json_lines(path: Path) -> Iterator[Item]:
 
 
 def skip_line(file: BufferedReader) -> int:
-    """Read to the end of a line; returns how many bytes that took."""
+    """Read to the end of a line and return the number of bytes read."""
     num_bytes = 0
     while rest := file.readline(MAX_LINE_BYTES):
         num_bytes += len(rest)
@@ -112,7 +112,7 @@ def skip_line(file: BufferedReader) -> int:
 
 
 def item_of(line: bytes, where: str) -> Item:
-    """The record of a line, or what is wrong with it."""
+    """Parse a line to its record, or to a description of the damage."""
     try:
         values = parse_json(line, "the line")
     except UnreadableInput as error:

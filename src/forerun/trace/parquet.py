@@ -1,4 +1,4 @@
-"""Traces as Parquet: a folder of part files, for a Parquet file is readable only once it is closed.
+"""Traces as folders of Parquet files, since a Parquet file is readable only once it is closed.
 
     trace.parquet/headers.jsonl            one header per line
     trace.parquet/steps/00000.parquet      step records, a part per flush
@@ -53,7 +53,7 @@ TYPES: Mapping[str, pa.DataType] = {
 
 
 class ParquetParts:
-    """A sink of Parquet parts.
+    """Writes records as numbered Parquet files of a folder.
 
     Args:
         folder: of the trace; it exists.
@@ -68,7 +68,7 @@ class ParquetParts:
         self.num_parts = dict.fromkeys(FOLDERS, 0)
 
     def write(self, rows: Iterable[Row]) -> None:
-        """One part per kind of record."""
+        """Write one file per kind of record."""
         sorted_rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
         for row in rows:
             sorted_rows[row.kind].append(row)
@@ -79,7 +79,7 @@ class ParquetParts:
                 self._write_part(name, table_of(kind, sorted_rows[kind]))
 
     def close(self) -> None:
-        """Close what is open; parts are closed already."""
+        """Do nothing: every file is closed once it is written."""
         self.headers.close()
 
     def _write_part(self, name: str, table: pa.Table) -> None:
@@ -90,7 +90,7 @@ class ParquetParts:
 
 
 def table_of(kind: str, rows: Sequence[Row]) -> pa.Table:
-    """Rows of one kind as columns."""
+    """Convert rows of one kind to a table."""
     columns = []
     by_field = zip(*(row.values for row in rows), strict=True)
     for field, values in zip(fields(KINDS[kind]), by_field, strict=True):
@@ -101,7 +101,7 @@ def table_of(kind: str, rows: Sequence[Row]) -> pa.Table:
 
 
 def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]:
-    """Headers, steps, requests, and what is damaged among them.
+    """Yield headers, steps, requests, and the damage among them.
 
     Args:
         folder: of the trace.
@@ -133,7 +133,7 @@ MAX_MISSING = 100
 
 
 def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
-    """Parts are numbered from 0 without gaps."""
+    """Yield a `Damage` for every gap in the numbers of the files."""
     numbers = {
         int(path.stem)
         for path in found
@@ -145,7 +145,7 @@ def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
 
 
 def read_part(path: Path, where: str) -> Iterator[Item]:
-    """Records of one part, as far as they can be read."""
+    """Yield the readable records of one file, and the damage in it."""
     if path.suffix == UNFINISHED:
         yield Damage(where=where, what="was being written when the process ended")
         return
@@ -161,7 +161,7 @@ def read_part(path: Path, where: str) -> Iterator[Item]:
 
 
 def item_of(kind: str, row: dict[str, object], where: str) -> Item:
-    """The record of a row, or what is wrong with it."""
+    """Convert a row to its record, or to a description of the damage."""
     try:
         if kind == "request":
             row["parameters"] = parse_json(str(row.get("parameters")), "parameters")

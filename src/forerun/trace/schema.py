@@ -1,4 +1,4 @@
-"""Records and the plain values they consist of in a file, checked on the way back."""
+"""Conversion of records to rows of plain values and back, with checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GETTERS = {kind: attrgetter(*names) for kind, names in FIELDS.items()}
 
 
 class Row(NamedTuple):
-    """The values of one record, in the order of `FIELDS`: what files are made of."""
+    """The values of one record in the order of `FIELDS`, as files store them."""
 
     kind: str
     values: list[Json]
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A part of a trace that could not be read; what is around it could.
+    """A part of a trace that could not be read.
 
     Attributes:
         where: line and byte, or part file.
@@ -72,14 +72,14 @@ Item = Record | Damage
 
 
 def kind_of(record: Record) -> str:
-    """The name of a record's kind."""
+    """Return the name of a record's kind."""
     if isinstance(record, StepRecord):
         return "step"
     return "request" if isinstance(record, RequestRecord) else "header"
 
 
 def row_of(record: Record, changes: Mapping[str, Json] | None = None) -> Row:
-    """A record's row; `changes` replace values by field name."""
+    """Convert a record to a row; `changes` replace values by field name."""
     kind = kind_of(record)
     values = list(GETTERS[kind](record))
     if changes is not None:
@@ -89,7 +89,7 @@ def row_of(record: Record, changes: Mapping[str, Json] | None = None) -> Row:
 
 
 def record_from(kind: object, values: Mapping[str, object]) -> Record:
-    """The record of a kind that has these values.
+    """Build the record of a kind from its values.
 
     Raises:
         ValueError: the kind is unknown, a field is missing, unknown or of another type, or counts
@@ -120,7 +120,7 @@ def record_from(kind: object, values: Mapping[str, object]) -> Record:
 
 
 def value_of(annotation: str, name: str, value: object) -> object:
-    """A value as the annotation of its field wants it."""
+    """Check and convert a value by the annotation of its field."""
     wanted = annotation.removesuffix(" | None")
     if value is None and wanted != annotation:
         return None

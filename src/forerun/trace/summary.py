@@ -1,4 +1,4 @@
-"""What a trace says: tokens per step, cost per step, acceptance by position, where the time goes.
+"""Summary of a trace: tokens per step, cost per step, acceptance by position, time by part.
 
 Durations belong to a cycle, which all requests of a batch share. Sums of time count every cycle
 once; the cost of a step is the mean over requests and steps, as tau is.
@@ -66,7 +66,7 @@ class Position:
 
 @dataclass(slots=True, kw_only=True)
 class GroupSummary:
-    """Steps of requests that have something in common.
+    """Totals over the steps of some requests, such as those with one tag.
 
     Attributes:
         num_requests: requests seen.
@@ -96,7 +96,7 @@ class GroupSummary:
         self.costs.add(record, cycle)
 
     def include(self, other: GroupSummary) -> None:
-        """Take the steps of another group in."""
+        """Add the steps of another group."""
         self.num_requests += other.num_requests
         self.num_steps += other.num_steps
         self.num_tokens += other.num_tokens
@@ -106,7 +106,7 @@ class GroupSummary:
 
     @property
     def wasted_share(self) -> float | None:
-        """Of the drafted nodes, the share that was not accepted; None where nothing was drafted."""
+        """Share of the drafted nodes that was not accepted; None where nothing was drafted."""
         rate = self.acceptance.draft_acceptance_rate
         return None if rate is None else 1.0 - rate
 
@@ -130,7 +130,7 @@ class GroupSummary:
         )
 
     def to_dict(self, plain_step_s: Mapping[int, float]) -> dict[str, Json]:
-        """As JSON wants it; `plain_step_s` as for `StepCosts.cycle_cost`."""
+        """Return JSON-ready values; `plain_step_s` as for `StepCosts.cycle_cost`."""
         counts, cost = self.acceptance, self.costs.cycle_cost(plain_step_s)
         return {
             "num_requests": self.num_requests,
@@ -176,7 +176,7 @@ class TimeSplit:
     other_s: float = 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Count the cycle a record is of."""
+        """Count the cycle that a record belongs to."""
         self.num_cycles += 1
         self.num_prefill_cycles += record.num_prefill_rows > 0
         self.draft_s += record.draft_s
@@ -191,7 +191,7 @@ class TimeSplit:
 
 @dataclass(slots=True, kw_only=True)
 class TraceSummary:
-    """Figures of a trace, as `summarise` adds them up.
+    """All figures of a trace, computed by `summarise`.
 
     Attributes:
         headers: what was run; one per draft.
@@ -222,17 +222,17 @@ class TraceSummary:
 
     @property
     def plain_step_s(self) -> Mapping[int, float]:
-        """Mean plain decode step by number of requests in the cycle, where there are enough."""
+        """Return the mean plain step by number of requests in the cycle, where there are enough."""
         return self.overall.costs.plain_step_s
 
     @property
     def cycle_cost(self) -> MeasuredCycleCost | None:
-        """kappa over all steps; None where the trace has too few plain steps to compare with."""
+        """Return kappa over all steps; None where there are too few plain steps to compare with."""
         return self.overall.costs.cycle_cost(self.plain_step_s)
 
     @property
     def median_ttft_s(self) -> float | None:
-        """Half of the requests had their first token by then."""
+        """Return the median time to the first token in seconds."""
         return median(self.ttft_s) if self.ttft_s else None
 
     def to_dict(self) -> dict[str, Json]:
@@ -257,7 +257,7 @@ class TraceSummary:
 
 
 def summarise(items: Iterable[Item]) -> TraceSummary:
-    """Figures of a trace, from whatever of it could be read.
+    """Summarise the readable records of a trace.
 
     A request is added to the totals as soon as its record was read, so memory grows neither with
     steps nor with requests that have ended.
@@ -310,7 +310,7 @@ def split_off(
 
 
 def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
-    """Records of one cycle together: an engine hands them over one after the other.
+    """Group consecutive records into the cycles that they belong to.
 
     Engines number their cycles alike, so the time tells cycles of different engines apart.
     """
@@ -337,7 +337,7 @@ def plot(summary: TraceSummary, title: str, path: Path) -> None:
 
 
 def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
-    """The groups to draw, by label."""
+    """Return the groups to draw, by label."""
     drafting = [(tag, group) for tag, group in summary.tags.items() if group.positions]
     drafting.sort(key=lambda entry: -entry[1].acceptance.num_steps)
     lines = {"all": summary.overall} if summary.overall.positions else {}
@@ -347,7 +347,7 @@ def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
 
 
 def draw(axes: Axes, lines: Mapping[str, GroupSummary]) -> None:
-    """Survival as lines; beta with its interval as points where there is one line only."""
+    """Draw survival as lines, and beta with its interval as points where there is one line only."""
     deepest = 1
     for colour, (label, group) in zip(COLOURS, lines.items(), strict=False):
         positions = range(1, len(group.positions) + 1)
@@ -367,7 +367,7 @@ def draw(axes: Axes, lines: Mapping[str, GroupSummary]) -> None:
 
 
 def draw_rates(axes: Axes, group: GroupSummary) -> None:
-    """Acceptance rate per position with its 95% interval."""
+    """Draw the acceptance rate per position with its 95% interval."""
     rates = [position.rate for position in group.positions]
     reach = [[r.estimate - r.low for r in rates], [r.high - r.estimate for r in rates]]
     axes.errorbar(

@@ -1,4 +1,4 @@
-"""Records on their way into a file: kept a little while, written many at a time."""
+"""Buffered writing of trace records to a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushRule:
-    """When records that wait are written: at whichever comes first.
+    """Limits at which buffered records are written, whichever is reached first.
 
     Attributes:
         num_records: so many wait; no more are ever kept in memory.
@@ -35,10 +35,10 @@ class Sink(Protocol):
 
     @property
     def flush_rule(self) -> FlushRule:
-        """When to write: formats differ in what a write costs."""
+        """The limits at which buffered records are written in this format."""
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Write rows so that what is written stays readable whatever happens afterwards.
+        """Write rows so that they stay readable if the process is killed afterwards.
 
         Raises:
             OSError: they could not be written; earlier ones are still there.
@@ -53,7 +53,7 @@ class Sink(Protocol):
 
 
 class TraceWriter:
-    """Takes records one by one; for example those of an engine's steps.
+    """Buffers records, for example those of an engine's steps, and writes them to a trace.
 
     Nothing that happens to the file reaches the caller. Where a write fails, a warning says so
     once, what was written before stays, and further records are dropped: a full disk ends the
@@ -80,7 +80,7 @@ class TraceWriter:
         self._due_s = math.inf
 
     def add(self, record: Record, changes: Mapping[str, Json] | None = None) -> None:
-        """Keep a record, and write all that wait when it is time.
+        """Buffer a record, and write the buffer when a limit is reached.
 
         Args:
             record: of any kind.

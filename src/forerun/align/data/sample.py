@@ -98,7 +98,7 @@ class PackedBatch:
 
     @property
     def labels(self) -> Int64[Tensor, " learned"]:
-        """The token that follows each learned place."""
+        """Token ids that follow the learned positions, which are the training labels."""
         following = torch.roll(self.ids, -1, dims=1)
         return following[self.predicts]
 
@@ -133,7 +133,7 @@ def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
 
 
 def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
-    """Return the attention mask: a place sees itself and the earlier places of its own sample."""
+    """Return the attention mask: causal, and limited to the tokens of the same sample."""
     texts = (batch.positions == 0).cumsum(-1)
     alike = texts[:, :, None] == texts[:, None, :]
     return alike.tril()[:, None]

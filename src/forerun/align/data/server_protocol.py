@@ -45,7 +45,7 @@ DEFAULTS = SamplingParams()
 
 
 class BrokenReply(Exception):
-    """The answer of a server makes no sense; a retry may help."""
+    """Raised where a server's answer does not follow the protocol; a retry may help."""
 
 
 def check_params(params: SamplingParams) -> None:

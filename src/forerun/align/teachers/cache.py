@@ -137,7 +137,7 @@ class RowCache:
             shard.unlink()
 
     def look_again(self) -> None:
-        """Read the shards that other processes have written meanwhile."""
+        """Read the shards that other processes have written since the last look."""
         for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
             self._entries.update(entries_of(shard))
 

@@ -1,4 +1,4 @@
-"""From times and rates to costs in plain steps."""
+"""Derives costs in plain steps from times and rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["add_costs", "add_ratios"]
 
 
 def add_costs(evidence: Evidence) -> None:
-    """kappa, its parts, and the speedup, from timers or from two rates."""
+    """Add kappa, its parts and the speedup, from timers or from two rates."""
     add_times(evidence)
     add_parts(evidence)
     with_s, plain = evidence.number("tokens_per_s"), evidence.number("tokens_per_s_plain")
@@ -26,14 +26,14 @@ def add_costs(evidence: Evidence) -> None:
 
 
 def add_rest(evidence: Evidence) -> None:
-    """v as what drafting leaves of a step, where the pass was not timed."""
+    """Add v, the cost of a target pass that was not timed, from the rest of a step."""
     kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
         evidence.conclude("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
 
 
 def add_times(evidence: Evidence) -> None:
-    """Times of a step that follow from rates, where one sequence decodes."""
+    """Add times of a step that follow from rates, where one sequence decodes."""
     if evidence.number("batch") not in (None, 1.0):
         return
     tau, rate = evidence.number("acceptance_length"), evidence.number("tokens_per_s")
@@ -65,7 +65,7 @@ def add_parts(evidence: Evidence) -> None:
 
 
 def add_linearity(evidence: Evidence) -> None:
-    """K c, rows, and how far the pass grows with its rows."""
+    """Add the total draft cost, the rows of a pass, and how the pass grows with its rows."""
     k, batch = evidence.number("k"), evidence.number("batch")
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
@@ -88,7 +88,7 @@ MIN_GROWTH = 0.05
 
 
 def add_rows(evidence: Evidence, k: float, batch: float) -> None:
-    """Rows of a pass, whether they are many for the device, and whether the batch explains them.
+    """Add the rows of a pass, and whether they are many for the device or due to the batch.
 
     Where n sequences take 1 + s (n - 1) of the plain step of one, a pass over n (K + 1) rows that
     is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
@@ -138,7 +138,7 @@ def add_ratios(evidence: Evidence) -> None:
 
 
 def add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
-    """One figure over another, where both are known and the ratio is not."""
+    """Add one figure over another, where both are known and the ratio is not."""
     above, below = evidence.number(over), evidence.number(under)
     if above is not None and below and name not in evidence:
         evidence.conclude(name, above / below, f"{over} / {under}")

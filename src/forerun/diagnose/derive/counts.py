@@ -1,4 +1,4 @@
-"""From counts to rates: every figure of acceptance that follows from another one."""
+"""Derives acceptance rates from counts and from other rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_RATE = 1e-6
 
 
 def add_rates(evidence: Evidence) -> None:
-    """Rates, tau and K, from whatever is known of them."""
+    """Add rates, tau and K, from whichever figures are known."""
     add_positions(evidence)
     add_k(evidence)
     add_length(evidence)
@@ -30,7 +30,7 @@ def add_rates(evidence: Evidence) -> None:
 
 
 def add_positions(evidence: Evidence) -> None:
-    """beta from counts per position; without denominators, every draft is one."""
+    """Add beta from counts per position; missing denominators are the number of drafts."""
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
     drafts = evidence.number("num_drafts")
@@ -42,7 +42,7 @@ def add_positions(evidence: Evidence) -> None:
 
 
 def add_k(evidence: Evidence) -> None:
-    """K: as many as there are positions, or as were drafted per step."""
+    """Add K: the number of positions, or of tokens drafted per step."""
     if "k" in evidence:
         return
     if rates := evidence.numbers("acceptance_rate_per_position"):
@@ -56,7 +56,7 @@ def add_k(evidence: Evidence) -> None:
 
 
 def add_length(evidence: Evidence) -> None:
-    """tau from counts, else from beta, else from the share of drafted tokens at a fixed K."""
+    """Add tau from counts, else from beta, else from the draft acceptance rate at a fixed K."""
     if "acceptance_length" in evidence:
         return
     accepted, drafts = evidence.number("num_accepted"), evidence.number("num_drafts")
@@ -75,7 +75,7 @@ def add_length(evidence: Evidence) -> None:
 
 
 def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
-    """95% of a mean of counts whose survival is known; steps taken as independent."""
+    """Return the 95% interval of tau, taking steps as independent."""
     if not rates or drafts < 2:
         return None
     square = sum((2 * i - 1) * rate for i, rate in enumerate(rates, start=1))
@@ -96,7 +96,7 @@ def add_draft_rate(evidence: Evidence) -> None:
 
 
 def add_constant(evidence: Evidence) -> None:
-    """The constant acceptance probability that would give this tau."""
+    """Add the constant acceptance probability that would give this tau."""
     tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
     if tau is None or depth is None:
         return
@@ -109,7 +109,7 @@ def add_constant(evidence: Evidence) -> None:
 
 
 def mean_drafted(evidence: Evidence) -> float | None:
-    """Drafted per step: K, or less where a stop rule ends drafts earlier."""
+    """Return the tokens drafted per step: K, or fewer where a stop rule ends drafts earlier."""
     drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
     tau, rate = evidence.number("acceptance_length"), evidence.number("draft_acceptance_rate")
     k = evidence.number("k")
@@ -137,7 +137,7 @@ def add_first_position(evidence: Evidence) -> None:
 
 
 def add_conditional(evidence: Evidence) -> None:
-    """Conditional acceptance, and how far its lowest later value is below the first."""
+    """Add the conditional acceptance, and how far its lowest later value is below the first."""
     rates = evidence.numbers("acceptance_rate_per_position")
     name = "conditional_acceptance_per_position"
     if name not in evidence and rates and rates[0] > 0.0:

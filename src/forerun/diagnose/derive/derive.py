@@ -1,4 +1,4 @@
-"""Everything that follows from what was read, in the order in which it follows."""
+"""Derives all facts that follow from the facts that were read, in the order of dependence."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
 def both(
     evidence: Evidence, before: Evidence, witnesses: tuple[str, ...]
 ) -> tuple[Value, Value] | None:
-    """The values of the first witness that both runs know."""
+    """Return the values of the first of some facts that both runs have."""
     for witness in witnesses:
         now, then = evidence.facts.get(witness), before.facts.get(witness)
         if now is not None and then is not None:
@@ -108,7 +108,7 @@ def both(
 
 
 def derive(evidence: Evidence) -> None:
-    """Add what follows; what was read or said stays."""
+    """Add all facts that follow from others; facts that were read are not changed."""
     add_names(evidence)
     add_rates(evidence)
     add_costs(evidence)

@@ -1,4 +1,4 @@
-"""From figures to observations: the yes or no that a person would read off them."""
+"""Derives yes-or-no observations from figures, where a figure is clear enough."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_DRAFTS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
-    """An observation that a figure decides, where it is clear.
+    """A figure and the thresholds above or below which an observation is true.
 
     Attributes:
         name: the observation.
@@ -29,7 +29,7 @@ class Threshold:
     no: float
 
     def answer(self, fact: Fact) -> bool | None:
-        """Yes or no where the figure, and its interval if it has one, is clear."""
+        """Return the observation, where the figure and its interval are clear; else None."""
         low = high = float(fact.value)  # type: ignore[arg-type]  # a number by its kind
         if fact.interval is not None:
             low, high = fact.interval.low, fact.interval.high
@@ -59,7 +59,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
 
 
 def add_observations(evidence: Evidence) -> None:
-    """Observations that figures decide; what was observed directly stays."""
+    """Add observations that figures decide; direct observations are not changed."""
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
@@ -74,7 +74,7 @@ def add_observations(evidence: Evidence) -> None:
 
 
 def add_unplaced_rate(evidence: Evidence) -> None:
-    """Accepted / drafted at an unknown K: position 1 is accepted at least as often."""
+    """Add whether acceptance is high or low, from a draft acceptance rate at an unknown K."""
     fact, rate = (
         evidence.facts.get("draft_acceptance_rate"),
         evidence.number("draft_acceptance_rate"),
@@ -88,7 +88,7 @@ def add_unplaced_rate(evidence: Evidence) -> None:
 
 
 def add_nothing_accepted(evidence: Evidence) -> None:
-    """Whether practically nothing is accepted, where enough was drafted to tell."""
+    """Add whether practically nothing is accepted, where enough was drafted to decide it."""
     fact, drafts = evidence.facts.get("draft_acceptance_rate"), evidence.number("num_drafts")
     drafted, tau = evidence.number("num_drafted"), evidence.number("acceptance_length")
     if "acceptance_zero" in evidence:
@@ -108,14 +108,14 @@ def add_nothing_accepted(evidence: Evidence) -> None:
 
 
 def add_no_gain(evidence: Evidence) -> None:
-    """Whether speculation changes nothing."""
+    """Add whether speculation changes the speed at all."""
     gain = evidence.number("speedup")
     if gain is not None and "no_gain" not in evidence:
         evidence.conclude("no_gain", 0.97 <= gain <= 1.05, f"speedup {gain:.3f}")
 
 
 def add_not_drafted(evidence: Evidence) -> None:
-    """Whether anything was drafted at all."""
+    """Add whether anything was drafted at all."""
     drafts, steps = evidence.number("num_drafts"), evidence.number("num_steps")
     drafted = evidence.number("num_drafted")
     if "drafts_absent" in evidence:

@@ -1,4 +1,4 @@
-"""Results of benchmark clients: `vllm bench serve` blocks, and one-line summaries."""
+"""Reads results of benchmark clients: `vllm bench serve` blocks and one-line summaries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["BenchmarkOutput"]
 
 
 def label(text: str) -> re.Pattern[str]:
-    """A label, a colon, blanks and a number."""
+    """Return the pattern of a label, a colon, blanks and a number."""
     return re.compile(r"^\s*" + re.escape(text) + r":\s+" + NUMBER + r"\s*$")
 
 
@@ -38,7 +38,7 @@ SUMMARY_LENGTH = re.compile(r"[Aa]cceptance length: " + NUMBER)
 
 
 class BenchmarkOutput:
-    """Tables of labels and values."""
+    """Reader of the tables of labels and values that benchmark clients print."""
 
     kind = "benchmark output"
 
@@ -66,7 +66,7 @@ class BenchmarkOutput:
         return bool(KNOWN.match(line))
 
     def close(self) -> None:
-        """Positions as one list, where none is missing."""
+        """Join the positions to one list, where none is missing."""
         if self._rates and sorted(self._rates) == list(range(len(self._rates))):
             rates = [self._rates[index] for index in range(len(self._rates))]
             self.tally.say("acceptance_rate_per_position", rates)

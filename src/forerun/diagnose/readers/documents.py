@@ -1,4 +1,4 @@
-"""JSON objects of engines: a response, iteration statistics, server information."""
+"""Reads JSON objects of engines: responses, iteration statistics, server information."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Documents:
         self._pairs: list[tuple[float, float]] = []
 
     def read(self, document: object) -> bool:
-        """One document; False where nothing in it is known."""
+        """Read one document; False where nothing in it is known."""
         known = False
         for entry in objects_in(document):
             known |= (
@@ -37,7 +37,7 @@ class Documents:
         return known
 
     def close(self) -> None:
-        """What takes all documents: SGLang's accept rate has two meanings."""
+        """Add facts that depend on all documents, such as the meaning of SGLang's accept rate."""
         nodes = num_draft_tokens_of(self._pairs)
         if nodes is not None:
             self.tally.say("k", nodes - 1)
@@ -131,7 +131,7 @@ class Documents:
 
 
 def objects_in(document: object) -> Iterator[Object]:
-    """Every object of a document, the outer ones first; deep or endless ones are cut."""
+    """Yield every object of a document, the outer ones first, within a limit on their number."""
     waiting: list[tuple[object, int]] = [(document, 0)]
     num_objects = 0
     while waiting and num_objects < MAX_OBJECTS:
@@ -145,7 +145,7 @@ def objects_in(document: object) -> Iterator[Object]:
 
 
 def number(entry: Object, name: str) -> float | None:
-    """A finite number of 0 or more; None otherwise."""
+    """Return a finite number of 0 or more; None otherwise."""
     value = entry.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -153,5 +153,5 @@ def number(entry: Object, name: str) -> float | None:
 
 
 def first_number(entry: Object, *names: str) -> float | None:
-    """The number under the first of several names that is present."""
+    """Return the number under the first of several names that is present."""
     return next((value for name in names if (value := number(entry, name)) is not None), None)

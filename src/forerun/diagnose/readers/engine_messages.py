@@ -1,4 +1,4 @@
-"""What engines say in words about speculation: refusals, vocabularies, weights, graphs, gates."""
+"""Reads log messages about speculation: refusals, vocabularies, weights, graphs, switch-offs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["REMARKS", "Remarks", "TensorRtLlmLog"]
 
 
 def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """A pattern in any case, and the observations a matching line amounts to."""
+    """Return a case-insensitive pattern, and the observations that a matching line means."""
     return re.compile(pattern, re.IGNORECASE), facts
 
 
@@ -68,7 +68,7 @@ MAX_LENGTH = 400
 
 
 class Remarks:
-    """Sentences that any engine may log; what they amount to is asserted, not counted."""
+    """Reader of messages that any engine may log; they yield observations, not counts."""
 
     kind = "engine messages"
 
@@ -94,7 +94,7 @@ GATE = re.compile(r"\[SpeculationGate\] Speculative decoding disabled: rolling a
 
 
 class TensorRtLlmLog:
-    """The gate is one-way: below its threshold nothing is drafted until a restart."""
+    """Reader of TensorRT-LLM's log, whose acceptance threshold disables drafting for good."""
 
     kind = "TensorRT-LLM log"
 

@@ -1,4 +1,4 @@
-"""Facts files: what a person or a probe knows, as YAML or JSON.
+"""Reads and writes facts files, which hold facts as YAML or JSON.
 
     forerun_facts: 1
     source: notes of the on-call engineer
@@ -31,7 +31,7 @@ SCHEMA_PATH = Path(__file__).with_name("facts.schema.json")
 
 
 def read_facts(document: Mapping[str, object], name: str) -> Evidence:
-    """Evidence of a facts file that was parsed.
+    """Return the evidence of a parsed facts file.
 
     Raises:
         InvalidRequest: it is of a newer format, or holds no facts; a fact that is unknown or out of
@@ -57,7 +57,7 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
 
 
 def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
-    """The facts file that says what evidence says; `read_facts` takes it back.
+    """Return evidence as the content of a facts file, which `read_facts` can read.
 
     Args:
         evidence: of whatever kind.
@@ -74,7 +74,7 @@ def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
 
 
 def add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
-    """One entry: a value, or an object with one."""
+    """Add one entry: a value, or an object with a value."""
     if not isinstance(value, Mapping):
         evidence.add(key, value, source)
         return
@@ -105,7 +105,7 @@ def interval_of(key: str, value: Mapping[str, object]) -> Interval | None:
 
 
 def schema() -> dict[str, Json]:
-    """The JSON Schema of facts files."""
+    """Return the JSON Schema of facts files."""
     properties: dict[str, Json] = {name: property_of(kind) for name, kind in FACTS.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -126,7 +126,7 @@ def schema() -> dict[str, Json]:
 
 
 def property_of(kind: FactKind) -> dict[str, Json]:
-    """One fact: a bare value, or an object with source and interval."""
+    """Return the schema of one fact: a bare value, or an object with source and interval."""
     bare = value_schema(kind)
     detailed: dict[str, Json] = {
         "type": "object",
@@ -147,7 +147,7 @@ def property_of(kind: FactKind) -> dict[str, Json]:
 
 
 def value_schema(kind: FactKind) -> dict[str, Json]:
-    """The JSON Schema of a fact without source and interval."""
+    """Return the JSON Schema of a fact's value alone."""
     if kind.type == "flag":
         return {"type": "boolean"}
     if kind.type in ("word", "words"):
@@ -164,5 +164,5 @@ def value_schema(kind: FactKind) -> dict[str, Json]:
 
 
 def described(kind: FactKind) -> str:
-    """Definition and unit."""
+    """Return definition and unit of a fact as text."""
     return f"{kind.definition} ({kind.unit})" if kind.unit else kind.definition

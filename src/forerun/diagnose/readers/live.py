@@ -1,4 +1,4 @@
-"""A live /metrics page, sampled twice: what happened in between.
+"""Reads a live /metrics page twice and uses the difference.
 
 The address given is the only one contacted: no redirect is followed, no proxy asked. Size and time
 of an answer are bounded.
@@ -25,7 +25,7 @@ MAX_INTERVAL_S = 600.0
 def read_live(
     url: str, *, interval_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> Evidence:
-    """Evidence of two samples; of their totals since the start where nothing happened in between.
+    """Return the evidence of two samples, or of the totals where nothing happened in between.
 
     Args:
         url: of a Prometheus exposition.
@@ -64,7 +64,7 @@ TOKENS = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens
 def add_rate(
     evidence: Evidence, first: Metrics, second: Metrics, seconds: float, source: str
 ) -> None:
-    """Tokens of all requests per second in between, where the engine says nothing better."""
+    """Add the tokens of all requests per second, where the engine reports no better figure."""
     for name in TOKENS:
         tokens = second.totals.get(name, 0.0) - first.totals.get(name, 0.0)
         if tokens > 0.0 and seconds > 0.0 and "tokens_per_s" not in evidence:

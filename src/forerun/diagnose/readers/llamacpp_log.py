@@ -1,4 +1,4 @@
-"""Lines of llama.cpp's server and examples, of all generations."""
+"""Reads logs of llama.cpp's server and examples, of all versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLE_RATE = re.compile(r"\baccept *= *[0-9.]+%")
 
 
 class LlamaCppLog:
-    """`llama-server`, `llama-speculative` and `llama-speculative-simple`."""
+    """Reader of `llama-server`, `llama-speculative` and `llama-speculative-simple`."""
 
     kind = "llama.cpp log"
 

@@ -1,4 +1,4 @@
-"""Prometheus text of any engine: counters and gauges under its names become facts."""
+"""Reads Prometheus text of any engine; counters and gauges become facts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ NAMES = {
 
 @dataclass(slots=True)
 class Metrics:
-    """Samples summed over their labels, but for the position.
+    """Samples of metrics, summed over their labels except the position.
 
     Attributes:
         totals: by name without `_total`.
@@ -98,7 +98,7 @@ class Metrics:
             self.totals[name] = self.totals.get(name, 0.0) + value
 
     def since(self, earlier: Metrics) -> Metrics:
-        """What happened in between; gauges stay as they are.
+        """Return the growth of counters since an earlier sample; gauges stay as they are.
 
         A counter that went back was reset in between, and counts from zero.
         """
@@ -119,22 +119,22 @@ class Metrics:
 
 
 def is_gauge(name: str) -> bool:
-    """Whether a sample says how things are, not how often."""
+    """Whether a metric is a gauge, not a counter."""
     return name in GAUGES or name.endswith(("_accept_rate", "_draft_overhead", "_running"))
 
 
 def grown(now: float, before: float) -> float:
-    """The growth of a counter between two samples; a counter that was reset starts at 0."""
+    """Return the growth of a counter between two samples; a counter that was reset starts at 0."""
     return now - before if now >= before else now
 
 
 def is_metric_line(line: str) -> bool:
-    """Whether a line is of this format and of an engine that is known."""
+    """Whether a line is a metric of an engine that is known."""
     return line.startswith((*PREFIXES, "# HELP ", "# TYPE "))
 
 
 class PrometheusText:
-    """Lines of an exposition."""
+    """Reader of the Prometheus text format."""
 
     def __init__(self) -> None:
         self.tally = Tally()
@@ -142,7 +142,7 @@ class PrometheusText:
         self.kind = "metrics"
 
     def read(self, line: str) -> bool:
-        """One line; what another program exposes is this format, and says nothing."""
+        """Read one line; lines of other programs are accepted and ignored."""
         if line.startswith("#"):
             return line.startswith(("# HELP ", "# TYPE ", "# EOF"))
         found = SAMPLE.match(line)
@@ -167,7 +167,7 @@ class PrometheusText:
 
 
 def metrics_of(metrics: Metrics) -> Tally:
-    """Counters, positions, gauges and ratios as facts."""
+    """Convert counters, positions, gauges and ratios to facts."""
     tally = Tally()
     totals = metrics.totals
     for name, fact in COUNTERS.items():
@@ -193,7 +193,7 @@ def metrics_of(metrics: Metrics) -> Tally:
 
 
 def add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
-    """No counters of drafts there: a window's length is tokens over verify calls."""
+    """Add SGLang's acceptance length as tokens per verify call, since it counts no drafts."""
     calls = positive(totals, "sglang:spec_verify_calls")
     tokens = positive(totals, "sglang:generation_tokens")
     if calls and tokens and tokens >= calls:
@@ -204,7 +204,7 @@ def add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
 
 
 def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:
-    """Speed of a sequence from summed decode times, where an engine has them."""
+    """Add the speed of a sequence from summed decode times, where an engine has them."""
     seconds = positive(totals, "vllm:request_decode_time_seconds_sum")
     tokens = positive(totals, "vllm:request_generation_tokens_sum")
     requests = totals.get("vllm:request_decode_time_seconds_count", 0.0)

@@ -1,4 +1,4 @@
-"""Decode lines of SGLang: acceptance as gauges, and an accept rate of two meanings."""
+"""Reads logs of SGLang, whose accept rate has two meanings in different versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_DRAFT_TOKENS = 64
 
 
 class SglangLog:
-    """Lines of the scheduler and of the start-up arguments."""
+    """Reader of SGLang's scheduler lines and start-up arguments."""
 
     kind = "SGLang log"
 
@@ -56,7 +56,7 @@ class SglangLog:
         return False
 
     def close(self) -> None:
-        """What takes all lines: the meaning of the accept rate, hence K; and whether K moves."""
+        """Decide the meaning of the accept rate, and hence K, from all lines."""
         if self._changes:
             self.tally.say("adaptive_k", True)
             rising = [after > before for before, after in self._changes]
@@ -85,7 +85,7 @@ class SglangLog:
 
 
 def num_draft_tokens_of(pairs: list[tuple[float, float]]) -> int | None:
-    """How many tokens a pass verifies, K + 1, from accept lengths and rates.
+    """Return how many tokens a pass verifies, K + 1, from accept lengths and rates.
 
     The rate once was length / n with the bonus token on both sides, and now is
     (length - 1) / (n - 1). The n that explains all lines to within their rounding, under either
@@ -101,6 +101,6 @@ def num_draft_tokens_of(pairs: list[tuple[float, float]]) -> int | None:
 
 
 def explains(n: int, bonus: int, length: float, rate: float) -> bool:
-    """Whether a line fits n tokens per pass, `bonus` of them left out of the rate."""
+    """Whether a line fits n tokens per pass, with `bonus` of them left out of the rate."""
     predicted = (length - bonus) / (n - bonus)
     return length <= n + 0.005 and abs(predicted - rate) <= 0.005 + 0.006 / n

@@ -1,4 +1,4 @@
-"""From the name of a source to its evidence: a trace, a text of any engine, stdin, or a URL."""
+"""Returns the evidence of a source by its name: a trace, a text, standard input or a URL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = ReadLimits(max_bytes=1 << 32, max_seconds=600.0)
 
 
 def read_source(name: str, *, interval_s: float) -> Evidence:
-    """Evidence of one source.
+    """Return the evidence of one source.
 
     Args:
         name: a path, - for stdin, or an http(s) URL.
@@ -57,14 +57,14 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
 
 
 def read_trace(path: Path) -> Evidence:
-    """Evidence of a trace of forerun; pyarrow is loaded for these only."""
+    """Return the evidence of a trace of forerun; pyarrow is loaded for traces only."""
     from forerun.diagnose.readers.trace.reader import read_trace_evidence
 
     return read_trace_evidence(path)
 
 
 def read_stream(file: BoundedFile, name: str) -> Evidence:
-    """Evidence of a stream; a trace is copied into a file first, since its reader needs one."""
+    """Return the evidence of a stream; a trace is copied into a file first."""
     if file.peek(len(TRACE_START)) != TRACE_START:
         from forerun.diagnose.readers.text import read_text
 
@@ -78,7 +78,7 @@ def read_stream(file: BoundedFile, name: str) -> Evidence:
 
 
 def as_reference(evidence: Evidence) -> Evidence:
-    """The figures of a run that something is compared with, under the names they have then."""
+    """Return the figures of a run as those of the reference that another run is compared with."""
     from forerun.diagnose.derive.costs import add_costs
     from forerun.diagnose.derive.counts import add_rates
 

@@ -1,4 +1,4 @@
-"""The "SpecDecoding metrics" lines of vLLM and LMDeploy, and what stands around them."""
+"""Reads the "SpecDecoding metrics" lines of vLLM and LMDeploy, and related lines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAME_RUN = 0.15
 
 
 class SpecDecodingLog:
-    """vLLM, or LMDeploy, which orders the same fields differently.
+    """Reader of vLLM's log, and of LMDeploy's, which orders the same fields differently.
 
     Lines name the process that wrote them. Processes whose acceptance differs are separate runs:
     they are not averaged, and the figures are those of the run that accepts least.
@@ -83,7 +83,7 @@ class SpecDecodingLog:
         return False
 
     def close(self) -> None:
-        """Choose or join runs; cumulative counters count once, by their last line."""
+        """Choose or join runs; of cumulative counters only the last line is used."""
         self._close_runs()
         if self._old is None:
             return
@@ -147,7 +147,7 @@ class SpecDecodingLog:
 def drafts_of(
     accepted: float, drafted: float, length: float | None, num_positions: int
 ) -> float | None:
-    """Drafts behind a line, which has them as accepted / (length - 1) only."""
+    """Return the number of drafts of a line that reports acceptance length and tokens only."""
     if length is not None and length > 1.0 and accepted > 0.0:
         # Two decimals of a length near 1 say little: there, the number of positions says more.
         by_length = accepted / (length - 1.0)

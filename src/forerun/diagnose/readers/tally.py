@@ -1,4 +1,4 @@
-"""Counts and rates of one engine, added up over its lines, and what every reader of lines has."""
+"""Sums of counts and rates over the lines of one engine, and the interface of line readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_POSITIONS = 64
 
 @dataclass(slots=True)
 class Mean:
-    """A weighted mean of what lines say one after the other."""
+    """A weighted mean of values that are added one by one."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -29,7 +29,7 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """None without lines."""
+        """The mean; None without values."""
         return self.total / self.weight if self.weight > 0.0 else None
 
 
@@ -56,7 +56,7 @@ class Tally:
         self.counts[name] = self.counts.get(name, 0.0) + value
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """One more value of a gauge."""
+        """Add one more value of a gauge."""
         self.means.setdefault(name, Mean()).add(value, weight)
 
     def say(self, name: str, value: object) -> None:
@@ -64,7 +64,7 @@ class Tally:
         self.facts.setdefault(name, value)
 
     def positions(self, accepted: Sequence[float]) -> None:
-        """Accepted per position of one line or sample."""
+        """Add the accepted tokens per position of one line or sample."""
         for index, value in enumerate(accepted[:MAX_POSITIONS]):
             if index == len(self.per_position):
                 self.per_position.append(0.0)
@@ -88,7 +88,7 @@ class Tally:
         return not (self.counts or self.per_position or self.means or self.facts)
 
     def add_to(self, evidence: Evidence, source: str) -> None:
-        """As facts. What makes no sense is noted with the source, not believed."""
+        """Add everything to the evidence; impossible values are noted and left out."""
         evidence.readings[-1].notes += self.notes
         named: Mapping[str, object] = {
             **{name: round(value, 3) for name, value in self.counts.items()},
@@ -121,27 +121,27 @@ class LineReader(Protocol):
 
     @property
     def tally(self) -> Tally:
-        """What its lines added up to."""
+        """Sums over the lines that were read."""
 
     def read(self, line: str) -> bool:
-        """Take a line in; False where it is none of this format."""
+        """Read one line; False if it is of another format."""
 
     def close(self) -> None:
-        """All lines were read: conclude what takes all of them."""
+        """Add facts that depend on all lines, once they were read."""
 
 
 def matched_number(pattern: re.Pattern[str], line: str) -> float | None:
-    """The first group of a pattern as a number; None where it does not match."""
+    """Return the first group of a pattern as a number; None where it does not match."""
     found = pattern.search(line)
     return float(found.group(1)) if found else None
 
 
 def numbers_in(text: str) -> list[float]:
-    """Every number in a text, as in "0.897, 0.676"."""
+    """Return every number in a text, as in "0.897, 0.676"."""
     return [float(value) for value in re.findall(NUMBER, text)[:MAX_NUMBERS]]
 
 
 def positive(values: Mapping[str, float | None], name: str) -> float | None:
-    """A value above 0; None otherwise."""
+    """Return a value above 0; None otherwise."""
     value = values.get(name)
     return value if value is not None and value > 0.0 else None

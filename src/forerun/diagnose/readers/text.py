@@ -1,4 +1,4 @@
-"""Text of any engine: every line goes to the readers of its format; unknown lines are counted.
+"""Reads text of any engine: each line goes to the reader of its format.
 
 Time and memory are bounded whatever comes: bytes, lines and their lengths have limits, no pattern
 backtracks further than a line, and nothing of a line is kept but its numbers.
@@ -49,11 +49,11 @@ class Readable(Protocol):
     """A binary stream."""
 
     def read(self, size: int, /) -> bytes:
-        """At most so many; none at the end."""
+        """Read at most `size` bytes; none at the end."""
 
 
 class PartialSource:
-    """A source of which the part before a limit is used, such as the log of a running server.
+    """A source that is read up to a limit, such as the log of a running server.
 
     Attributes:
         stopped: the limit at which reading ended; None if the end was reached.
@@ -84,7 +84,7 @@ class PartialSource:
 
 
 def read_text(file: Readable, name: str) -> Evidence:
-    """Evidence of a log, an exposition, a benchmark's output, a JSON document or a facts file.
+    """Return the evidence of a log, metrics, a benchmark's output, a JSON document or a facts file.
 
     Raises:
         InvalidRequest: it is binary, or a facts file that is malformed.
@@ -97,7 +97,7 @@ def read_text(file: Readable, name: str) -> Evidence:
 
 
 def read_source_text(file: Readable, name: str) -> Evidence:
-    """Evidence of a text that is read up to a limit."""
+    """Return the evidence of a text that is read up to a limit."""
     head = b""
     while len(head) <= MAX_DOCUMENT and (chunk := file.read(MAX_DOCUMENT + 1 - len(head))):
         head += chunk
@@ -113,7 +113,7 @@ def read_source_text(file: Readable, name: str) -> Evidence:
 
 
 def as_document(data: bytes, name: str) -> Evidence | None:
-    """A whole JSON document or facts file; None where it is neither."""
+    """Parse a whole JSON document or facts file; None where it is neither."""
     if starts_as_facts(data[:8192]):
         document = parse_yaml(data, name)
     elif data.lstrip()[:1] in (b"{", b"["):
@@ -146,7 +146,7 @@ def starts_as_facts(head: bytes) -> bool:
 
 
 def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
-    """Lines, cut where they are too long, and whether the end of the input was reached."""
+    """Return the lines, cut where they are too long, and whether the input ended."""
     rest, num_bytes = head, len(head)
     while True:
         *whole, rest = rest.split(b"\n")
@@ -162,12 +162,12 @@ def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
 
 
 def clean(line: bytes) -> str:
-    """Text without colours, as long as a line may be."""
+    """Remove colours from a line and shorten it."""
     return ESCAPES.sub("", line[:MAX_LINE].decode("utf-8", errors="replace")).rstrip("\r")
 
 
 def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
-    """Every line to the first reader that knows it."""
+    """Give every line to the first reader that knows its format."""
     metrics, documents = PrometheusText(), Documents()
     readers: tuple[LineReader, ...] = (
         *(SpecDecodingLog(), SglangLog(), LlamaCppLog()),
@@ -212,7 +212,7 @@ ENGINES = frozenset({"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "LMDeploy"})
 
 
 def read_object(line: str, documents: Documents) -> bool:
-    """A line that is a JSON object of its own."""
+    """Read a line that is a JSON object."""
     if not line.startswith("{"):
         return False
     try:

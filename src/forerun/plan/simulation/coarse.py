@@ -1,4 +1,4 @@
-"""A million requests: no steps, only arrivals and ends.
+"""Coarse simulation for millions of requests: only arrivals and ends are computed, not steps.
 
 Between two such events the batch is the same, so every cycle takes the same time and every request
 advances by one step per cycle. How many steps a request needs is drawn at once, from the mean and
@@ -46,7 +46,7 @@ def simulate_coarsely(
 
 
 class Flow:
-    """The batch as it changes.
+    """The running batch of a coarse simulation, and the simulated time.
 
     Args:
         workload: what is simulated.
@@ -103,7 +103,7 @@ class Flow:
         self.tally.num_decoding = round(self.num_decoding)
 
     def advance(self, until_s: float, cycle_s: float) -> None:
-        """Time passes, with the same requests running."""
+        """Advance the simulated time, with the same requests running."""
         if self.ends:
             passed = (until_s - self.now_s) / cycle_s
             self.num_steps += passed
@@ -112,7 +112,7 @@ class Flow:
         self.now_s = until_s
 
     def join(self, index: int, num_steps: float) -> None:
-        """A request reads its prompt, while the others wait, and begins."""
+        """Let a request read its prompt, while the others wait, and start to decode."""
         num_running, num_prompt = len(self.ends), self.traffic.num_prompt[index]
         num_output = self.traffic.num_output[index]
         times = self.place(max(1, num_running))
@@ -127,7 +127,7 @@ class Flow:
         self.num_tokens += num_prompt + num_output // 2
 
     def read_s(self, times: CycleTimes, num_prompt: int, num_running: int) -> float:
-        """What a prompt adds to the cycles that read it."""
+        """Return the seconds that a prompt adds to the cycles that read it."""
         chunk = self.server.prefill_chunk
         full, rest = divmod(num_prompt, chunk)
         parts = [(chunk, full), (rest, 1 if rest else 0)]
@@ -139,7 +139,7 @@ class Flow:
         return read_s + (reading.draft_more_s(num_prompt) if self.k else 0.0)
 
     def finish(self) -> None:
-        """The request that ends first has its last token."""
+        """End the running request that has the fewest steps left."""
         _, index, first_s, num_steps = heappop(self.ends)
         num_prompt, num_output = self.traffic.num_prompt[index], self.traffic.num_output[index]
         self.num_tokens -= num_prompt + num_output // 2
@@ -155,11 +155,11 @@ class Flow:
         tally.accepted[phase] += max(0, num_output - 1 - round(num_steps))
 
     def place(self, num_running: int) -> CycleTimes:
-        """Times of the batch as it is."""
+        """Return the cycle times for the current batch."""
         return self.times.at(num_running, self.num_tokens)
 
     def cycle_s(self) -> float:
-        """A cycle of the running requests."""
+        """Return the seconds of one cycle of the running requests."""
         num_running = len(self.ends)
         if not num_running:
             return 0.0

@@ -1,4 +1,4 @@
-"""Several controllers on the same requests and texts."""
+"""Runs of several controllers on the same requests and texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ControllerComparison"]
 
 
 class ControllerComparison:
-    """One workload, drawn once, and runs of it; none is made twice.
+    """Runs of several controllers on one workload; each run is made once and kept.
 
     Args:
         workload: what is simulated.
@@ -48,7 +48,7 @@ class ControllerComparison:
         self._results: dict[str, Result] = {}
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse what cannot be run, before anything is.
+        """Refuse controllers that cannot be run, before any is run.
 
         Raises:
             InvalidRequest: a controller is unknown, or is more than the coarse mode can do.
@@ -64,7 +64,7 @@ class ControllerComparison:
             raise InvalidRequest("the coarse mode knows no overlap; leave --coarse out")
 
     def run(self, name: str) -> Result:
-        """One controller."""
+        """Simulate one controller on the workload."""
         name = "plain" if name == "fixed:0" else name
         found = self._results.get(name)
         if found is None:
@@ -81,12 +81,12 @@ class ControllerComparison:
         return simulate(self.workload, self.traffic, self.times, make(), name, schedule)
 
     def oracle(self, ks: Iterable[int]) -> Oracle:
-        """The best of several fixed K, phase by phase."""
+        """Return the best fixed K of every phase, from runs at several fixed K."""
         return oracle_of({k: self.run(f"fixed:{k}") for k in ks})
 
 
 def fixed_k(name: str) -> int | None:
-    """K of a fixed controller, 0 for plain decoding; None for one that learns."""
+    """Return K of a fixed controller, 0 for plain decoding; None for an adaptive controller."""
     if name == "plain":
         return 0
     base, _, argument = name.partition(":")

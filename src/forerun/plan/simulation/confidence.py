@@ -1,4 +1,4 @@
-"""What a simulated draft knows of itself: how sure it is before each draw."""
+"""Confidence of a simulated draft before each draw, and the stop rules that read it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["measured", "stopped_depth"]
 
 
 def measured(measure: Measure, alpha: float) -> float:
-    """What a stop rule would measure at a position.
+    """Return the value that a stop rule would measure at a position.
 
     The draft's top probability is taken to be the probability that its token is accepted, and the
     rest of its distribution to be one other token.
@@ -23,7 +23,7 @@ def measured(measure: Measure, alpha: float) -> float:
 
 
 def stopped_depth(rule: StopRule, alphas: Sequence[float], depth: int) -> int:
-    """How many of `depth` tokens are drafted; the first one always is."""
+    """Return how many of `depth` tokens are drafted; the first one always is."""
     for position in range(1, depth):
         if rule.stops(measured(rule.measure, alphas[position])):
             return position

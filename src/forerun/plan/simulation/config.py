@@ -1,4 +1,4 @@
-"""A workload: who comes when, how long texts are, how far drafts are accepted, what serves them."""
+"""Settings of a workload: arrivals, lengths and acceptance of requests, and the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TOKENS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A stretch of requests; the next one begins suddenly.
+    """Requests with the same lengths and acceptance; the next phase begins at once.
 
     Attributes:
         share: of all requests.
@@ -45,7 +45,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedServerConfig:
-    """What serves; names and meanings are those of the engine's settings.
+    """Limits of the simulated server, named as in the engine's settings.
 
     Attributes:
         max_batch: sequences decoded at once.
@@ -104,7 +104,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything a simulation is of, but the times and the controller.
+    """Settings of a simulation except the step times and the controller.
 
     Attributes:
         requests: how many.

@@ -1,4 +1,4 @@
-"""Controllers by name, as the engine builds them; `fixed:K` beside them, and `plain`."""
+"""Controllers by name, as the engine builds them, and `fixed:K` and `plain`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHOD = "draft_model"
 
 
 def controller_maker(name: str, costs: DraftCosts, max_k: int) -> Callable[[], Controller]:
-    """How to build a controller; each run needs one that knows nothing yet.
+    """Return a function that builds a new controller for each run.
 
     Args:
         name: "plain", "fixed:K", or a name of `forerun.control`.

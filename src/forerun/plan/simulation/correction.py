@@ -1,4 +1,4 @@
-"""How far a profile is off where something is really served, by a trace of it.
+"""Correction factors of a profile: recorded over expected times of a served trace.
 
 A profile is made of short visits to cells, a server steps for hours beside whatever its machine
 does as well, with texts that are accepted or not: both can differ by more than two K do.
@@ -25,7 +25,7 @@ PLAIN, CYCLE, READING = "plain", "cycle", "reading"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCorrection:
-    """What times are multiplied by.
+    """Factors by which the times of a profile are multiplied.
 
     Attributes:
         plain: plain steps.
@@ -75,7 +75,7 @@ def correction_of(
 
 
 def cycles(items: Iterable[Item]) -> Mapping[int, list[StepRecord]]:
-    """Records by the cycle they share."""
+    """Group records by the cycle that they share."""
     found: dict[int, list[StepRecord]] = {}
     for item in items:
         if isinstance(item, StepRecord):
@@ -86,7 +86,7 @@ def cycles(items: Iterable[Item]) -> Mapping[int, list[StepRecord]]:
 def comparison(
     cycle: Sequence[StepRecord], following: Sequence[StepRecord], times: Times
 ) -> tuple[str, float, float] | None:
-    """Kind of a cycle, its expected and its recorded time; None where that cannot be said.
+    """Return kind, expected and recorded time of a cycle; None where they cannot be compared.
 
     A cycle that only decodes lasts until the next one begins, which it does at once where a request
     is in both.
@@ -111,7 +111,7 @@ def comparison(
 
 
 def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
-    """The costs as the trace has them."""
+    """Return the costs multiplied by the correction factors."""
     reading = costs.reading
     return DraftCosts(
         greedy=scaled_table(costs.greedy, correction),
@@ -121,12 +121,12 @@ def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
 
 
 def scaled_table(table: CostTable, correction: CostCorrection) -> CostTable:
-    """Plain steps by one factor, parts of cycles by another."""
+    """Return a table with corrected plain steps and corrected speculative cycles."""
     return CostTable(lines=tuple(scaled_line(line, correction) for line in table.lines))
 
 
 def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
-    """One line of it; errors keep their share."""
+    """Return one corrected line of a table; relative errors stay the same."""
     plain, cycle = correction.plain, correction.cycle
     return replace(
         line,
@@ -142,7 +142,7 @@ def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
 
 
 def scaled_reading(reading: ReadingCost, factor: float) -> ReadingCost:
-    """Both models alike."""
+    """Return reading costs with both models multiplied by a factor."""
     return replace(
         reading,
         target_s=tuple(factor * seconds for seconds in reading.target_s),

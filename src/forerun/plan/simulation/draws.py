@@ -1,4 +1,4 @@
-"""Random numbers by counting: a number is a function of its key and place, of nothing else.
+"""Counter-based random numbers: each is a function of its key and index alone.
 
 So every controller meets the same requests and the same texts, and a difference between two of
 them is theirs.
@@ -20,7 +20,7 @@ NDFloats = NDArray[np.float64]
 
 
 class SimulatedDraw(IntEnum):
-    """What a number is for; different purposes never share one."""
+    """Purposes of random numbers, so that different purposes never share one."""
 
     ARRIVALS = 1
     BURSTS = 2
@@ -32,7 +32,7 @@ class SimulatedDraw(IntEnum):
 
 
 def key_of(*parts: int) -> int:
-    """64 bits from several numbers, in order."""
+    """Hash several integers, in order, to a 64-bit key."""
     key = INCREMENT
     for part in parts:
         key = finalise(key + part * INCREMENT)
@@ -40,7 +40,7 @@ def key_of(*parts: int) -> int:
 
 
 def uniforms(key: int, count: int) -> NDFloats:
-    """`count` numbers in [0, 1), 53 bits each."""
+    """Return `count` numbers in [0, 1), 53 bits each."""
     counters = np.arange(1, count + 1, dtype=np.uint64)
     bits = counters * np.uint64(INCREMENT) + np.uint64(key & MASK)
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
@@ -50,7 +50,7 @@ def uniforms(key: int, count: int) -> NDFloats:
 
 
 def normals(key: int, count: int) -> NDFloats:
-    """`count` standard normal numbers, two from every two uniform ones.
+    """Return `count` standard normal numbers, two from every two uniform ones.
 
     Source: Box and Muller 1958.
     """

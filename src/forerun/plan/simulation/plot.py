@@ -31,7 +31,7 @@ def plot(results: Sequence[Result], oracle: Oracle | None, path: Path) -> None:
 
 
 def draw_latency(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> None:
-    """Milliseconds of decoding per token, phase by phase."""
+    """Draw milliseconds of decoding per token, phase by phase."""
     for index, result in enumerate(results):
         latency = [1e3 * p.decode_s / p.num_tokens if p.num_tokens else 0.0 for p in result.phases]
         line(axes, latency, index, result.controller)
@@ -44,7 +44,7 @@ def draw_latency(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -
 
 
 def draw_ks(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> None:
-    """Drafted tokens per step, phase by phase."""
+    """Draw drafted tokens per step, phase by phase."""
     for index, result in enumerate(results):
         line(axes, [phase.mean_k for phase in result.phases], index, result.controller)
     if oracle is not None:
@@ -56,14 +56,14 @@ def draw_ks(axes: Axes, results: Sequence[Result], oracle: Oracle | None) -> Non
 
 
 def line(axes: Axes, values: Sequence[float], index: int, label: str) -> None:
-    """One controller."""
+    """Draw the line of one controller."""
     style = ("-", "--", ":")[index // len(COLOURS) % 3]
     colour = COLOURS[index % len(COLOURS)]
     axes.plot(range(1, len(values) + 1), values, style, marker="o", color=colour, label=label)
 
 
 def finish(axes: Axes, num_phases: int) -> None:
-    """Scales, labels, legend."""
+    """Set scales, labels and legend."""
     axes.set_xticks(range(1, num_phases + 1))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("phase of the workload")

@@ -1,4 +1,4 @@
-"""A workload from a trace: who came when, how long texts were, how far every draft was accepted."""
+"""Workloads from traces: arrivals, lengths and acceptance of the recorded requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["workload_of"]
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """One request of a trace.
+    """One request of a trace with its steps.
 
     Attributes:
         first_token_s: when the cycle of its first record ended.
@@ -34,7 +34,7 @@ class Seen:
 def workload_of(
     items: Iterable[Item], where: str, server: SimulatedServerConfig, slo: Slo, temperature: float
 ) -> Workload:
-    """The requests of a trace that ended, as a workload.
+    """Build a workload from the finished requests of a trace.
 
     A request came as long before its first token as its time to first token. Acceptance is that of
     all of them together, by position; requests that differ keep their lengths, not their alphas.
@@ -69,7 +69,7 @@ def workload_of(
 
 
 def read(items: Iterable[Item]) -> dict[str, Seen]:
-    """Requests by id, as far as they have records."""
+    """Read the requests of a trace, by id, as far as they have records."""
     seen: dict[str, Seen] = {}
     for item in items:
         if isinstance(item, StepRecord):
@@ -85,7 +85,7 @@ def read(items: Iterable[Item]) -> dict[str, Seen]:
 
 
 def finished(seen: dict[str, Seen]) -> Iterator[tuple[float, RequestRecord]]:
-    """When requests came, and their records."""
+    """Return arrival times and records of the finished requests."""
     for found in seen.values():
         record = found.record
         if record is not None and record.ttft_s is not None and record.num_output_tokens:
@@ -93,7 +93,7 @@ def finished(seen: dict[str, Seen]) -> Iterator[tuple[float, RequestRecord]]:
 
 
 def acceptance_of(requests: Iterable[Seen]) -> Constant | PerPosition:
-    """Of all drafts together; nothing is accepted where nothing was drafted."""
+    """Return the acceptance over all drafts; 0 where nothing was drafted."""
     pooled = sum((request.counts for request in requests), AcceptanceCounts())
     reached = pooled.reached_per_position
     deepest = next((i for i, n in enumerate(reached) if n < MIN_ALLOWED), len(reached))

@@ -1,4 +1,4 @@
-"""A simulated request, and what a controller is told of it."""
+"""Simulated requests, and the states and records that a controller gets of them."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class SimulatedRequest:
 
     @property
     def num_committed(self) -> int:
-        """Prompt and output tokens."""
+        """Number of prompt and output tokens."""
         return self.num_prompt + self.num_emitted
 
     def rest(self) -> None:
-        """Draft nothing in this step, and forget what waits to be verified."""
+        """Draft nothing in this step and drop the tokens that wait to be verified."""
         self.plan = PLAIN
         self.depth = self.num_tested = self.num_accepted = self.num_ahead = 0
 
@@ -94,7 +94,7 @@ class SimulatedRequest:
         return accepted
 
     def state(self) -> RequestState:
-        """What a controller may know before the next step."""
+        """Return the state that a controller gets before the next step."""
         return RequestState(
             request_id=self.name,
             num_committed=self.num_committed,
@@ -128,7 +128,7 @@ class States(Sequence[RequestState]):
 
 
 class SimulatedCycle:
-    """What all requests of a cycle share.
+    """Counts and durations that all requests of a cycle share.
 
     Attributes:
         number: of the cycle.
@@ -155,12 +155,12 @@ class SimulatedCycle:
 
     @property
     def num_decode_rows(self) -> int:
-        """Rows of the pass that verify."""
+        """Rows of the pass that decode, pending tokens and drafted ones."""
         return self.num_rows - self.num_prefill_rows
 
     @property
     def total_s(self) -> float:
-        """How long it takes."""
+        """Total time of the cycle in seconds."""
         return self.draft_s + self.verify_s + self.other_s
 
 
@@ -188,7 +188,7 @@ class Records(Sequence[StepRecord]):
 
 
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
-    """One request's share of a cycle, after the cycle."""
+    """Return the step record of one request after a cycle."""
     depth, rule = request.num_tested, request.plan.stop
     return StepRecord(
         cycle_id=cycle.number,

@@ -1,4 +1,4 @@
-"""What a simulated workload amounts to."""
+"""Results of a simulated workload: throughput, latency and acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PhaseResult", "Quantiles", "Result", "result_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Of seconds over requests.
+    """Mean, median and 99th percentile over requests, in seconds.
 
     Attributes:
         mean: of all of them.
@@ -29,7 +29,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
-    """Decode steps of the requests of one phase.
+    """Totals over the decode steps of the requests of one phase.
 
     Attributes:
         num_steps: steps.
@@ -59,7 +59,7 @@ class PhaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One controller on one workload.
+    """Result of one controller on one workload.
 
     Attributes:
         controller: its name.
@@ -89,7 +89,7 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput, idle time included."""
+        """Throughput in tokens per second, idle time included."""
         return self.num_tokens / self.total_s
 
     @property
@@ -108,7 +108,7 @@ class Result:
         return sum(phase.decode_s for phase in self.phases)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON wants it."""
+        """Return JSON-ready values by name."""
         return asdict(self) | {
             "tokens_per_s": self.tokens_per_s,
             "goodput_per_s": self.goodput_per_s,
@@ -117,7 +117,7 @@ class Result:
 
 
 def result_of(controller: str, tally: SimulationTally, slo: Slo) -> Result:
-    """Sum a tally up."""
+    """Compute the result of a tally."""
     arrival_s, first_s = np.array(tally.arrival_s), np.array(tally.first_s)
     finished_s, num_output = np.array(tally.finished_s), np.array(tally.num_output)
     ttft_s = first_s - arrival_s
@@ -155,6 +155,6 @@ def result_of(controller: str, tally: SimulationTally, slo: Slo) -> Result:
 
 
 def quantiles(values: np.ndarray) -> Quantiles:
-    """Mean, median and 99th percentile."""
+    """Compute mean, median and 99th percentile."""
     p50, p99 = np.quantile(values, [0.5, 0.99])
     return Quantiles(mean=float(values.mean()), p50=float(p50), p99=float(p99))

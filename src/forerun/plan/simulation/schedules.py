@@ -1,4 +1,4 @@
-"""How drafting and verifying lie in time: one after the other, or overlapped on two devices.
+"""Schedules of drafting and verifying: one after the other, or overlapped on two devices.
 
 The overlapped ones are alternatives to the engine's own, which is the first. They take draft and
 target to run side by side without slowing each other, which two devices do and one does not.
@@ -16,16 +16,16 @@ __all__ = ["SCHEDULES", "Early", "Pearl", "Schedule", "Sequential"]
 
 
 class Sequential:
-    """Draft, then verify: what the engine does."""
+    """The engine's schedule: draft, then verify."""
 
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Rows of the pass: one pending token per decoding request, and what was drafted."""
+        """Return the rows of the pass: one pending token per request, and the drafted tokens."""
         return len(decoding) + sum([request.depth for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
-        """Verify what a request drafted; returns the tokens it gains: accepted ones, one more."""
+        """Verify what a request drafted, and return the number of tokens it gains."""
         request.num_tested = request.depth
         request.num_accepted = request.accepted_of(request.depth)
         return request.num_accepted + 1
@@ -41,7 +41,7 @@ class Sequential:
 
 
 class Early(Sequential):
-    """Verify the first drafted token while the others are drafted; rejected, the rest is dropped.
+    """Verify the first drafted token while the others are drafted; drop them if it is rejected.
 
     Source: the pre-verification of PEARL (Liu et al. 2024, 2408.11850).
     """
@@ -49,7 +49,7 @@ class Early(Sequential):
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """The first drafted token, the longer of its pass and the other drafts, then theirs."""
+        """Set the durations of a cycle whose first verification overlaps with drafting."""
         first, *others = (times.draft_s[b] for b in levels(requests))
         alive = sum(request.depth > 1 and request.num_accepted > 0 for request in requests)
         num_later = sum(request.depth - 1 for request in requests if request.num_accepted)
@@ -76,11 +76,11 @@ class Pearl(Sequential):
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Rows of the pass: one pending token per decoding request, and the tokens that wait."""
+        """Return the rows of the pass: one pending token per request, and waiting draft tokens."""
         return len(decoding) + sum([request.num_ahead for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
-        """The tokens a request gains: up to its first rejection, or all that were verified."""
+        """Return the tokens a request gains: up to its first rejection, or all verified ones."""
         if not request.depth:
             return 1
         left = request.num_output - request.num_emitted
@@ -95,7 +95,7 @@ class Pearl(Sequential):
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """The longer of drafting and verifying."""
+        """Set the durations of a cycle: the longer of drafting and verifying."""
         drafting = levels(requests)
         draft_s = cycle.draft_s + sum(times.draft_s[b] for b in drafting)
         cycle.verify_s = times.pass_s(cycle.num_decode_rows)
@@ -112,7 +112,7 @@ SCHEDULES: Mapping[str, Callable[[], Schedule]] = MappingProxyType(
 
 
 def levels(requests: Sequence[SimulatedRequest]) -> list[int]:
-    """How many requests draft each level."""
+    """Return how many requests draft at each level."""
     depths = [request.depth for request in requests]
     if min(depths) == max(depths):
         return [len(depths)] * depths[0]

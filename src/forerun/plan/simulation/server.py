@@ -22,7 +22,7 @@ __all__ = ["Server"]
 
 
 class Server:
-    """One target with its drafter.
+    """A simulated server with one target and its drafter.
 
     Args:
         config: how it serves.
@@ -75,7 +75,7 @@ class Server:
             self.step()
 
     def step(self) -> None:
-        """One cycle."""
+        """Simulate one cycle."""
         running = self.running
         decoding = [request for request in running if not request.num_unread]
         cycle = SimulatedCycle(self.num_cycles, self.now_s)

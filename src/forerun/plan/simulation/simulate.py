@@ -1,4 +1,4 @@
-"""A controller on a workload, from the first arrival to the last token."""
+"""Simulation of a controller on a workload, from the first arrival to the last token."""
 
 from __future__ import annotations
 

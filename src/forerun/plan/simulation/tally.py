@@ -1,4 +1,4 @@
-"""What is counted while a simulation runs."""
+"""Counts and times that a simulation collects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SimulationTally"]
 
 @dataclass(slots=True, kw_only=True)
 class SimulationTally:
-    """Counts by phase, and the times of every request.
+    """Counts by phase, and the times of every finished request.
 
     Attributes:
         num_phases: of the workload.
@@ -51,7 +51,7 @@ class SimulationTally:
         self.accepted = [0] * self.num_phases
 
     def steps(self, requests: Sequence[SimulatedRequest], seconds: float) -> None:
-        """Decode steps of one cycle."""
+        """Add the decode steps of one cycle."""
         tokens, decode_s, depths, accepted = self.tokens, self.decode_s, self.depths, self.accepted
         for request in requests:
             phase = request.phase
@@ -61,14 +61,14 @@ class SimulationTally:
             accepted[phase] += request.num_accepted
 
     def finish(self, request: SimulatedRequest) -> None:
-        """A request has its last token."""
+        """Add the times of a finished request."""
         self.arrival_s.append(request.arrival_s)
         self.first_s.append(request.first_s)
         self.finished_s.append(request.finished_s)
         self.num_output.append(request.num_output)
 
     def cycle(self, cycle: SimulatedCycle, num_decoding: int) -> None:
-        """A cycle has ended."""
+        """Add a finished cycle."""
         self.busy_s += cycle.total_s
         self.num_cycles += 1
         self.num_decoding += num_decoding

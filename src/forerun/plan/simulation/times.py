@@ -1,4 +1,4 @@
-"""What a cycle takes, read from a cost table once per place."""
+"""Cycle times from a cost table, read once per batch size and context range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTEXT_BUCKET = 64
 
 
 class CycleTimes:
-    """A cost table at one batch size and context, as plain numbers.
+    """Cycle times at one batch size and context, from a cost table.
 
     Args:
         table: of drafter and target.
@@ -36,7 +36,7 @@ class CycleTimes:
         """One more drafted level, by how many sequences draft it."""
 
     def pass_s(self, num_rows: int) -> float:
-        """The target pass over so many rows in all, linear between whole rows per sequence."""
+        """Return the seconds of a pass over `num_rows` rows in all, interpolated linearly."""
         batch, most = self._batch, self._most_rows
         if num_rows <= batch:
             return self._even_s(1)
@@ -47,7 +47,7 @@ class CycleTimes:
         return below + rest / batch * (self._even_s(rows + 1) - below) if rest else below
 
     def overhead_s(self, depth: int) -> float:
-        """The rest of a cycle in which so many levels are drafted."""
+        """Return the seconds beyond drafting and the pass in a cycle that drafts `depth` levels."""
         found = self._overheads_s.get(depth)
         if found is None:
             found = self._table.overhead_s(depth, self._context, self._batch)
@@ -63,7 +63,7 @@ class CycleTimes:
 
 
 class Times:
-    """Cycle times by place: batch, and a bucket of contexts.
+    """Cycle times by batch size and context range.
 
     Args:
         table: of drafter and target.
@@ -76,7 +76,7 @@ class Times:
         self._found: dict[tuple[int, int], CycleTimes] = {}
 
     def at(self, batch: int, num_tokens: int) -> CycleTimes:
-        """Times of a pass.
+        """Return the cycle times for a batch of so many tokens in all.
 
         Args:
             batch: sequences in it.

@@ -1,4 +1,4 @@
-"""Workloads in YAML: read, with every mistake named where it is."""
+"""Reads workloads from YAML files; errors name the field that is wrong."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.Ac
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload; one with a `trace` repeats that, whose path is relative to the file.
+    """Read a workload; a `trace` in it is replayed, its path relative to the file.
 
     Raises:
         InvalidRequest: the file cannot be read, is no YAML, or describes no workload.
@@ -77,7 +77,7 @@ def load_workload(path: Path) -> Workload:
 
 
 def traced(content: Mapping[str, Any], path: Path) -> Workload:
-    """The workload of a trace.
+    """Build the workload of a trace.
 
     Raises:
         InvalidRequest: something is asked for that the trace decides, or is malformed.
@@ -101,7 +101,7 @@ def traced(content: Mapping[str, Any], path: Path) -> Workload:
 
 
 def workload_from(content: object, where: str) -> Workload:
-    """The workload that YAML or JSON describes.
+    """Build the workload that YAML or JSON describes.
 
     One `acceptance` may stand for a single phase.
 
@@ -120,7 +120,7 @@ def workload_from(content: object, where: str) -> Workload:
 
 
 def built(cls: type, values: Mapping[str, Any], where: str) -> object:
-    """An object of a class from its fields, one level after the other."""
+    """Build an object of a class from its fields, recursively."""
     assert is_dataclass(cls)
     known = {item.name: item for item in fields(cls)}
     for name in values:
@@ -142,7 +142,7 @@ def built(cls: type, values: Mapping[str, Any], where: str) -> object:
 
 
 def value_of(name: str, value: object, where: str) -> object:
-    """A field's value, built where it is an object."""
+    """Convert the value of a field, building objects where the field has them."""
     place = f"{where}, {name}"
     if name in OF_KIND:
         return of_kind(OF_KIND[name], value, place)
@@ -159,7 +159,7 @@ def value_of(name: str, value: object, where: str) -> object:
 
 
 def of_kind(family: str, value: object, where: str) -> object:
-    """One of several kinds, by its `kind`; a bare number of tokens is a fixed length."""
+    """Build one of several kinds, by its `kind`; a bare number of tokens is a fixed length."""
     if family == "lengths" and isinstance(value, int) and not isinstance(value, bool):
         value = {"kind": "fixed", "tokens": value}
     values = dict(as_mapping(value, where))
@@ -171,7 +171,7 @@ def of_kind(family: str, value: object, where: str) -> object:
 
 
 def as_mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Named values."""
+    """Check that a value is a mapping with names as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InvalidRequest(f"{where} is {value!r}; it must be names and values")
     return value

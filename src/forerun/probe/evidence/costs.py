@@ -88,13 +88,13 @@ def add_pass_costs(
 def rig_of(
     model: LanguageModel, cells: list[ProfileCell], context: int, clock: Callable[[], float]
 ) -> PassRig:
-    """Cells of one model at one context."""
+    """Return the rig for the cells of one model at one context."""
     stopwatch = Stopwatch(clock, model.device)
     return PassRig(model, cells, prefixes(model, [context])[context], stopwatch)
 
 
 def pass_config(max_rows: int, budget_s: float, room: int) -> ProbeConfig | None:
-    """What is timed; None where there is no room for two widths.
+    """Return the settings of the timing; None where there is no room for two widths.
 
     Args:
         max_rows: widest pass to time.
@@ -131,7 +131,7 @@ def add_step_costs(evidence: Evidence, plain: Iterable[TapedRequest]) -> None:
 
 
 def drafting_for_itself(engine: Engine) -> Engine | None:
-    """The engine with all of the target's own layers as drafter; None where it has no layers.
+    """Return the engine with all layers of the target as drafter; None where it has no layers.
 
     They share the target's KV, so this exercises verification and the target's cache, not a draft
     model's; an engine with the target loaded twice exercises both.

@@ -1,4 +1,4 @@
-"""Greedy text: whether it is the target's, and whether drafts come from the state they should.
+"""Facts from greedy text: whether it equals the target's, and whether drafts have the right state.
 
 At temperature 0 everything has one right answer, so single tokens notify: an emitted token that is
 not the target's first choice, a drafted one that is not the draft's own when it reads the same text
@@ -37,7 +37,7 @@ SOURCE = "greedy text replayed with fresh caches"
 
 @dataclass(slots=True)
 class GreedyTally:
-    """What is counted over greedy requests.
+    """Counts over greedy requests.
 
     Attributes:
         noise: by how much rounding moves the gap between two logits.
@@ -69,7 +69,7 @@ class GreedyTally:
     state: StateTally = field(default_factory=StateTally)
 
     def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
-        """Take in one request and what plain decoding made of its prompt."""
+        """Add one request and the plain decoding of its prompt."""
         self.num_texts += 1
         self._compare(request, replayed, plain_ids)
         best = replayed.target_probs[: replayed.num_read].argmax(-1)
@@ -119,7 +119,7 @@ class GreedyTally:
         return float(row[own[0]] - row[drafted]) > TIE * self.noise
 
     def add_facts(self, evidence: Evidence) -> None:
-        """What the counts come to."""
+        """Add the facts that follow from the counts."""
         if self.num_texts:
             evidence.add(
                 "output_differs",
@@ -151,7 +151,7 @@ class GreedyTally:
 
 @torch.inference_mode()
 def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, rows: int) -> float:
-    """How far rounding moves the gap between the two likeliest tokens.
+    """Return how much rounding changes the difference between the two largest logits.
 
     The largest move over one text, between passes of many rows and of few; not less than what
     adding up in fp32 does anyway.
@@ -171,6 +171,6 @@ def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, r
 
 
 def gaps(logits: Float[Tensor, "rows vocab"], top: Tensor) -> Float[Tensor, " rows"]:
-    """First minus second of two given tokens per row."""
+    """Return the difference of the logits of two given tokens per row."""
     two = logits.gather(-1, top)
     return two[:, 0] - two[:, 1]

@@ -1,4 +1,4 @@
-"""A request computed again with fresh caches, and numbers that are uniform if a text is right."""
+"""Replays a request with fresh caches, and computes numbers that are uniform if a text is right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Replay", "Transform", "replay"]
 
 
 class Transform:
-    """Numbers for tokens: the mass of all that come before, and a random share of their own.
+    """Turns tokens into numbers that are uniform if the tokens follow their distributions.
 
     Tokens may come in any order that was fixed before the token was drawn; the order decides which
     errors of a distribution show.
@@ -40,7 +40,7 @@ class Transform:
         tokens: Int64[Tensor, " rows"],
         order: Float[Tensor, "rows vocab"],
     ) -> list[float]:
-        """One number in [0, 1] per row whose distribution is one.
+        """Return one number in [0, 1] per row.
 
         Args:
             probs: distributions the tokens should have been drawn from.
@@ -64,7 +64,7 @@ NEAR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
-    """Row i is what followed prompt and i output tokens, up to the last output token.
+    """Logits of a replayed request; row i follows the prompt and i output tokens.
 
     Attributes:
         target_logits: the target's, raw, in fp32.
@@ -129,7 +129,7 @@ def replay(
 
 
 def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tensor, "read vocab"]:
-    """Logits of rows `first` to the last but one, as far as the model has ids and positions."""
+    """Return the logits of rows `first` to the last but one, as far as the model can read."""
     read = ids[: min(num_known(model, ids) + 1, model.max_context)]
     found = [*logits_of(model, read, first)] if len(read) > first + 1 else []
     return torch.cat(found).float() if found else torch.empty(0, model.vocab_size)

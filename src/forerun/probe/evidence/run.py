@@ -1,4 +1,4 @@
-"""Probing an engine for evidence that `forerun diagnose` reads: `probe_engine`.
+"""Probes an engine for evidence that `forerun diagnose` reads: `probe_engine`.
 
     probe_engine(probed, prompts, params=None, config=EvidenceConfig(), notify=silent) -> Evidence
 
@@ -47,7 +47,7 @@ Notify = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProbedEngine:
-    """What is probed.
+    """The engine, models and settings that are probed.
 
     Attributes:
         engine: with a drafter and nothing else to do.
@@ -72,7 +72,7 @@ class ProbedEngine:
 
 
 def silent(what: str, share: float) -> None:
-    """For callers who do not want to know how far a probe is."""
+    """Ignore a progress report."""
 
 
 def probe_engine(
@@ -82,7 +82,7 @@ def probe_engine(
     config: EvidenceConfig | None = None,
     notify: Notify = silent,
 ) -> Evidence:
-    """Everything that can be measured with the models at hand.
+    """Collect all evidence that can be measured with the loaded models.
 
     Args:
         probed: the engine and what is known of its parts.
@@ -126,7 +126,7 @@ def probe_engine(
 
 
 def add_both(evidence: Evidence, greedy: GreedyTally, sampled: SampledTally) -> None:
-    """Facts that take both halves.
+    """Add facts that need both greedy and sampled requests.
 
     Distributions show more of the draft's state than single tokens do, provided the draft was drawn
     from them.
@@ -141,14 +141,14 @@ def add_both(evidence: Evidence, greedy: GreedyTally, sampled: SampledTally) -> 
 def chosen(
     engine: Engine, prompts: Sequence[Prompt], config: EvidenceConfig
 ) -> list[tuple[int, ...]]:
-    """Token ids of some prompts, evenly from all."""
+    """Return the token ids of some prompts, spread evenly over all."""
     params = SamplingParams(max_tokens=config.num_tokens)
     indices = evenly_spaced(len(prompts), config.num_prompts)
     return [tuple(engine.intake.check(prompts[index], params)) for index in indices]
 
 
 def params_of(params: SamplingParams, num: int, config: EvidenceConfig) -> list[SamplingParams]:
-    """Parameters of the sampled requests: as deployed, with noise of their own.
+    """Return the parameters of the sampled requests, each with its own seed.
 
     A request without a seed goes through block verification, as it does when it is served; the seed
     given here only makes the probe repeatable.
@@ -174,7 +174,7 @@ def params_of(params: SamplingParams, num: int, config: EvidenceConfig) -> list[
 
 
 def groups(engine: Engine, num: int) -> Iterator[range]:
-    """As many at a time as run together: what is kept of their distributions is large."""
+    """Split prompts into groups that run together, to bound the memory for distributions."""
     size = engine.config.max_batch
     for start in range(0, num, size):
         yield range(start, min(start + size, num))
@@ -183,7 +183,7 @@ def groups(engine: Engine, num: int) -> Iterator[range]:
 def probe_greedy(
     probed: ProbedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> tuple[GreedyTally, list[TapedRequest]]:
-    """Greedy text beside plain decoding and beside replays."""
+    """Compare greedy text with plain decoding and with replays."""
     engine, draft = probed.engine, probed.draft_model
     plain = engine.with_draft(None)
     greedy = [replace(asked, temperature=0.0) for asked in params]
@@ -209,7 +209,7 @@ def probe_sampled(
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
 ) -> SampledTally:
-    """Sampled text beside the distributions it should follow."""
+    """Compare sampled text with the distributions that it should follow."""
     engine, draft = probed.engine, probed.draft_model
     tally = SampledTally(Transform(config.seed))
     for group in groups(engine, len(prompts)):
@@ -226,7 +226,7 @@ def probe_self(
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
 ) -> None:
-    """The target as its own draft."""
+    """Probe the target as its own draft."""
     engine = probed.self_drafting or drafting_for_itself(probed.engine)
     num = config.num_self_prompts
     if engine is not None and num:
@@ -234,7 +234,7 @@ def probe_self(
 
 
 def probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfig) -> None:
-    """Passes over as many rows as the models have room for."""
+    """Time passes over as many rows as the models have room for."""
     engine, draft = probed.engine, probed.draft_model
     k = engine.config.num_speculative_tokens
     room = engine.max_context if draft is None else min(engine.max_context, draft.max_context)
@@ -248,7 +248,7 @@ logger = logging.getLogger("forerun.probe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairNames:
-    """The models to load, as `Engine.load` takes them.
+    """Names of the models to load, as for `Engine.load`.
 
     Attributes:
         target: folder, hub name or "zoo:" name.
@@ -264,13 +264,13 @@ class PairNames:
 
     @property
     def folders(self) -> tuple[Path | None, Path | None]:
-        """Of target and draft; None for a drafter without a model of its own."""
+        """Return the folders of target and draft; None for a drafter without a model."""
         draft = None if parse_drafter(self.draft) else model_folder(self.draft)
         return model_folder(self.target), draft
 
 
 def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:
-    """Load target and draft, and the target again to draft for itself.
+    """Load target and draft, and the target again as its own draft.
 
     Args:
         names: of the models.

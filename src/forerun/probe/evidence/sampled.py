@@ -1,4 +1,4 @@
-"""Sampled text: whether text and acceptance follow the distributions of target and draft."""
+"""Facts from sampled text: whether text and acceptance follow target and draft distributions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cut:
 
 @dataclass(slots=True)
 class SampledTally:
-    """What is counted over sampled requests.
+    """Counts and statistics over sampled requests.
 
     Attributes:
         transform: makes every token a number that is uniform if its distribution is right.
@@ -97,7 +97,7 @@ class SampledTally:
     state: StateTally = field(default_factory=StateTally)
 
     def add(self, request: TapedRequest, replayed: Replay) -> None:
-        """Take in one request."""
+        """Add one request."""
         self._add_text(request, replayed)
         wrong: dict[int, bool] = {}
         drawn: list[tuple[Tensor, Tensor]] = []
@@ -196,7 +196,7 @@ class SampledTally:
     # --- the facts
 
     def add_facts(self, evidence: Evidence) -> None:
-        """What the counts come to."""
+        """Add the facts that follow from the counts."""
         self._add_calibration(evidence)
         self._add_rule(evidence)
         self._add_drafted(evidence)
@@ -273,7 +273,7 @@ class SampledTally:
 def sampled_chain(
     step: TapedStep, device: torch.device
 ) -> tuple[Float[Tensor, "nodes vocab"], Int64[Tensor, " nodes"]] | None:
-    """Probabilities and tokens of a chain drawn from recorded probabilities; None of any other."""
+    """Return probabilities and tokens of a sampled chain; None for any other draft."""
     proposal = step.proposal
     if proposal is None or proposal.draft_probs is None or not proposal.tree.is_chain:
         return None
@@ -281,12 +281,12 @@ def sampled_chain(
 
 
 def is_coupled(step: TapedStep) -> bool:
-    """Whether its draft shared the target's noise."""
+    """Whether the draft used the target's noise."""
     return step.proposal is not None and step.proposal.choice is Choice.COUPLED
 
 
 def decided(p_value: float) -> bool | None:
-    """Whether a hypothesis fails; None in between."""
+    """Whether a hypothesis fails by its p-value; None where that is not decided."""
     return True if p_value < CERTAIN else False if p_value >= DOUBTFUL else None
 
 

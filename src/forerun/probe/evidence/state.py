@@ -1,4 +1,4 @@
-"""Facts about the state that drafts are made from, and shares of accepted positions."""
+"""Facts about whether drafts are made from the right state, from accepted positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_Z = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class AcceptedShare:
-    """Counts of one kind of text.
+    """Drafted positions that were tested and accepted.
 
     Attributes:
         num_reached: drafted positions whose predecessors were accepted.
@@ -31,13 +31,13 @@ class AcceptedShare:
     num_accepted: int = 0
 
     def add(self, num_reached: int, num_accepted: int) -> None:
-        """Count more."""
+        """Add to the counts."""
         self.num_reached += num_reached
         self.num_accepted += num_accepted
 
     @property
     def words(self) -> str:
-        """The counts."""
+        """Return the counts as text."""
         return f"{self.num_accepted} of {self.num_reached}"
 
     def is_below(self, other: AcceptedShare) -> bool | None:
@@ -66,7 +66,7 @@ HAND_OVER = ("start", "pause")
 
 @dataclass(slots=True)
 class Onsets:
-    """Steps whose predecessor drafted rightly, and those of them that do not."""
+    """Steps whose predecessor drafted correctly, and those of them that did not."""
 
     num_steps: int = 0
     num_wrong: int = 0
@@ -74,7 +74,7 @@ class Onsets:
 
 @dataclass(slots=True)
 class StateTally:
-    """Beginnings of wrong drafts by what came before.
+    """Counts of first wrong drafts, by the outcome of the previous step.
 
     Attributes:
         onsets: by "start" of a request, "pause" (a step without a draft), and what became of the
@@ -84,7 +84,7 @@ class StateTally:
     onsets: dict[str, Onsets] = field(default_factory=dict)
 
     def add(self, request: TapedRequest, wrong: dict[int, bool]) -> None:
-        """Take in one request.
+        """Add one request.
 
         Args:
             request: taped.
@@ -103,7 +103,7 @@ class StateTally:
             was_right = not kind
 
     def add_facts(self, evidence: Evidence) -> None:
-        """Whether drafts go wrong from one step to the next, or where the draft has to catch up."""
+        """Add whether drafts become wrong after the first step, or after tokens were rejected."""
         self._add(evidence, "rollback_wrong", AFTER_STEP)
         self._add(evidence, "acceptance_falls_after_handoff", HAND_OVER)
 
@@ -121,7 +121,7 @@ class StateTally:
 
 
 def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
-    """Every drafting step with what came before it."""
+    """Yield every drafting step with the outcome of the step before it."""
     found: list[tuple[str, TapedStep]] = []
     before = "start"
     for step in request.steps:
@@ -134,6 +134,6 @@ def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
 
 
 def kind_of(step: TapedStep) -> str:
-    """What became of a step's draft."""
+    """Return the kind of a step by the outcome of its draft."""
     accepted = step.record.num_accepted
     return "none" if not accepted else "full" if accepted == step.num_drafted else "partial"

@@ -1,4 +1,4 @@
-"""What a live engine does, step by step, with the very probabilities its drafts were drawn from."""
+"""Records the steps of an engine with the probabilities that its drafts were drawn from."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PassRecorder:
         self.steps: dict[str, list[TapedStep]] = {}
 
     def observe(self, step: ObservedStep) -> None:
-        """Keep the step."""
+        """Record the step."""
         for record, entry in zip(step.records, step.emitting, strict=True):
             proposal = entry.proposal if entry.num_drafted else None
             taped = TapedStep(record=record, proposal=proposal)
@@ -88,7 +88,7 @@ class PassRecorder:
 def run_taped(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[TapedRequest]:
-    """Generate, and keep what happened.
+    """Generate, and return the recorded requests.
 
     Args:
         engine: with nothing else to do.

@@ -23,7 +23,7 @@ NUM_PROMPT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Emitted:
-    """The output distribution of some steps.
+    """Output distribution of one or more steps.
 
     Attributes:
         joint: distribution of the first `horizon` tokens under each pair.
@@ -36,7 +36,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drafted:
-    """Histories after drafting, and what verification will see in them."""
+    """Histories after drafting, with the rows that verification reads."""
 
     histories: Histories
     tokens: Int64[Tensor, "histories nodes"]
@@ -45,7 +45,7 @@ class Drafted:
     draft: Float64[Tensor, "pairs histories rows vocab"]
 
     def rows(self) -> ChainRows:
-        """Flattened over pairs and histories, as the engine's functions want them."""
+        """Flatten pairs and histories to rows, as the engine's functions expect."""
         num_pairs = len(self.num_drafted)
         return ChainRows(
             target=self.target.flatten(0, 1),
@@ -56,7 +56,7 @@ class Drafted:
 
 
 def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> Emitted:
-    """Output distribution of two steps and the target's continuation to the horizon.
+    """Return the output distribution of two steps, continued by the target to the horizon.
 
     The K of the second step depends on what the first one accepted: it then tells of the noise of
     the first, which is what noise used twice needs to do harm.
@@ -82,7 +82,7 @@ def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> 
 def step(
     pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
 ) -> Iterator[tuple[int, Histories]]:
-    """One step from `histories`: number accepted, and the histories that end so."""
+    """Run one step from `histories`: the number accepted, and the histories that end so."""
     drafted = draft_chain(pairs, verifier, histories, num_drafts)
     rows = drafted.rows()
     shape = drafted.num_drafted.shape
@@ -112,7 +112,7 @@ def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
 def draft_chain(
     pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
 ) -> Drafted:
-    """Every chain of `num_drafts` tokens from every history."""
+    """Draft every chain of `num_drafts` tokens from every history."""
     vocab_size, start = pairs.vocab_size, histories.length
     paths = histories.prefixes
     tokens = torch.empty(len(paths), 0, dtype=torch.int64)

@@ -45,7 +45,7 @@ def compare_with_plain(pairs: ModelPairs, tree: TokenTree, seeds: range) -> tupl
 
 
 class Draws:
-    """The target's draws of one request, by the engine's functions, looked up by key and prefix."""
+    """Target draws of one request by the engine's functions, cached by key and prefix."""
 
     def __init__(self, pairs: ModelPairs, key: int) -> None:
         self.pairs = pairs

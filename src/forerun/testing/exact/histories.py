@@ -26,7 +26,7 @@ class Inexact(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histories:
-    """Histories that used the same keys and committed equally many tokens, per pair of models.
+    """Possible histories of noise and committed tokens, with their probabilities, per model pair.
 
     Children of one history are consecutive, so an interval recorded for the ancestors of these
     histories applies to equal runs of them.
@@ -62,13 +62,13 @@ class Histories:
         return low.repeat_interleave(run, 1), high.repeat_interleave(run, 1)
 
     def masked(self, kept: Tensor) -> Histories:
-        """The same histories, those not `kept` at weight 0."""
+        """Return the same histories with weight 0 for those that are not `kept`."""
         return replace(self, weights=self.weights * kept)
 
     def compare(
         self, key: int, threshold: Float64[Tensor, "pairs histories"], passed: bool
     ) -> Histories:
-        """The histories in which `u < threshold` turns out as `passed`."""
+        """Return the histories for the outcome `passed` of the test `u < threshold`."""
         low, high = self.interval(key)
         inside = (low, high.minimum(threshold)) if passed else (low.maximum(threshold), high)
         return replace(
@@ -78,7 +78,7 @@ class Histories:
         )
 
     def draw(self, key: int, weights: Float64[Tensor, "pairs histories vocab"]) -> Histories:
-        """Every history once per token of an inverse-CDF draw, token x at n * vocab + x."""
+        """Return every history once per token that an inverse-CDF draw can give."""
         vocab_size = weights.shape[-1]
         sums = weights.cumsum(-1)
         ends = sums / sums[..., -1:]
@@ -94,14 +94,14 @@ class Histories:
         )
 
     def commit(self, tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Histories:
-        """Append tokens to what each history committed."""
+        """Append tokens to the committed text of each history."""
         prefixes = self.prefixes
         for column in tokens.unbind(1):
             prefixes = prefixes * vocab_size + column
         return replace(self, prefixes=prefixes, length=self.length + tokens.shape[1])
 
     def mass(self, num_texts: int) -> Float64[Tensor, "pairs texts"]:
-        """Probability of each committed text."""
+        """Return the probability of each committed text."""
         total = torch.zeros(len(self.weights), num_texts, dtype=torch.float64)
         return total.index_add_(1, self.prefixes, self.weights)
 

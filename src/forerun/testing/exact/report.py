@@ -56,7 +56,7 @@ class PlantedResult:
 
     @property
     def caught(self) -> bool:
-        """Whether the enumeration sees it."""
+        """Whether the enumeration detects the bug."""
         return self.worst_tv > BIAS_CAUGHT
 
 

@@ -36,14 +36,14 @@ OFFSET = 1.5
 
 
 class NoRepeats:
-    """A mask: no token twice in a row."""
+    """A token mask that forbids the same token twice in a row."""
 
     def __init__(self, vocab_size: int, last: int | None = None) -> None:
         self.vocab_size = vocab_size
         self.last = last
 
     def fork(self) -> NoRepeats:
-        """An independent copy."""
+        """Return an independent copy."""
         return NoRepeats(self.vocab_size, self.last)
 
     def advance(self, token: int) -> None:
@@ -51,7 +51,7 @@ class NoRepeats:
         self.last = token
 
     def allowed(self) -> Bool[Tensor, " vocab"]:
-        """All but the last token."""
+        """Allow every token but the last one."""
         row = torch.ones(self.vocab_size, dtype=torch.bool)
         if self.last is not None:
             row[self.last] = False
@@ -60,7 +60,7 @@ class NoRepeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One way for the text to shape the distribution.
+    """Penalties and masks that shape a distribution by the text so far.
 
     Attributes:
         params: what a request asks for.
@@ -74,7 +74,7 @@ class Shape:
 
 
 def penalised(params: SamplingParams, logits: Tensor, output: Text) -> Tensor:
-    """Repetition over prompt and output; frequency and presence over the output."""
+    """Apply penalties: repetition over prompt and output, frequency and presence over output."""
     logits = logits.clone()
     times = Counter(output)
     for token in {*PROMPT, *output}:
@@ -87,7 +87,7 @@ def penalised(params: SamplingParams, logits: Tensor, output: Text) -> Tensor:
 
 
 def without_repeats(logits: Tensor, output: Text) -> Tensor:
-    """The last token of the output is impossible."""
+    """Set the logit of the last output token to -inf."""
     logits = logits.clone()
     if output:
         logits[:, output[-1]] = -torch.inf
@@ -104,7 +104,7 @@ SHAPES: Mapping[str, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShapedPairs(ModelPairs):
-    """Distributions by definition, with what verification sees of them.
+    """Distributions shaped by definition, with the engine's rows for verification.
 
     Attributes:
         seen: by committed tokens and draft tokens above the row, the rows for every prefix.
@@ -113,7 +113,7 @@ class ShapedPairs(ModelPairs):
     seen: Mapping[tuple[int, int], Tensor]
 
     def target_rows(self, num_committed: int, depth: int) -> Tensor:
-        """What the engine's processors make of the logits `depth` nodes past the committed text."""
+        """Return the rows of the engine's processors, `depth` nodes past the committed text."""
         return self.seen[num_committed, depth]
 
 
@@ -147,7 +147,7 @@ def shaped_pairs(
 
 
 def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view: View) -> Tensor:
-    """The engine's rows after `texts`, of which the last `depth` tokens are drafted."""
+    """Return the engine's rows after `texts`, whose last `depth` tokens are drafted."""
     num_pairs, num_texts, vocab_size = logits.shape
     bases: dict[Text, History] = {}
     histories: list[RowHistory | None] = []
@@ -163,7 +163,7 @@ def seen_rows(logits: Tensor, texts: list[Text], depth: int, shape: Shape, view:
 
 
 def history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
-    """The history of a request that has put out `committed`, allowed by its mask or not."""
+    """Return the history of a request whose output is `committed`."""
     mask = None if shape.mask is None else shape.mask(vocab_size)
     history = History.of(shape.params, PROMPT, vocab_size=vocab_size, mask=mask)
     for token in committed:

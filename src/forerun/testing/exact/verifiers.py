@@ -1,4 +1,4 @@
-"""The engine's functions that the enumeration runs on sampled chains, each replaceable.
+"""Verifiers of sampled chains under enumeration; each function can be replaced.
 
 A `ChainVerifier` with nothing replaced is the engine; the planted bugs of `plants` replace a part.
 """
@@ -52,24 +52,24 @@ class ChainRows:
 
 
 def engine_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """The engine's acceptance probabilities."""
+    """Return the engine's acceptance probabilities."""
     return accept_probs(rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted, rule)
 
 
 def engine_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """The engine's weights of the recovered or bonus token."""
+    """Return the engine's weights of the recovered or bonus token."""
     draft = rows.draft[:, :-1]
     return final_weights(rows.target, draft, rows.tokens, rows.num_drafted, accepted, rule)
 
 
 def kernel_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """The acceptance probabilities of the CPU kernels, as the engine runs it there but in fp64."""
+    """Return the acceptance probabilities of the CPU kernels, in fp64."""
     inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
     return loaded_kernels().chain_accept(*inputs, is_block=rule == "block")
 
 
 def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """The weights of the final token from the CPU kernels."""
+    """Return the weights of the final token from the CPU kernels."""
     inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
     return loaded_kernels().chain_weights(*inputs, accepted, is_block=rule == "block")
 
@@ -82,28 +82,28 @@ def loaded_kernels() -> SamplingKernels:
 
 
 def engine_draft_key(request_key: int, num_committed: int, node: int) -> int:
-    """The key a drafter of the engine draws node `node` with."""
+    """Return the key that an engine's drafter draws node `node` with."""
     return step_key(request_key, num_committed, node, Purpose.DRAFT)
 
 
 def keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Propose every drawn token."""
+    """Keep every drawn token."""
     return torch.ones_like(drawn_prob, dtype=torch.bool)
 
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """A legitimate stop rule: it reads the distribution before the draw, never the drawn token."""
+    """Apply a valid stop rule, which reads the distribution before the draw only."""
     return going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
 
 
 def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """The same by the entropy of the distribution."""
+    """Apply a valid stop rule on the entropy of the distribution."""
     entropy = torch.special.entr(draft_row).sum(-1)
     return going_on(StopRule(measure="entropy", threshold=0.8), entropy)
 
 
 def going_on(rule: StopRule, values: Tensor) -> Tensor:
-    """Where a rule lets a node be drafted."""
+    """Return where a rule lets a node be drafted."""
     goes = [not rule.stops(value) for value in values.flatten().tolist()]
     return torch.tensor(goes).reshape(values.shape)
 

@@ -1,4 +1,4 @@
-"""What acceptance depends on in a trace: domains, contexts, what came before, when it changed."""
+"""Compares acceptance within a trace: by domain, context, previous outcome and time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None
 
 
 def split(places: StretchCounts, high: str, low: str) -> Comparison | None:
-    """Compare the steps of two named places."""
+    """Compare the steps at two named places."""
     return compare(places, places.place == PAUSES.index(high), places.place == PAUSES.index(low))
 
 
@@ -91,7 +91,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
     share: float = 0.0,
     chance: float = CHANCE,
 ) -> None:
-    """A comparison as a fact whose source names both sides.
+    """Add a comparison as a fact whose source names both sides.
 
     Args:
         evidence: takes the fact.
@@ -114,7 +114,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
 
 
 def ends(places: StretchCounts) -> Comparison | None:
-    """The long end against the short one, cut where both sides have most steps."""
+    """Compare long contexts with short ones, cut where the smaller side has most steps."""
     best: tuple[float, Mask] | None = None
     for cut in np.unique(places.place)[1:]:
         short: Mask = places.place < cut
@@ -127,7 +127,7 @@ def ends(places: StretchCounts) -> Comparison | None:
 def add_growth(
     evidence: Evidence, cycles: dict[tuple[int, int, int], Seconds], source: str
 ) -> None:
-    """How the pass grows from short contexts to long ones, among as many requests and rows."""
+    """Add how pass time grows from short to long contexts, at the same batch size and rows."""
     found: list[tuple[int, float, str]] = []
     for pair in {(size, rows) for size, rows, _ in cycles}:
         places = sorted((place[2], total) for place, total in cycles.items() if place[:2] == pair)
@@ -148,7 +148,7 @@ def add_growth(
 def asked(
     stretches: Stretches, requests: Sequence[RequestRecord]
 ) -> tuple[RequestRecord | None, ...]:
-    """The request of every stretch, as far as the trace has it."""
+    """Return the request of every stretch, where the trace has it."""
     known = {request.request_id: request for request in requests}
     return tuple(known.get(name) for name in stretches.request_ids)
 
@@ -159,7 +159,7 @@ def add_tags(
     by_stretch: Sequence[RequestRecord | None],
     source: str,
 ) -> None:
-    """Acceptance by tag; a request with several counts under each."""
+    """Add acceptance by tag; a request with several tags counts under each."""
     tags: dict[str, list[int]] = {}
     for index, request in enumerate(by_stretch):
         for tag in () if request is None else request.tags:
@@ -184,7 +184,7 @@ def add_tags(
 
 
 def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
-    """Acceptance at the first position, and of how many steps."""
+    """Return acceptance at the first position, and the number of steps."""
     num_steps = float(places.num_steps[mask].sum())
     return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
 
@@ -195,7 +195,7 @@ def add_temperatures(
     by_stretch: Sequence[RequestRecord | None],
     source: str,
 ) -> None:
-    """Greedy requests against sampled ones, where a trace has both."""
+    """Compare greedy with sampled requests, where a trace has both."""
     known = [i for i, request in enumerate(by_stretch) if request is not None]
     cold = [
         i
@@ -208,7 +208,7 @@ def add_temperatures(
 
 
 def add_change(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Acceptance over time, and whether it dropped somewhere."""
+    """Add acceptance over time, and whether it dropped at some point."""
     ordered = sorted(totals.over_time, key=lambda point: point[0])
     width = -(-len(ordered) // MAX_POINTS) if ordered else 1
     coarse = [
@@ -231,7 +231,7 @@ NUM_CUTS = 16
 
 
 def sharpest(stretches: Stretches) -> Comparison | None:
-    """The most significant drop of acceptance over several points in time."""
+    """Return the most significant drop of acceptance over several points in time."""
     places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
     if not len(starts_s):
         return None
@@ -244,7 +244,7 @@ def sharpest(stretches: Stretches) -> Comparison | None:
 
 
 def pooled(parts: Iterable[Hits]) -> Hits:
-    """Several slices together."""
+    """Merge the counts of several time slices."""
     total = Hits()
     for part in parts:
         total.add(part.num_steps, part.num_first)

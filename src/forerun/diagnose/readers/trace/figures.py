@@ -1,4 +1,4 @@
-"""Figures of a trace: counts, costs of a step, shares."""
+"""Facts from a trace that are counts, step costs or shares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_figures(
 
 
 def counts_of(totals: TraceTotals) -> AcceptanceCounts:
-    """Acceptance by position."""
+    """Return acceptance counts by position."""
     counts = AcceptanceCounts()
     for (_, depth, accepted, drafted), steps in totals.acceptance.items():
         counts.steps[depth, accepted] += steps
@@ -47,7 +47,7 @@ def counts_of(totals: TraceTotals) -> AcceptanceCounts:
 def add_counts(
     evidence: Evidence, totals: TraceTotals, counts: AcceptanceCounts, source: str
 ) -> None:
-    """What was drafted and how much of it accepted."""
+    """Add the number of drafted tokens and how many of them were accepted."""
     by_k: dict[int, int] = {}
     for (k, _, _, _), steps in totals.acceptance.items():
         by_k[k] = by_k.get(k, 0) + steps
@@ -74,7 +74,7 @@ def add_counts(
 
 
 def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Times of drafting and plain steps that can be compared: as many requests in a cycle."""
+    """Add times of drafting and plain steps, at the same number of requests in a cycle."""
     drafting = {n: t for (kind, n), t in totals.cycles.items() if kind == "drafting"}
     if not drafting:
         return
@@ -112,7 +112,7 @@ FAR = 2.0
 def add_batch(
     evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
 ) -> None:
-    """How plain steps grow with their sequences, and kappa, from the fewest to the most."""
+    """Add how plain steps grow with the batch, and kappa at the smallest and largest batch."""
     few, many = min(plain_step_s), max(plain_step_s)
     if many >= FAR * few:
         growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
@@ -135,7 +135,7 @@ def add_batch(
 def add_verify_curve(
     evidence: Evidence, totals: TraceTotals, plain_step_s: dict[int, float], source: str
 ) -> None:
-    """Passes by rows, at the cycle size with most of them, where at least two counts occur."""
+    """Add pass times by rows, at the batch size with most of them."""
     sizes: dict[int, int] = {}
     for (size, _), total in totals.rows.items():
         if size in plain_step_s:
@@ -152,7 +152,7 @@ def add_verify_curve(
 
 
 def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Shares of steps, of passes and of time."""
+    """Add shares of steps, of passes and of time."""
     by_kind = {
         kind: merged([t for (k, _), t in totals.cycles.items() if k == kind])
         for kind in ("plain", "drafting", "prefill")
@@ -176,7 +176,7 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """How K moves from step to step, where it is chosen and not found."""
+    """Add how K changes from step to step, where a controller chooses it."""
     if PAUSING & totals.methods.keys():
         return
     moved, of = totals.k_swing
@@ -188,7 +188,7 @@ def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """What the requests were like, by their median or mean."""
+    """Add medians and means of the requests' lengths and settings."""
     if not requests:
         return
     evidence.conclude("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)

@@ -1,4 +1,4 @@
-"""Traces of forerun as evidence."""
+"""Reads a trace of forerun as evidence."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TraceRead:
 
 
 def read_trace_evidence(path: Path) -> Evidence:
-    """Evidence of a trace.
+    """Return the evidence of a trace.
 
     Raises:
         InvalidTrace: it cannot be read.
@@ -83,7 +83,7 @@ def read_trace_evidence(path: Path) -> Evidence:
 
 
 def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
-    """The tables of steps; everything else is kept on the way."""
+    """Yield the tables of steps, and collect headers, requests and damage."""
     for piece in pieces:
         if isinstance(piece, TraceHeader):
             if len(read.headers) < MAX_HEADERS:
@@ -100,7 +100,7 @@ def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
 
 
 def trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
-    """What of a request evidence is made of, so that memory holds many."""
+    """Keep only the fields of a request that evidence needs, to save memory."""
     tokens = request.prompt_token_ids
     if tokens is not None:
         tokens = tokens[: max(0, MAX_PROMPT_TOKENS - read.num_prompt_tokens)]
@@ -134,7 +134,7 @@ def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """All cycles but the last, which may go on in the next table; and that one."""
+    """Split a table before its last cycle, which may continue in the next table."""
     last = table.slice(len(table) - 1)
     same = pc.and_(
         pc.equal(table["cycle_id"], last["cycle_id"][0]), pc.equal(table["t_s"], last["t_s"][0])
@@ -144,7 +144,7 @@ def before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
 
 
 def reading_of(read: TraceRead, name: str) -> Reading:
-    """How the trace was read."""
+    """Describe how the trace was read."""
     reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.num_steps)
     reading.num_unknown = read.num_damaged
     reading.notes += [f"not read: {place}" for place in read.damage]

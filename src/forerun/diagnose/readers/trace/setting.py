@@ -1,4 +1,4 @@
-"""What a trace says of its setting: what ran, how requests asked, what their tokens were like."""
+"""Facts about the setting of a trace: models, versions, sampling parameters, prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMON = 10
 def add_setup(
     evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
 ) -> None:
-    """What ran, where all headers say the same, what changed between them, how most steps drafted.
+    """Add models, versions and methods from the headers, and what changed between them.
 
     Args:
         evidence: takes the facts.
@@ -51,7 +51,7 @@ def add_setup(
 
 
 def add_change(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
-    """The one thing that changed while the trace went on; several arms of a comparison are none."""
+    """Add the one thing that changed during the trace; nothing for a comparison of several arms."""
     drafts = {header.draft_hash for header in headers}
     targets = {header.target_hash for header in headers}
     if len(targets) == 2 and len(drafts) == 1:
@@ -61,7 +61,7 @@ def add_change(evidence: Evidence, headers: Sequence[TraceHeader], source: str) 
 
 
 def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """How draws were verified, where all requests asked alike, and what prompts were like."""
+    """Add the verification method, where all requests agree, and facts about the prompts."""
     rules = {
         (r.parameters.get("verification"), r.parameters.get("draft_temperature"))
         for r in requests
@@ -76,7 +76,7 @@ def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str
 
 
 def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """Whether prompts are random tokens, where the trace keeps them."""
+    """Add whether prompts are random tokens, where the trace has them."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.prompt_token_ids or ())
@@ -96,7 +96,7 @@ MIN_GRAMS = 200
 
 
 def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -> None:
-    """How much output repeats itself, text by text, where the trace has its tokens."""
+    """Add how repetitive the outputs are, where the trace has their tokens."""
     total = distinct = 0
     for text in texts:
         grams = [*ngrams(text, GRAM)]

@@ -1,4 +1,4 @@
-"""Acceptance of steps by stretch of a request, and whether it differs between places."""
+"""Acceptance by stretch (consecutive steps of a request), and comparison between places."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StretchCounts:
 
     @classmethod
     def joined(cls, parts: Sequence[StretchCounts]) -> StretchCounts:
-        """Several blocks behind each other."""
+        """Concatenate the counts of several blocks."""
         return cls(
             **{
                 name: np.concatenate([getattr(part, name) for part in parts])
@@ -82,7 +82,7 @@ EMPTY = StretchCounts(
 
 @dataclass(slots=True, kw_only=True)
 class Stretches:
-    """Drafting steps by stretch and by what they are like.
+    """Counts of drafting steps by stretch and by each property that is compared.
 
     Attributes:
         request_ids: of every stretch.
@@ -119,7 +119,7 @@ class Stretches:
         self.starts_s += drafting["t_s"].take(pa.array(first)).to_pylist()
 
     def by(self, name: str) -> StretchCounts:
-        """Everything counted so far."""
+        """Return the counts so far by one property."""
         return StretchCounts.joined(self.parts.get(name, [EMPTY]))
 
 
@@ -130,20 +130,20 @@ def column(table: pa.Table, name: str) -> Ints:
 
 
 def codes(table: pa.Table, name: str, words: Sequence[str]) -> Ints:
-    """Indices of words; NO_PLACE for any other."""
+    """Convert words to indices; NO_PLACE for any other word."""
     indices = pc.fill_null(pc.index_in(table[name], value_set=pa.array(words)), NO_PLACE)
     found: Ints = indices.to_numpy().astype(np.int64)
     return found
 
 
 def bucket(values: Ints) -> Ints:
-    """The power of four that a value lies in."""
+    """Return the power of four that each value lies in."""
     found: Ints = np.floor(np.log2(values + 1.0) / 2.0).astype(np.int64)
     return found
 
 
 def stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
-    """The stretch of every row, from 0 on, and the first row of every stretch."""
+    """Return the number of the stretch of every row, and the first row of every stretch."""
     names = drafting["request_id"].combine_chunks().dictionary_encode()
     request = names.indices.to_numpy()
     part = column(drafting, "step") // STRETCH_STEPS
@@ -155,7 +155,7 @@ def stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
 
 
 def expected_share(drafting: pa.Table) -> Reals:
-    """Of every draft, the share that the verifier expected to accept, had all been equally deep.
+    """Return the share of each draft expected to be accepted, corrected for the draft's depth.
 
     The expectation is over the verifier's own draws, so it scatters less than what was accepted. A
     deeper draft has a lower share of the same text; that is taken off.
@@ -169,7 +169,7 @@ def expected_share(drafting: pa.Table) -> Reals:
 
 
 def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
-    """Shares less what they should be, and the outcome of the step before each.
+    """Return shares less the mean of the stretch's other steps, and the previous outcomes.
 
     Where steps of a stretch come in any order, the one behind a certain step is one of the others.
     So its share is held against theirs, without that step: a stretch that begins well would
@@ -186,7 +186,7 @@ def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Rea
 
 
 def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> StretchCounts:
-    """Steps by stretch and place; those without a place are left out."""
+    """Count steps by stretch and place; steps without a place are left out."""
     used = place != NO_PLACE
     stretch, place, accepted, values = (a[used] for a in (stretch, place, accepted, values))
     width = int(place.max(initial=0)) + 1
@@ -203,7 +203,7 @@ def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> Stretc
 
 
 def summed(index: Ints, values: Reals, size: int) -> Reals:
-    """Sums of values by index."""
+    """Sum values by index."""
     return np.bincount(index, values, size).astype(np.float64)
 
 
@@ -256,11 +256,11 @@ class Comparison:
 
     @property
     def t(self) -> float:
-        """The difference in standard errors."""
+        """The difference in standard errors (Welch's t)."""
         return self.difference / self.error if self.error > 0.0 else math.inf * self.difference
 
     def is_lower(self, least: float, chance: float) -> bool | None:
-        """Whether the second side is lower; None where that is open.
+        """Whether the second side is lower; None where that is not decided.
 
         Args:
             least: difference that matters.
@@ -272,7 +272,7 @@ class Comparison:
 
 
 def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
-    """Two sets of entries; None where there are too few on either side.
+    """Compare two groups of steps; None where either has too few.
 
     The error is the larger of two: by the scatter between stretches, which is right however steps
     of one hang together but vague where there are few, and by that between steps.
@@ -305,7 +305,7 @@ def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
 
 
 def side_of(places: StretchCounts, mask: Mask) -> Side:
-    """Add up the entries of one group."""
+    """Sum up the steps of one group."""
     num_steps = int(places.num_steps[mask].sum())
     return Side(
         num_steps=num_steps,
@@ -316,7 +316,7 @@ def side_of(places: StretchCounts, mask: Mask) -> Side:
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """Of Student's t, by the expansion of Cornish and Fisher; a little low below four degrees.
+    """Return a quantile of Student's t (Cornish-Fisher); a little low below four degrees.
 
     Args:
         probability: above one half.

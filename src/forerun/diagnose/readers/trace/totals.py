@@ -1,4 +1,4 @@
-"""Totals over the steps of a trace, added up a block of columns at a time."""
+"""Totals over the steps of a trace, computed from one block of columns at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLICES = 16
 
 @dataclass(slots=True)
 class Hits:
-    """How often the first drafted token was accepted.
+    """Counts of how often the first drafted token was accepted.
 
     Attributes:
         num_steps: drafting steps.
@@ -48,7 +48,7 @@ class Hits:
 
 @dataclass(slots=True)
 class Seconds:
-    """Cycles of one kind and where their time went."""
+    """Seconds of cycles of one kind, by part."""
 
     num_cycles: int = 0
     num_steps: int = 0
@@ -230,7 +230,7 @@ class TraceTotals:
 
 
 def with_previous(steps: pa.Table) -> pa.Table:
-    """Steps by request and index, each with what the step before it came to."""
+    """Order steps by request and index, and append the outcome of the previous step."""
     steps = steps.sort_by([("request_id", "ascending"), ("step", "ascending")])
     before = steps.slice(0, max(steps.num_rows - 1, 0))
     after = steps.slice(1)
@@ -252,7 +252,7 @@ def with_previous(steps: pa.Table) -> pa.Table:
 
 
 def with_pauses(steps: pa.Table) -> pa.Table:
-    """Ordered steps, each with its place in its request and whether a plain step is not far behind.
+    """Append each step's index in its request, and whether a plain step came shortly before.
 
     "again" where one is among the last few, "settled" where all steps since the request began, or
     since a plain step, have drafted for a while; None in between and at the beginning.
@@ -274,24 +274,24 @@ def with_pauses(steps: pa.Table) -> pa.Table:
 
 
 def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """The first step of a block has none before it."""
+    """Shift the values by one row; the first row has no predecessor."""
     return pa.chunked_array([pa.nulls(1, kind), *values.chunks], kind)
 
 
 def fine_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The power of the square root of two that a value lies in."""
+    """Return the power of the square root of two that each value lies in."""
     floor = pc.floor(pc.multiply(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
     return pc.cast(floor, pa.int64())
 
 
 def add_values(counter: Counter[Any], values: pa.ChunkedArray) -> None:
-    """How often each value occurs."""
+    """Count how often each value occurs."""
     for value in pc.value_counts(values).to_pylist():
         counter[value["values"]] += value["counts"]
 
 
 def merged(parts: Sequence[Seconds]) -> Seconds:
-    """Cycles of several sizes together."""
+    """Sum the cycles of several batch sizes."""
     return Seconds(
         num_cycles=sum(part.num_cycles for part in parts),
         num_steps=sum(part.num_steps for part in parts),

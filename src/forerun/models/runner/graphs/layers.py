@@ -52,26 +52,26 @@ class TorchElementwise:
         weight: Float[Tensor, " hidden"],
         eps: float,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """The sum, and its RMS norm times `weight`."""
+        """Return the sum of two tensors, and its RMS norm times `weight`."""
         total = residual + update
         return total, self.norm(total, weight, eps)
 
     def norm(
         self, rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
     ) -> Float[Tensor, "rows hidden"]:
-        """RMS norm times `weight`."""
+        """Return the RMS norm of rows, times `weight`."""
         return F.rms_norm(rows, rows.shape[-1:], weight, eps)
 
     def gate(
         self, gate_up: Float[Tensor, "rows gate_up_rows"]
     ) -> Float[Tensor, "rows intermediate"]:
-        """SiLU of the first half times the second."""
+        """Return SiLU of the first half of every row, times the second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
 def rotation_at(decoder: Decoder, positions: Int64[Tensor, " rows"]) -> Rotation:
-    """Rotation of every row, the same for all layers."""
+    """Return the rotary embedding of every row, the same for all layers."""
     angles = positions[:, None].float() * decoder.inv_freq
     return angles.cos() * decoder.rope_scale, angles.sin() * decoder.rope_scale
 
@@ -86,7 +86,7 @@ def heads_of(
     Float[Tensor, "rows kv_heads head_dim"],
     Float[Tensor, "rows kv_heads head_dim"],
 ]:
-    """Queries and keys, normed where the family does and rotated, and values."""
+    """Split a projection into queries, keys and values; queries and keys are normed and rotated."""
     sizes, eps = decoder.architecture, decoder.norm_eps
     bounds = (sizes.num_heads, sizes.num_heads + sizes.num_kv_heads)
     query, key, value = qkv.view(len(qkv), -1, sizes.head_dim).tensor_split(bounds, dim=1)
@@ -176,17 +176,17 @@ class Elementwise(Protocol):
         weight: Float[Tensor, " hidden"],
         eps: float,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """The sum, and its RMS norm times `weight`."""
+        """Return the sum of two tensors, and its RMS norm times `weight`."""
 
     def norm(
         self, rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
     ) -> Float[Tensor, "rows hidden"]:
-        """RMS norm times `weight`."""
+        """Return the RMS norm of rows, times `weight`."""
 
     def gate(
         self, gate_up: Float[Tensor, "rows gate_up_rows"]
     ) -> Float[Tensor, "rows intermediate"]:
-        """SiLU of the first half times the second."""
+        """Return SiLU of the first half of every row, times the second half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -219,7 +219,7 @@ class Pass:
 
 
 def logits_of(weights: Weights, rows: Pass) -> Float[Tensor, "wanted vocab"]:
-    """Logits of the wanted rows; stores keys, values and wanted features of every row."""
+    """Return the wanted rows' logits; stores keys, values and features of every row."""
     ends, eps, work = weights.ends, weights.decoder.norm_eps, rows.elementwise
     residual = F.embedding(rows.tokens, ends.embedding)
     normed = work.norm(residual, weights.layers[0].input_norm, eps)

@@ -117,12 +117,12 @@ class TorchModel(StoredModel):
 
     @torch.inference_mode()
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Token embeddings."""
+        """Return the embeddings of tokens."""
         return F.embedding(tokens, self.weights.ends.embedding)
 
     @torch.inference_mode()
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """The RMS norm behind the last layer."""
+        """Apply the RMS norm behind the last layer."""
         eps = self.weights.decoder.norm_eps
         return F.rms_norm(hidden, hidden.shape[-1:], self.weights.ends.norm, eps)
 

@@ -126,7 +126,7 @@ class RectanglePass:
         wanted: Int64[Tensor, " wanted"],
         features: Tensor | None = None,
     ) -> Float[Tensor, "wanted vocab"]:
-        """One pass."""
+        """Run one pass and return its logits."""
         attend = self.attend_rows(self.weights.decoder, self.store, rows)
         return logits_of(
             self.weights,
@@ -165,7 +165,7 @@ def most_likely(
 
 
 def next_rows(rows: Rows, depth: int) -> Rows:
-    """One row per sequence, `depth` after the first one past those of `rows`."""
+    """Return one row per sequence, `depth` positions after its first draft position."""
     bucket = PassShape(
         num_sequences=rows.bucket.num_sequences,
         num_rows=1,

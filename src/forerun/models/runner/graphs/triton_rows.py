@@ -34,7 +34,7 @@ GATE_BLOCK = 1024
 
 
 class TritonElementwise:
-    """The work between two matrix products, one launch each."""
+    """The operations between two matrix products, one kernel launch each."""
 
     def add_norm(
         self,
@@ -43,7 +43,7 @@ class TritonElementwise:
         weight: Float[Tensor, " hidden"],
         eps: float,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """The sum, and its RMS norm times `weight`."""
+        """Return the sum of two tensors, and its RMS norm times `weight`."""
         total, normed = torch.empty_like(residual), torch.empty_like(residual)
         launch_norm((residual, update, weight, total, normed), eps, adds=True)
         return total, normed
@@ -51,7 +51,7 @@ class TritonElementwise:
     def norm(
         self, rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
     ) -> Float[Tensor, "rows hidden"]:
-        """RMS norm times `weight`."""
+        """Return the RMS norm of rows, times `weight`."""
         normed = torch.empty_like(rows)
         launch_norm((rows, rows, weight, normed, normed), eps, adds=False)
         return normed
@@ -59,7 +59,7 @@ class TritonElementwise:
     def gate(
         self, gate_up: Float[Tensor, "rows gate_up_rows"]
     ) -> Float[Tensor, "rows intermediate"]:
-        """SiLU of the first half times the second."""
+        """Return SiLU of the first half of every row, times the second half."""
         num_rows, num_columns = len(gate_up), gate_up.shape[1] // 2
         gated = gate_up.new_empty((num_rows, num_columns))
         grid = (num_rows, triton.cdiv(num_columns, GATE_BLOCK))
@@ -68,7 +68,7 @@ class TritonElementwise:
 
 
 def launch_norm(tensors: tuple[Tensor, ...], eps: float, *, adds: bool) -> None:
-    """One program per row."""
+    """Launch the norm kernel with one program per row."""
     num_rows, num_columns = tensors[0].shape
     block = triton.next_power_of_2(num_columns)
     norm_kernel[(num_rows,)](
@@ -112,7 +112,7 @@ class TritonAttention:
         keys: Float[Tensor, "slots kv_heads width head_dim"],
         values: Float[Tensor, "slots kv_heads width head_dim"],
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotated queries; keys and values go into the store."""
+        """Rotate queries and keys; keys and values go into the store."""
         sizes, rows = self.decoder.architecture, self.rows
         query = qkv.new_empty((len(qkv), sizes.num_heads * sizes.head_dim))
         norms = (layer.query_norm, layer.key_norm)
@@ -205,7 +205,7 @@ def tiles_of(num_folded: int) -> tuple[int, int]:
 
 
 def chunk_of(num_keys: int) -> int:
-    """Keys per program, a multiple of what it reads at once."""
+    """Return the keys per program, a multiple of what it reads at once."""
     fewest = max(MIN_CHUNK, triton.cdiv(num_keys, MAX_CHUNKS))
     return int(triton.cdiv(fewest, MAX_BLOCK_KEYS)) * MAX_BLOCK_KEYS
 

@@ -1,4 +1,4 @@
-"""What a workload can be made of: kinds of arrivals, of lengths, of acceptance."""
+"""Kinds of arrivals, lengths and acceptance that a workload can have."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SQRT_3 = math.sqrt(3.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """All requests are there at the start."""
+    """All requests arrive at time 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
-    """Independent arrivals.
+    """Arrivals of a Poisson process.
 
     Attributes:
         rate_per_s: requests per second.
@@ -56,7 +56,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bursty:
-    """Bursts come independently, the requests of one at the same moment.
+    """Arrivals in bursts: bursts are a Poisson process, and the requests of one arrive together.
 
     Attributes:
         rate_per_s: requests per second, over all bursts.
@@ -109,18 +109,18 @@ class Fixed:
 
     @property
     def most(self) -> int:
-        """Longest."""
+        """Largest number of tokens."""
         return self.tokens
 
     @property
     def mean(self) -> float:
-        """On average."""
+        """Mean number of tokens."""
         return self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform:
-    """Any number from `least` to `most`, equally likely."""
+    """A uniformly distributed number of tokens from `least` to `most`."""
 
     least: int
     most: int
@@ -131,13 +131,13 @@ class Uniform:
 
     @property
     def mean(self) -> float:
-        """On average."""
+        """Mean number of tokens."""
         return (self.least + self.most) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lognormal:
-    """Many short texts and few long ones, cut at `most`.
+    """Lognormal lengths, many short and few long ones, cut at `most`.
 
     Attributes:
         median: half of the texts are shorter.
@@ -160,7 +160,7 @@ class Lognormal:
 
     @property
     def mean(self) -> float:
-        """At most, on average: before the cut."""
+        """Mean of the distribution before lengths are cut at `most`."""
         return min(self.most, self.median * math.exp(self.sigma**2 / 2))
 
 
@@ -179,12 +179,12 @@ class Listed:
 
     @property
     def most(self) -> int:
-        """Longest."""
+        """Largest number of tokens."""
         return max(self.values)
 
     @property
     def mean(self) -> float:
-        """On average."""
+        """Mean number of tokens."""
         return sum(self.values) / len(self.values)
 
 
@@ -204,7 +204,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerPosition:
-    """By drafted position: beta, P(accepted through it); the last step down goes on behind it."""
+    """Acceptance by drafted position (beta); the last ratio repeats at deeper positions."""
 
     beta: tuple[float, ...]
 
@@ -223,7 +223,7 @@ class PerPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clustered:
-    """Every request has an alpha of its own, uniform around the mean.
+    """An acceptance probability per request, uniformly distributed around the mean.
 
     Attributes:
         alpha: their mean.
@@ -247,7 +247,7 @@ class Clustered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drifting:
-    """Alpha goes from `start` to `end` in a straight line, request by request."""
+    """An acceptance probability that changes linearly from `start` to `end` over the requests."""
 
     start: float
     end: float
