@@ -124,10 +124,15 @@ def test_a_trace_may_come_through_standard_input(diagnose, tmp_path, monkeypatch
         (("--k", "-3"), "k is -3.0"),
         (("--fact", "acceptance_length=0.5"), "must be a number from 1"),
         (("--observed", "bad_weather"), "no fact 'bad_weather'"),
+        (
+            ("--observed", "slowness"),
+            "no fact 'slowness'; did you mean slowdown, slower_than_plain",
+        ),
         (("--fact", "k"), "NAME=VALUE"),
         (("--changed", "weather"), "must be one of target"),
         (("http://127.0.0.1:9/metrics", "--interval-s", "-1"), "interval-s"),
         (("--k", "4", "--html", "/no/such/folder/page.html"), "cannot be written"),
+        (("--k", "4", "--html", "/tmp/" + "a" * 5000), "cannot be written: File name too long"),
     ],
 )
 def test_mistakes_are_one_line_and_2(diagnose, arguments, message):

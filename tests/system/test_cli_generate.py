@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -77,6 +78,32 @@ def test_several_samples(run):
     _, out, _ = run("def f", "--max-tokens", "8", "--n", "2")
     assert "--- sample 1 of 2\n" in out
     assert "--- sample 2 of 2\n" in out
+
+
+def test_log_probabilities_are_printed_as_a_table_below_the_text(run):
+    code, out, _ = run("def f", "--temperature", "0", "--max-tokens", "4", "--logprobs", "2")
+    assert code == 0
+    header = next(line for line in out.splitlines() if "likeliest" in line)
+    assert "token" in header and "logprob" in header
+    rows = [re.findall(r"-\d+\.\d{3}", line) for line in out.splitlines()]
+    rows = [figures for figures in rows if figures]
+    assert len(rows) == 4 and all(len(figures) == 3 for figures in rows)
+    assert all(figures[0] == figures[1] for figures in rows)  # greedy: the likeliest was chosen
+
+
+@pytest.mark.parametrize(("k", "is_cut"), [("7", False), ("8", True)])
+def test_a_k_that_max_tokens_cuts_is_reported(run, k, is_cut):
+    code, _, err = run("def f", "--temperature", "0", "--max-tokens", "8", "--k", k)
+    notice = "K=8: a step drafts at most 7 tokens, because --max-tokens is 8"
+    assert code == 0 and (notice in err) == is_cut
+    assert ("drafts at most" in err) == is_cut
+
+
+@pytest.mark.parametrize("num_threads", ["0", "100000"])
+def test_threads_that_the_machine_cannot_run_are_refused(run, num_threads):
+    code, out, err = run("def f", *GREEDY, "--threads", num_threads)
+    assert code == 2 and not out
+    assert f"--threads is {num_threads}; it must be from 1 to" in err.splitlines()[-1]
 
 
 def test_colour_marks_tokens_and_explains_itself(run):

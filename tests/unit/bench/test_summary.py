@@ -69,6 +69,7 @@ def test_arms_that_emit_different_numbers_are_compared_per_token(make_arm, clock
     mixed = [(b[0], h[1]) for b, h in zip(blocks, half, strict=True)]
     _, same = summarise(mixed)
     assert same.speedup.estimate == pytest.approx(1.0)
+    assert same.decode_speedup.estimate == pytest.approx(1.0)
 
 
 def test_blocks_without_decoding_are_left_out(make_arm, clock):

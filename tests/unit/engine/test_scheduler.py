@@ -13,6 +13,7 @@ from forerun.engine.scheduled import ScheduledSequence
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.stopping import Stop
 from forerun.models.context import Context
+from forerun.models.slots import MIN_SHARED_TOKENS
 from forerun.models.tabular import TokenStore
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.tree import TokenTree
@@ -88,6 +89,33 @@ def test_removed_from_queue_or_batch(which):
     assert [*scheduler.admit(4)] == pair[:1]
     scheduler.remove(pair[which])
     assert [*scheduler.running, *scheduler.waiting] == [pair[1 - which]]
+
+
+@pytest.mark.parametrize(("priority", "gives_way"), [(-1, True), (0, False), (1, False)])
+def test_a_sequence_gives_way_to_a_lower_priority_number_only(priority, gives_way):
+    scheduler = Scheduler(config(max_batch=1))
+    first, second = tiny.sequence("a"), tiny.sequence("b")
+    second.rank = (priority, 1)
+    scheduler.add(first)
+    assert [*scheduler.admit(4)] == [first]
+    scheduler.add(second)
+    assert scheduler.preempt(num_free_slots=3) == ([first] if gives_way else [])
+    assert scheduler.running == ([] if gives_way else [first])
+
+
+@pytest.mark.parametrize("num_reusable", [MIN_SHARED_TOKENS - 1, MIN_SHARED_TOKENS])
+def test_a_sequence_waits_for_a_prefix_that_is_long_enough_without_its_last_token(num_reusable):
+    """The last token of a prompt is always fed, for its logits; it cannot be reused."""
+    reader = tiny.sequence("a", num_prompt=MIN_SHARED_TOKENS + 9)
+    second = tiny.sequence("b", num_prompt=num_reusable + 1)
+    reader.scope = second.scope = "shared"
+    scheduler = Scheduler(config())
+    scheduler.add(reader)
+    assert [*scheduler.admit(4)] == [reader]
+    reader.context = Context(TokenStore(2, 100, 64), reader.ids)
+    scheduler.add(second)
+    waits = num_reusable >= MIN_SHARED_TOKENS
+    assert [*scheduler.admit(3)] == ([] if waits else [second])
 
 
 def test_prompts_are_fed_in_chunks():

@@ -105,6 +105,8 @@ def test_positions_that_few_steps_reached_are_left_out():
     few = MIN_ALLOWED - 1
     found = counted([request_of((1, 1, 50), (2, 2, few))])
     assert len(found.survival) == 1
+    enough = counted([request_of((1, 1, 50), (2, 2, MIN_ALLOWED))])
+    assert len(enough.survival) == 2
     with pytest.raises(InvalidRequest, match="19 steps drafted anything"):
         counted([request_of((2, 0, few)), request_of((0, 0, 40))])
 

@@ -80,6 +80,12 @@ def test_a_promise_on_latency_takes_the_highest_throughput_that_keeps_it():
     assert "below the plain step of 10 ms" in found.remarks[0]
 
 
+def test_a_time_equal_to_the_limit_on_latency_keeps_it():
+    fastest = advise([candidate()], CONFIG).per_batch[0]
+    found = advise([candidate()], replace(CONFIG, slo_tpot_s=fastest.tpot_s))
+    assert found.best == fastest
+
+
 def test_a_promise_nothing_keeps_is_refused_with_what_there_is():
     with pytest.raises(InvalidRequest, match=r"1 ms .* plain step takes 10 ms .*d at K=\d+\) \d"):
         advise([candidate()], replace(CONFIG, slo_tpot_s=0.001))

@@ -75,6 +75,32 @@ def test_a_cell_that_came_with_another_is_not_visited_again():
     assert found.samples[cell(2)] == [(7.0,)]
 
 
+@pytest.mark.parametrize(("budget_s", "num_rounds"), [(19.0, 1), (20.0, 2), (29.0, 2)])
+def test_no_round_begins_that_would_end_after_the_budget(budget_s, num_rounds):
+    clock, log = Clock(), []
+    rig = LoggingRig("a", [cell(1)], log)
+    alone = rig.visit
+
+    def visit_of_ten_seconds(one):
+        clock.now_s += 10.0
+        return alone(one)
+
+    rig.visit = visit_of_ten_seconds
+    config = replace(SMALL, budget_s=budget_s + 1e-6)  # reading the clock takes a little
+    found = measure([rig], config, clock, lambda rounds, error: None)
+    assert len(found.samples[cell(1)]) == num_rounds
+
+
+def test_an_error_equal_to_the_target_error_ends_the_measurement_as_stable():
+    rig = LoggingRig("a", [cell(1)], [])
+    rig.visit = lambda one: {one: (0.5, 1.0, 1.0, 1.0, 1.0, 1.5)}
+    errors: list = []
+    config = replace(SMALL, target_error=0.5)
+    found = measure([rig], config, Clock(), lambda rounds, error: errors.append(error))
+    assert errors == [0.5]
+    assert found.stable
+
+
 def test_weather_is_what_a_round_did_to_most_cells():
     # The second round was twice as slow throughout; the third only for one cell.
     samples = {

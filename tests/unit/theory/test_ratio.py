@@ -35,6 +35,11 @@ def test_one_pair_says_nothing_of_the_error():
     assert fed([(1.0, 2.0)]).relative_error == math.inf
 
 
+def test_the_error_of_two_pairs_is_that_of_the_mean_of_a_sample_of_two():
+    # With x = 1 the ratio is the mean 2 of y = 1, 3: sample deviation sqrt(2), error of the mean 1.
+    assert fed([(1.0, 1.0), (1.0, 3.0)]).relative_error == pytest.approx(1.0 / 2.0)
+
+
 @pytest.mark.parametrize("memory", [1.0, 0.98])
 def test_the_error_is_how_far_the_ratio_strays(memory):
     generator = random.Random(0)
