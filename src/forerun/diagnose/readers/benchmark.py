@@ -34,7 +34,6 @@ KNOWN = re.compile(
 )
 POSITION = re.compile(r"^\s*Position (\d{1,2}):\s+" + NUMBER + r"\s*$")
 SUMMARY = re.compile(r"Throughput: " + NUMBER + r" token/s, Acceptance length: " + NUMBER)
-SUMMARY_LENGTH = re.compile(r"[Aa]cceptance length: " + NUMBER)
 
 
 class BenchmarkOutput:
