@@ -10,6 +10,7 @@ from forerun.control.config import (
     FIRST_PROBE_LOSS,
     FIRST_PROBES,
     FOLLOWING,
+    FOLLOWING_LOSS,
     LARGEST_PROBE_GAP,
     LARGEST_PROBE_LOSS,
     LEAST_PROBE_LOSS,
@@ -29,7 +30,8 @@ class Probes:
     What a probe loses, in steps without it, is paid off by a share of the steps that follow before
     the next probe, so that share bounds what all probes lose. The share is larger where drafting
     was given up only a short time ago, on few observations. A probe whose token was accepted is
-    followed by others at once: the drafter has nothing left to catch up with.
+    followed by others at once, as long as they lose little: the drafter has nothing left to catch
+    up with.
 
     Args:
         config: the shares.
@@ -63,8 +65,15 @@ class Probes:
         if drafts:
             share, debt = self.config.explore, self.explore_debt
         else:
-            share, debt = self._share, 0.0 if self._num_following else self.idle_debt
+            share = self._share
+            debt = 0.0 if self._is_idle_probe_due else self.idle_debt
         return PLAIN_REUSE if share <= 0.0 else max(1, int(debt / share))
+
+    @property
+    def _is_idle_probe_due(self) -> bool:
+        """Whether the loss is paid off, or accepted probes may be followed by another."""
+        most = FOLLOWING_LOSS if self._num_following else 0.0
+        return self.idle_debt <= most
 
     def plans(
         self,
@@ -88,8 +97,7 @@ class Probes:
             if self.explore_debt > 0.0 or self.config.explore <= 0.0:
                 return None
             return self._explore(plans, states, drafting)
-        is_due = self.idle_debt <= 0.0 or self._num_following > 0
-        if not is_due or self.config.probe_share <= 0.0:
+        if not self._is_idle_probe_due or self.config.probe_share <= 0.0:
             return None
         able = [at for at, state in enumerate(states) if state.max_new > 1]
         if not able:
@@ -151,6 +159,6 @@ class Probes:
         if drafts:
             self.explore_debt += loss
         else:
-            self.idle_debt = max(self.idle_debt, loss)
+            self.idle_debt += loss
             accepted = any(record.num_accepted for record in records)
             self._num_following = FOLLOWING if accepted else max(0, self._num_following - 1)

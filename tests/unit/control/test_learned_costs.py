@@ -105,4 +105,4 @@ def test_plain_plans_are_reused(monkeypatch):
         GoodputController, "_decide_anew", lambda *args: decided.append(1) or decide(*args)
     )
     ours.run(controller, 300)
-    assert len(decided) < 30
+    assert len(decided) <= 30
