@@ -1,4 +1,4 @@
-"""Acceptance of drafts by K: given as figures, or counted in a trace, with its standard error."""
+"""Acceptance by position, given as figures or counted in a trace, with its standard error."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from forerun.theory.speedup import (
 __all__ = ["MIN_ALLOWED", "Acceptance", "Drafting", "counted", "given", "improved"]
 
 MIN_ALLOWED = 20
-"""Fewer steps that might go so deep say too little to draft that far."""
+"""Least number of steps allowed to draft a depth for a plan to use that depth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """Acceptance of drafts at one K.
+    """Acceptance when drafting with one K.
 
     Attributes:
         survival: P(accepted through i) for i = 1..K.
@@ -41,13 +41,13 @@ class Drafting:
 
     @classmethod
     def of(cls, survival: Sequence[float]) -> Drafting:
-        """Return the acceptance of drafts that always have all K tokens."""
+        """Return the acceptance where all of K is always drafted."""
         return cls(survival=tuple(survival), drafted=(1.0,) * len(survival))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Acceptance of drafts at every K up to the deepest known one.
+    """Acceptance for every K for which it is known.
 
     Attributes:
         by_k: for K = 1..deepest.
@@ -61,13 +61,13 @@ class Acceptance:
 
     @classmethod
     def of(cls, survival: Sequence[float], *, is_constant: bool = False) -> Acceptance:
-        """Return the acceptance for which the survival at each position is the same at every K."""
+        """Return an acceptance with the same survival for every K."""
         by_k = tuple(Drafting.of(survival[:k]) for k in range(1, len(survival) + 1))
         return cls(by_k=by_k, is_constant=is_constant)
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Survival at the largest K."""
+        """Return the survival at the largest K."""
         return self.by_k[-1].survival if self.by_k else ()
 
     def at(self, num_speculative_tokens: int) -> Drafting:
@@ -117,10 +117,10 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
 
 
 def counted(requests: Iterable[Drafts]) -> Acceptance:
-    """Count the acceptance of traced requests, for every K that enough steps drafted.
+    """Return the acceptance of traced requests, for depths that enough steps were allowed.
 
     Raises:
-        InvalidRequest: they drafted next to nothing.
+        InvalidRequest: too few steps drafted.
     """
     found = [drafts for drafts in requests if drafts.drafted.num_accepted]
     pooled = sum(found, Drafts())
@@ -137,7 +137,7 @@ def counted(requests: Iterable[Drafts]) -> Acceptance:
 
 
 def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
-    """Compute the acceptance of traced drafts at one K."""
+    """Return the acceptance of traced drafts at one K."""
     limited = [drafts.limited(k) for drafts in requests]
     pooled = sum(limited, Drafts())
     return Drafting(
@@ -150,9 +150,9 @@ def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
 
 
 def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]) -> float:
-    """Return the standard error of tau, with requests as the independent units.
+    """Return the standard error of tau; requests are independent, steps of one request are not.
 
-    So the variance is that of the requests' first-order influence on tau.
+    The variance is therefore that of the requests' first-order influence on tau.
 
     Args:
         requests: counts of each.
@@ -190,7 +190,7 @@ def improved(acceptance: Acceptance, share: float) -> Acceptance:
 def fewer_rejections(drafting: Drafting, share: float) -> tuple[float, ...]:
     """Return the survival with `share` fewer rejections at every position.
 
-    What was not drafted was not rejected: a drafter that ends drafts itself goes on ending them.
+    A token that was not drafted was not rejected: a drafter that ends drafts keeps ending them.
     """
     passed = conditional_acceptance(drafting.survival)
     reached = conditional_acceptance(drafting.drafted)
@@ -203,12 +203,12 @@ def fewer_rejections(drafting: Drafting, share: float) -> tuple[float, ...]:
 
 
 def padded(counts: Sequence[int], length: int) -> list[int]:
-    """Return the first `length` counts, padded with zeros."""
+    """Return the first `length` counts, with zeros where a request drafted less deep."""
     return [*counts[:length], *[0] * (length - len(counts))]
 
 
 def slopes(alphas: Sequence[float]) -> list[float]:
-    """Return the derivative of tau by the conditional acceptance of each position."""
+    """Return the derivatives of tau by the acceptance of each position."""
     before = [1.0, *accumulate(alphas[:-1], mul)]
     follows = [1.0]
     for alpha in reversed(alphas[1:]):

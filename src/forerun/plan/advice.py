@@ -1,4 +1,4 @@
-"""The best drafter, K and batch size, the reasons for them, and where drafting stops paying."""
+"""The best drafter, K and batch, the reasons for them, and their break-even points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Advice", "BreakEven", "advise", "best_of", "covering", "options_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Acceptance and draft cost at which a drafter costs as much as it gains.
+    """The point where a drafter at some K and batch costs as much as it gains.
 
     Attributes:
         num_speculative_tokens: K.
@@ -36,14 +36,14 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The result of a plan: the best options, alternatives and remarks.
+    """The result of a plan.
 
     Attributes:
         best: the highest throughput within the latency limit.
         per_batch: the best at every batch size, whatever the latency.
         curves: every K by drafter, at the batch of `best`.
         break_even: by drafter that could be used, at its own best K there.
-        remarks: what a reader must know to trust this.
+        remarks: assumptions and limits of the plan.
     """
 
     best: Option
@@ -53,7 +53,7 @@ class Advice:
     remarks: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-ready values by name."""
+        """Return the plan as values for JSON."""
         return {
             "best": asdict(self.best),
             "per_batch": [asdict(option) for option in self.per_batch],
@@ -64,7 +64,7 @@ class Advice:
 
 
 def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
-    """Compare every drafter at every K and batch.
+    """Compare every drafter at every K and batch, and choose the best.
 
     Raises:
         InvalidRequest: no drafter is given, or no option is within the latency limit.
@@ -94,14 +94,14 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
 
 
 def covering(candidates: Iterable[DraftCandidate], batches: Sequence[int]) -> list[DraftCandidate]:
-    """Return candidates whose cost tables also have batch sizes beyond the measured ones."""
+    """Return the candidates with costs for batch sizes beyond the measured ones."""
     return [replace(c, table=with_batches(c.table, batches)) for c in candidates]
 
 
 def options_of(
     candidates: Iterable[DraftCandidate], config: PlanConfig, batch: int
 ) -> list[Option]:
-    """Return plain decoding, then every drafter at every K that its acceptance is known for."""
+    """Return plain decoding and every drafter at every K for which its acceptance is known."""
     found: list[Option] = []
     for candidate in candidates:
         deepest = min(config.max_k, len(candidate.acceptance.survival))
@@ -113,7 +113,7 @@ def options_of(
 
 
 def best_of(options: Iterable[Option]) -> Option:
-    """Return the fastest of the options at one batch size; the first of equals."""
+    """Return the fastest of the options at one batch size, the first among equals."""
     return max(options, key=lambda option: option.tokens_per_s)
 
 
@@ -123,7 +123,7 @@ def keeps(option: Option, config: PlanConfig) -> bool:
 
 
 def break_even(candidate: DraftCandidate, k: int, batch: int, context: int) -> BreakEven:
-    """Return the break-even point of each of the three inputs, with the others as planned."""
+    """Return the acceptance and the draft cost at which the drafter stops paying."""
     table = candidate.table
     costs = {
         "draft_cost": table.draft_cost(context, batch),
@@ -158,7 +158,7 @@ def unreachable(
 def remarks(
     candidates: Sequence[DraftCandidate], config: PlanConfig, best: Option, measured_batch: int
 ) -> Iterator[str]:
-    """Return remarks on what was not measured, and on the uncertainty of the plan."""
+    """Yield the assumptions behind the plan and the limits of its certainty."""
     used = next((c for c in candidates if c.name == best.draft), candidates[0])
     table, k = used.table, best.num_speculative_tokens
     plain_s = table.plain_step_s(config.context, best.batch)
@@ -169,7 +169,7 @@ def remarks(
             "accepted as assumed"
         )
     if k and not best.speedup.is_above(1.0):
-        yield "the interval of the speedup reaches down to 1: that it pays is not shown"
+        yield "the interval of the speedup reaches down to 1: a gain is not shown"
     if k and k == len(used.acceptance.survival) and not used.acceptance.is_constant:
         yield f"acceptance is known for {k} positions only; a larger K might be better"
     if used.acceptance.num_requests == 1:

@@ -1,4 +1,4 @@
-"""Settings of a plan; torch-free."""
+"""Settings of a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """The operating points and limits that a plan is made for.
+    """The batch sizes, context and limits that a plan is for.
 
     Attributes:
         batches: sequences at once that are considered, ascending.

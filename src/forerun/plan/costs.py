@@ -1,4 +1,4 @@
-"""Cost tables of a drafter beside its target, for greedy and sampled drafts."""
+"""Cost tables of a drafter beside its target, and variations of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class DraftCosts:
     """Cost tables of one draft beside the target, with greedy and with sampled drafts.
 
     Attributes:
-        greedy: where every draft is greedy.
-        sampled: where drafts are drawn.
-        reading: of prompts, where it was measured.
+        greedy: costs where every draft is greedy.
+        sampled: costs where drafts are drawn.
+        reading: cost of reading prompts, where it was measured.
     """
 
     greedy: CostTable
@@ -28,7 +28,7 @@ class DraftCosts:
     reading: ReadingCost | None = None
 
     def at(self, temperature: float) -> CostTable:
-        """Return the cost table for a temperature."""
+        """Return the table that holds at a temperature."""
         return self.greedy if temperature == 0 else self.sampled
 
 
@@ -39,13 +39,13 @@ def with_draft_cost(
     draft_s: float | None = None,
     overhead_s: float | None = None,
 ) -> CostTable:
-    """Return the cost table of the same target with other draft costs.
+    """Return the costs of the same target with another drafter.
 
     Args:
-        table: of the drafter that was measured.
-        factor: every drafted token takes so many times what it took.
-        draft_s: what every drafted token takes instead, whatever the batch.
-        overhead_s: what a cycle takes instead beyond drafting and the pass, whatever K and batch.
+        table: costs of the drafter that was measured.
+        factor: by which the time of every drafted token is multiplied.
+        draft_s: seconds of every drafted token instead, at every batch size.
+        overhead_s: seconds of a cycle beyond drafting and the pass instead, for every K and batch.
     """
 
     def changed(lines: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -67,12 +67,12 @@ def with_draft_cost(
 
 
 def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
-    """Return the table with lines added for batches beyond the largest measured one.
+    """Return the table with lines for batches beyond the largest measured one.
 
-    A pass does not care much whose rows it has: so many times the sequences are taken to cost what
-    so many times the rows of the largest measured batch cost, and a draft's pass to grow as the
-    target's does. What reading the keys and values of more sequences takes is not in it, so this
-    is kinder to large batches than a measurement would be.
+    The time of a pass depends little on which sequence a row belongs to. So n times the sequences
+    are taken to cost what n times the rows of the largest measured batch cost, and a draft's pass
+    to grow as the target's does. The time to read the keys and values of more sequences is left
+    out, so large batches look faster than a measurement would show.
     """
     largest = table.batches[-1]
     wanted = sorted({batch for batch in batches if batch > largest})
@@ -83,7 +83,7 @@ def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
 
 
 def grown(line: CostLine, batch: int) -> CostLine:
-    """Extrapolate a line to a larger batch from its own rows."""
+    """Return a line at a larger batch, computed from its own rows."""
     times = batch / line.batch
     passes = [line.verify(math.ceil(rows * times)) for rows in line.rows]
     factor = passes[0].s / line.verify(1).s

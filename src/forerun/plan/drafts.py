@@ -1,6 +1,6 @@
-"""Counts of traced drafts by allowed depth, drafted depth and accepted tokens.
+"""Traced drafts: allowed, drafted and accepted depths, and the same drafts under a smaller K.
 
-A draft of which five tokens were accepted shows what shorter ones would have met: with K = 2 the
+A draft of which five tokens were accepted shows how shorter ones would have fared: with K = 2 the
 same text takes two steps, of which the first accepts both of its tokens, and the bonus token stands
 where the third one stood. So a smaller K begins more often behind tokens that were easy, and its
 tau is not that of the first positions of longer drafts, which begin behind a rejection.
@@ -18,7 +18,7 @@ __all__ = ["Drafts"]
 
 @dataclass(slots=True)
 class Drafts:
-    """Steps of one or more requests; `a + b` merges two.
+    """Counts the steps of one or more requests; `a + b` merges two objects.
 
     Attributes:
         steps: number of steps per (depth that was allowed, depth drafted, tokens accepted).
@@ -44,16 +44,16 @@ class Drafts:
 
     @property
     def accepted(self) -> AcceptanceCounts:
-        """Counts by allowed depth: a position that was not drafted counts as not accepted."""
+        """Return counts by allowed depth; a position not drafted counts as not accepted."""
         return self._counts(depth_counts=False)
 
     @property
     def drafted(self) -> AcceptanceCounts:
-        """Counts of how many steps drafted each allowed position."""
+        """Return the same counts of drafted instead of accepted depths."""
         return self._counts(depth_counts=True)
 
     def limited(self, num_speculative_tokens: int) -> Drafts:
-        """Return the counts of the steps that the same text would take with a smaller K.
+        """Return the steps that the same text takes with a K no larger than the allowed depth.
 
         Exact where a draft goes on behind its bonus token as the longer one did: greedy drafts do,
         and sampled ones do in distribution as far as their verification decides token by token.

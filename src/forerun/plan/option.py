@@ -1,4 +1,4 @@
-"""One way to decode and its predicted speed."""
+"""One way to decode, with its predicted speedup."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["DraftCandidate", "Option", "option_at"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCandidate:
-    """A drafter that a plan may choose, with its costs and acceptance.
+    """A drafter that a plan may use.
 
     Attributes:
-        name: of the drafter.
-        table: what it costs, at the temperature in question.
-        acceptance: how far it is accepted there.
+        name: name of the drafter.
+        table: its costs at the temperature of the plan.
+        acceptance: its acceptance at that temperature.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Option:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it drafts nothing."""
+        """Return whether nothing is drafted."""
         return self.num_speculative_tokens == 0
 
 
 def option_at(
     candidate: DraftCandidate, num_speculative_tokens: int, *, batch: int, context: int
 ) -> Option:
-    """Predict the speed of a drafter at a K, a batch size and a context.
+    """Return the predicted speed of a drafter at K, a batch size and a context.
 
     Raises:
         InvalidProfile: the table is too rough to bound the speedup from above.
@@ -91,7 +91,7 @@ def option_at(
 
 
 def advice_on(measured: int, context: int) -> str:
-    """Return advice on how to measure a cost that is not known precisely enough."""
+    """Return advice on a cost that is not known well enough."""
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"
     return (
@@ -101,10 +101,10 @@ def advice_on(measured: int, context: int) -> str:
 
 
 def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:
-    """Return kappa with its 95% interval, as the mean over how deep the drafts go.
+    """Return the mean kappa over the depths of drafts that may end before K, with its interval.
 
     Args:
-        table: of costs.
+        table: costs.
         drafted: P(drafted through i) for i = 1..K.
         context: committed tokens of every sequence.
         batch: sequences at once.
@@ -123,7 +123,7 @@ def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: 
 
 
 def ratio(tau: Interval, kappa: Interval) -> Interval:
-    """tau / kappa; the relative errors of both, taken as independent, add up in quadrature."""
+    """Return tau / kappa; the relative errors, taken as independent, add up in quadrature."""
     estimate = tau.estimate / kappa.estimate
     below = math.hypot(1 - tau.low / tau.estimate, 1 - kappa.estimate / kappa.high)
     above = math.hypot(tau.high / tau.estimate - 1, kappa.estimate / kappa.low - 1)

@@ -1,4 +1,4 @@
-"""Pictures of plans: speedup over K, one line per drafter."""
+"""Plots of plans: speedup over K, with one line per drafter."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def plot(advice: Advice, path: Path) -> None:
     """Draw the speedup over K at the batch of the plan, with its 95% interval.
 
     Args:
-        advice: what `advise` found.
-        path: its suffix names the format.
+        advice: the result of `advise`.
+        path: output file; its suffix names the format.
     """
     with picture([path], width=6.4, height=4.0) as figure:
         draw(figure.subplots(), advice)
 
 
 def draw(axes: Axes, advice: Advice) -> None:
-    """One line and one band per drafter, a mark at the plan."""
+    """Draw a line and a band per drafter, and a mark at the plan."""
     for index, (name, curve) in enumerate(advice.curves):
         colour = COLOURS[index % len(COLOURS)]
         ks = [option.num_speculative_tokens for option in curve]

@@ -1,8 +1,8 @@
 """Cost tables estimated by a roofline model from a machine's data sheet, without a measurement.
 
-A pass takes as long as its arithmetic or its reading, whichever is longer, and what launching it
-costs. That is a bound no machine beats and real ones miss by a factor, which in kappa mostly
-cancels; where a plan matters, profile the machine.
+A pass takes as long as its arithmetic or its memory reads, whichever is longer, plus a launch time.
+That is a lower bound. Real machines take longer by a factor, which mostly cancels in kappa; where a
+plan matters, profile the machine.
 
 Source: Williams, Waterman and Patterson 2009.
 """
@@ -37,15 +37,15 @@ SIZE_RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Compute rate, memory rate and overheads of a machine.
+    """Properties of a machine that a roofline needs.
 
     Attributes:
-        name: for people.
+        name: name of the machine.
         flops_per_s: dense arithmetic in the dtype of the passes.
         bytes_per_s: memory read rate.
-        launch_s: what every pass costs before it computes.
-        step_s: what every step costs outside the passes.
-        source: where the figures are from.
+        launch_s: seconds of every pass before it computes.
+        step_s: seconds of every step outside the passes.
+        source: origin of the figures.
         memory_bytes: of the accelerator; None leaves it unchecked whether the models fit.
 
     Raises:
@@ -61,18 +61,18 @@ class Machine:
     memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no machine."""
+        """Refuse figures that are not positive."""
         check_ranges(self, *RANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Parameters, bytes and KV sizes of a model.
+    """Properties of a model that a roofline needs.
 
     Attributes:
-        num_parameters: multiplied with every row.
-        weight_bytes: read once by every pass.
-        kv_token_bytes: of every committed token of every sequence, read once by every pass.
+        num_parameters: parameters that every row is multiplied with.
+        weight_bytes: bytes of weights, read once by every pass.
+        kv_token_bytes: bytes of keys and values per committed token, read once by every pass.
 
     Raises:
         InvalidRequest: a figure is not positive.
@@ -83,12 +83,12 @@ class ModelSize:
     kv_token_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no model."""
+        """Refuse figures that are not positive."""
         check_ranges(self, *SIZE_RANGES)
 
 
 def data_sheet(name: str, tera_flops: float, giga_bytes: float, memory_gb: float) -> Machine:
-    """Build a machine from its vendor's figures; the overheads are our assumptions."""
+    """Return a machine as its data sheet describes it; the overheads are assumptions."""
     return Machine(
         name=name,
         flops_per_s=tera_flops * 1e12,
@@ -131,7 +131,7 @@ def preset(name: str) -> Machine:
 
 
 def pass_s(machine: Machine, model: ModelSize, num_rows: int, batch: int, context: int) -> float:
-    """Estimate the seconds of a pass over `num_rows` rows of each of `batch` sequences.
+    """Return the seconds of a pass over `num_rows` rows of each of `batch` sequences.
 
     Two operations per parameter and row. The keys and values of a sequence are read once for all
     its rows; their arithmetic is left out, since it is small beside reading them.
@@ -149,7 +149,7 @@ def cost_table(
     batches: Collection[int],
     contexts: Collection[int],
 ) -> CostTable:
-    """Build the cost table of a roofline; drafting costs nothing where there is no draft model.
+    """Return the cost table of a roofline; drafting is free where there is no draft model.
 
     Raises:
         InvalidRequest: the models do not fit into the memory of the machine.

@@ -1,4 +1,4 @@
-"""Acceptance and durations of each drafter in a trace."""
+"""Acceptance and drafting times of each drafter in a trace, by request."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["TracedDraft", "TracedDrafts", "drafts_in"]
 
 @dataclass(slots=True, kw_only=True)
 class TracedDraft:
-    """The requests and the durations of one drafter of a trace.
+    """Counts the steps of one drafter.
 
     Attributes:
-        header: of its runs, with the names and hashes of target and draft.
-        requests: what became of its drafts, by request.
+        header: header of its runs, with the names and hashes of target and draft.
+        requests: the outcomes of its drafts, by request.
         most_allowed: largest K of any step, by request.
-        draft_s: drafting, in cycles that read no prompt.
-        num_drafted: depth of those drafts.
-        other_s: beyond drafting and the pass, in those of these cycles that drafted.
-        num_cycles: how many they are.
+        draft_s: seconds of drafting, in cycles that read no prompt.
+        num_drafted: summed depth of those drafts.
+        other_s: seconds beyond drafting and the pass, in those of these cycles that drafted.
+        num_cycles: number of those cycles.
     """
 
     header: TraceHeader
@@ -38,27 +38,27 @@ class TracedDraft:
 
     @property
     def name(self) -> str:
-        """Name of the drafter."""
+        """Return the name of the drafter."""
         return str(self.header.draft)
 
     @property
     def draft_token_s(self) -> float | None:
-        """Seconds per drafted token; None where every draft shared its cycle with a prompt."""
+        """Return the seconds per drafted token; None where every draft was beside a prompt."""
         return self.draft_s / self.num_drafted if self.num_drafted else None
 
     @property
     def overhead_s(self) -> float | None:
-        """Seconds of a cycle beyond drafting and the pass; None as for `draft_token_s`."""
+        """Return the seconds of a cycle beyond drafting and the pass; None as above."""
         return self.other_s / self.num_cycles if self.num_cycles else None
 
     @property
     def has_drafted(self) -> bool:
-        """Whether any step drafted."""
+        """Return whether any step drafted."""
         return any(depth for drafts in self.requests.values() for _, depth, _ in drafts.steps)
 
     @property
     def pauses(self) -> bool:
-        """Whether the drafter may leave steps out by itself, as one that copies text does."""
+        """Return whether the drafter may propose nothing in a step, as drafters that copy do."""
         return parse_drafter(self.name) is not None
 
     def add(self, record: StepRecord) -> None:
@@ -75,19 +75,19 @@ class TracedDraft:
                 self.num_cycles += 1
 
     def add_plain(self, record: StepRecord) -> None:
-        """Count a plain step of a request; a drafter that pauses proposed nothing in it."""
+        """Count a plain step of one of its requests as one without a proposal, if it may pause."""
         if self.pauses and not record.num_prefill_rows:
             self.requests[record.request_id].add(self.most_allowed[record.request_id], 0, 0)
 
 
 @dataclass(slots=True, kw_only=True)
 class TracedDrafts:
-    """All drafters of a trace.
+    """Holds all drafters of a trace.
 
     Attributes:
-        drafts: by name.
-        temperatures: of the requests that ended, by id.
-        num_damaged: places that could not be read.
+        drafts: drafters by name.
+        temperatures: temperatures of the requests that ended, by id.
+        num_damaged: number of places that could not be read.
     """
 
     drafts: dict[str, TracedDraft] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class TracedDrafts:
     num_damaged: int = 0
 
     def counts(self, draft: str, temperature: float) -> list[Drafts]:
-        """Return the requests of one drafter, greedy or sampled; unfinished ones count as both.
+        """Return greedy or sampled requests of one drafter; unfinished ones count as both.
 
         Raises:
             InvalidTrace: there are none.
@@ -115,11 +115,11 @@ class TracedDrafts:
 
 
 def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
-    """Read the drafters of a trace.
+    """Count the drafts of a trace.
 
     Args:
-        items: what reading it yields.
-        where: its name, for messages.
+        items: records of the trace.
+        where: name of the trace, for messages.
 
     Raises:
         InvalidTrace: it has no step that drafted, or no header that says with what.
@@ -168,6 +168,6 @@ def header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) ->
 
 
 def temperature_of(parameters: Mapping[str, object]) -> float:
-    """Return a request's temperature; a missing one means sampling at the default temperature."""
+    """Return the temperature of a request; the default is 1, as for sampling parameters."""
     value = parameters.get("temperature", 1.0)
     return float(value) if isinstance(value, int | float) else 1.0

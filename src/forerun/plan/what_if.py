@@ -1,4 +1,4 @@
-"""How the plan would change with a better draft, a faster one, more sequences or longer texts."""
+"""Changes of a plan under a better or faster draft, more sequences or longer texts."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ CONTEXT_FACTORS = (4,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One change and the best option under it.
+    """One change, and the best option after it.
 
     Attributes:
-        name: the change, for people.
-        option: the best drafter and K then.
+        name: the change in words.
+        option: the best drafter and K after the change.
     """
 
     name: str
     option: Option
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-ready values by name."""
+        """Return the scenario as values for JSON."""
         return asdict(self)
 
 
 def scenarios(
     candidates: Sequence[DraftCandidate], config: PlanConfig, batch: int
 ) -> Iterator[Scenario]:
-    """Compute the best option under each change, everything else as planned at `batch`."""
+    """Yield one change at a time, with everything else as planned at `batch`."""
 
     def best(
         changed: Sequence[DraftCandidate], batch: int = batch, context: int | None = None

@@ -1,4 +1,4 @@
-"""Acceptance counts: what was drafted and accepted, by depth, and the figures that follow.
+"""Counts of drafted and accepted tokens by depth, and the acceptance figures derived from them.
 
 Every figure is a ratio of counts over the steps that observed it. A position that a step did not
 draft is unobserved there, neither accepted nor rejected.
@@ -19,7 +19,7 @@ __all__ = ["AcceptanceCounts"]
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """Accumulates steps; `a + b` merges two.
+    """Accumulates the outcomes of steps; `a + b` merges two objects.
 
     A step enters by how deep it drafted and how far it was accepted, so that chains and trees count
     alike: position i is depth i, and entry i - 1 of every per-position tuple. Nodes are counted
@@ -35,7 +35,7 @@ class AcceptanceCounts:
 
     @classmethod
     def from_records(cls, records: Iterable[StepRecord]) -> AcceptanceCounts:
-        """Counts over the steps of a trace."""
+        """Return the counts over the steps of a trace."""
         counts = cls()
         for record in records:
             counts.add(record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted)
@@ -67,44 +67,44 @@ class AcceptanceCounts:
 
     @property
     def num_steps(self) -> int:
-        """Steps counted, plain ones included."""
+        """Return the number of steps counted, plain ones included."""
         return self.steps.total()
 
     @property
     def num_accepted(self) -> int:
-        """Accepted nodes."""
+        """Return the number of accepted nodes."""
         return sum(accepted * steps for (_, accepted), steps in self.steps.items())
 
     @property
     def num_emitted(self) -> int:
-        """Accepted plus one per step, before stop truncation."""
+        """Return the accepted nodes plus one per step, before stop truncation."""
         return self.num_accepted + self.num_steps
 
     @property
     def max_depth(self) -> int:
-        """Deepest position any step drafted."""
+        """Return the deepest position that any step drafted."""
         return max((depth for depth, _ in self.steps), default=0)
 
     @property
     def drafted_per_position(self) -> tuple[int, ...]:
-        """Steps that drafted each position: the denominators of the rates per position."""
+        """Return how many steps drafted each position: the denominators of the rates."""
         return self._count(lambda depth, _, position: depth >= position)
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
-        """Steps that accepted through each position."""
+        """Return how many steps accepted through each position."""
         return self._count(lambda _, accepted, position: accepted >= position)
 
     @property
     def reached_per_position(self) -> tuple[int, ...]:
-        """Steps that drafted each position and accepted everything before it."""
+        """Return how many steps drafted each position and accepted all before it."""
         return self._count(
             lambda depth, accepted, position: depth >= position and accepted >= position - 1
         )
 
     @property
     def acceptance_rate_per_position(self) -> tuple[float, ...]:
-        """beta_i: of the steps that drafted position i, the share accepted through it.
+        """Return beta_i: of the steps that drafted position i, the share accepted through it.
 
         Biased where a stop rule chose the depth; `survival` is not.
         """
@@ -112,12 +112,12 @@ class AcceptanceCounts:
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:
-        """Of the steps that reached position i, the share that accepted it; 0 where none did."""
+        """Return the share of steps that accepted position i among those that reached it, or 0."""
         return _ratios(self.accepted_per_position, self.reached_per_position)
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Product of conditional acceptances: P(accepted through i) had every step drafted i.
+        """Return P(accepted through i) had every step drafted i: a product of conditional rates.
 
         A depth that ended early counts as censored, not as rejected. Source: Kaplan and Meier 1958.
         """
@@ -125,12 +125,12 @@ class AcceptanceCounts:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted / drafted nodes; None where nothing was drafted. Not comparable across K."""
+        """Return accepted / drafted nodes, or None without drafts; not comparable across K."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
     def acceptance_length(self) -> float | None:
-        """tau: emitted per step, the recovered or bonus token included; None without steps."""
+        """Return tau: tokens emitted per step, the additional one included; None without steps."""
         return self.num_emitted / self.num_steps if self.num_steps else None
 
     def _count(self, observed: Callable[[int, int, int], bool]) -> tuple[int, ...]:

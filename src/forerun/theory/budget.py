@@ -1,4 +1,4 @@
-"""Distributes a fixed number of draft nodes over the requests of a batch.
+"""How a fixed number of drafted nodes is divided among the requests of a batch.
 
 Source of the rule: a node is worth the probability that everything up to it is accepted, and costs
 one row wherever it stands; so the R best nodes of a batch are the R of highest survival. Survival
@@ -17,7 +17,7 @@ Node = tuple[float, int, int]
 
 
 def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
-    """Return all draft nodes by falling survival; of equals the shallowest first.
+    """Return all nodes, the best first; among equals the shallowest, then the first request's.
 
     Args:
         survival: per request, P(accepted through i) for every position it may draft,
@@ -31,7 +31,7 @@ def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
 
 
 def depths_within(survival: Sequence[Sequence[float]], num_nodes: int) -> list[int]:
-    """Return K per request with the most expected accepted tokens for `num_nodes` nodes in all.
+    """Return the K per request that makes the most of at most `num_nodes` drafted nodes.
 
     Raises:
         ValueError: the budget is negative.

@@ -1,4 +1,4 @@
-"""Cost tables: measured times of drafting and verifying, and interpolation between them."""
+"""The cost table: measured times of drafting and verification, and interpolation between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pick = Callable[[CostLine], CostReading]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Seconds per pass, by rows per sequence, batch size and context length.
+    """Holds seconds per pass by rows per sequence, batch size and context length.
 
     A pass of batch B at K has B (K + 1) rows. Between measurements everything is linear in rows, in
     context and in batch.
@@ -48,50 +48,50 @@ class CostTable:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Measured batch sizes, ascending."""
+        """Return the measured batch sizes, ascending."""
         return tuple(sorted({line.batch for line in self.lines}))
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Measured context lengths, ascending."""
+        """Return the measured context lengths, ascending."""
         return tuple(sorted({line.context for line in self.lines}))
 
     def verify_step_s(self, num_rows: int, context: int = 0, batch: int = 1) -> float:
-        """Seconds of a target pass over `num_rows` rows of each sequence."""
+        """Return the seconds of a target pass over `num_rows` rows of each sequence."""
         return self._verify(num_rows, context, batch).s
 
     def plain_step_s(self, context: int = 0, batch: int = 1) -> float:
-        """Seconds of a plain decode step."""
+        """Return the seconds of a plain decode step."""
         return self._plain(context, batch).s
 
     def draft_token_s(self, context: int = 0, batch: int = 1) -> float:
-        """Seconds that one more drafted token adds to a cycle."""
+        """Return the seconds that one more drafted token adds to a cycle."""
         return self._in_cycle(lambda line: line.draft, context, batch).s
 
     def cycle_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Seconds of a speculative cycle at K; of a plain step for K = 0."""
+        """Return the seconds of a speculative cycle at K, or of a plain step for K = 0."""
         kappa = self.cycle_cost(num_speculative_tokens, context, batch)
         return kappa * self.plain_step_s(context, batch)
 
     def verify_cost(self, num_rows: int, context: int = 0, batch: int = 1) -> float:
-        """Return v(n), the cost of a pass over n rows per sequence, in plain steps."""
+        """Return v(n), in plain steps."""
         return self.verify_step_s(num_rows, context, batch) / self.plain_step_s(context, batch)
 
     def draft_cost(self, context: int = 0, batch: int = 1) -> float:
-        """Return c, the cost of one more drafted token in plain steps."""
+        """Return c: the cost of one more drafted token, in plain steps."""
         return self.draft_token_s(context, batch) / self.plain_step_s(context, batch)
 
     def overhead_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Return the seconds of a speculative cycle at K beyond drafting and the pass."""
+        """Return the seconds of the rest of a speculative cycle at K."""
         return self._overhead(num_speculative_tokens, context, batch).s
 
     def overhead(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Return o(K), the cost of a cycle beyond drafting and the pass, in plain steps."""
+        """Return o(K): the rest of a speculative cycle, in plain steps."""
         spent_s = self.overhead_s(num_speculative_tokens, context, batch)
         return spent_s / self.plain_step_s(context, batch)
 
     def cycle_cost(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """kappa = K c + v(K + 1) + o(K); 1 for K = 0, which is plain decoding."""
+        """Return kappa = K c + v(K + 1) + o(K), or 1 for K = 0, which is plain decoding."""
         if num_speculative_tokens == 0:
             return 1.0
         return cycle_cost(
@@ -124,12 +124,12 @@ class CostTable:
         return _ratio(cycle, self._plain(context, batch))
 
     def to_dict(self) -> dict[str, object]:
-        """Return the table as JSON-ready values, as measured."""
+        """Return the measured values, ready for JSON."""
         return {"lines": [line.to_dict() for line in self.lines]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CostTable:
-        """Build a table from the values that `to_dict` returned.
+        """Return the table that `to_dict` wrote.
 
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or the table is malformed.
@@ -157,12 +157,12 @@ class CostTable:
         return self._in_cycle(lambda line: line.overhead(num_speculative_tokens), context, batch)
 
     def _in_cycle(self, pick: Pick, context: int, batch: int) -> CostReading:
-        """Beyond the largest batch in proportion to it."""
+        """Return a reading that grows in proportion to the batch beyond the largest one."""
         measured_batch = min(batch, self.batches[-1])
         return self._at(pick, context, measured_batch).times(batch / measured_batch)
 
     def _at(self, pick: Pick, context: int, batch: int) -> CostReading:
-        """Between lines: linear in context, then in batch."""
+        """Interpolate between lines: linearly in context, then in batch."""
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
         contexts, batches = self.contexts, self.batches
@@ -174,7 +174,7 @@ class CostTable:
 
 
 def _ratio(spent: CostReading, plain: CostReading) -> Interval:
-    """In plain steps; the relative errors of both sides add up in quadrature."""
+    """Return the ratio, whose relative errors on both sides add up in quadrature."""
     estimate = spent.s / plain.s
     reach = math.hypot(spent.error_s, estimate * plain.error_s) / plain.s
     return Interval(estimate=estimate, low=max(0.0, estimate - reach), high=estimate + reach)

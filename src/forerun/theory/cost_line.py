@@ -13,19 +13,19 @@ __all__ = ["CostLine", "CostReading", "interpolate", "isotonic", "numbers"]
 
 
 class CostReading(NamedTuple):
-    """A time and its error: half the width of its 95% interval, 0 where not known."""
+    """A time and half the width of its 95% interval, which is 0 where it is not known."""
 
     s: float
     error_s: float = 0.0
 
     def times(self, factor: float) -> CostReading:
-        """Multiply time and error by a factor."""
+        """Return both values multiplied by a factor."""
         return CostReading(self.s * factor, self.error_s * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLine:
-    """Times of drafting and verifying at one batch size and context.
+    """Holds seconds at one batch size and context.
 
     Noise can make more rows look cheaper than fewer; rows are read through their isotonic fit, so v
     never falls. Beyond the most rows the pass grows in proportion to them, an overestimate, so that
@@ -66,7 +66,7 @@ class CostLine:
     _fitted: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Validate and fit."""
+        """Validate the measurements and fit them."""
         if self.batch < 1 or self.context < 0:
             raise ValueError(
                 f"batch is {self.batch} and context {self.context}; they start at 1 and 0"
@@ -102,18 +102,18 @@ class CostLine:
         return CostReading(self.draft_s, self.draft_error_s)
 
     def overhead(self, num_speculative_tokens: int) -> CostReading:
-        """Return the time that a cycle at K takes beyond drafting and the pass."""
+        """Return the time of a cycle at K beyond drafting and the pass."""
         errors_s = self.overhead_error_s or (0.0,) * len(self.overhead_s)
         measured = tuple(map(CostReading, self.overhead_s, errors_s))
         return interpolate(self.overhead_ks, measured, num_speculative_tokens)
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready fields by name, as measured."""
+        """Return the measured fields by name, ready for JSON."""
         return {name: value for name, value in asdict(self).items() if name in _names()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CostLine:
-        """Build a line from the values that `to_dict` returned, tuples or lists alike.
+        """Return the line that `to_dict` wrote; sequences may be tuples or lists.
 
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or the line is malformed.
@@ -135,7 +135,7 @@ class CostLine:
         )
 
     def _check_lengths(self, sizes: str, times: str, errors: str) -> None:
-        """One time per size, and one error or none at all."""
+        """Check that there is one time per size, and one error per size or none at all."""
         wanted = len(getattr(self, sizes))
         for name in (times, errors) if getattr(self, errors) else (times,):
             if (found := len(getattr(self, name))) != wanted:
@@ -152,7 +152,7 @@ def _names() -> set[str]:
 
 
 def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: int) -> CostReading:
-    """Interpolate linearly; beyond the last point, continue its slope where that is positive."""
+    """Interpolate linearly: constant before the first point, a rising slope after the last."""
     if len(xs) == 1 or x <= xs[0]:
         return readings[0]
     right = min(bisect_right(xs, x), len(xs) - 1)
@@ -167,7 +167,7 @@ def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: int) -> C
 
 
 def numbers(name: str, values: object) -> tuple[float, ...]:
-    """Convert the numbers that a JSON document has under a name.
+    """Return the numbers of a JSON list.
 
     Raises:
         ValueError: it is no list, or something in it is no number.
@@ -181,7 +181,7 @@ def numbers(name: str, values: object) -> tuple[float, ...]:
 
 
 def isotonic(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the nearest non-decreasing sequence in least squares (isotonic regression)."""
+    """Return the nearest non-decreasing sequence in least squares, by averaging neighbours."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, size = value, 1
@@ -194,9 +194,9 @@ def isotonic(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _fit(values: Sequence[float], errors: Sequence[float]) -> tuple[CostReading, ...]:
-    """Monotone readings. Where the fit moved a value, its error reaches back to what was measured.
+    """Return monotone readings; the error of a moved value reaches back to the measurement.
 
-    Without errors the fit says nothing about its own: how far noise goes is not known then.
+    Without errors the readings have none: the size of the noise is not known then.
     """
     fitted = isotonic(values)
     if not errors:

@@ -1,4 +1,4 @@
-"""Estimate of a success rate that may change: old observations are dropped when recent ones differ.
+"""A rate that may change: a long memory, shortened when a short memory contradicts it.
 
 The idea of ADWIN (Bifet and Gavalda 2007) with two exponential windows instead of all cuts of one:
 where the means of the two differ by more than chance, what lies further back is forgotten.
@@ -16,7 +16,7 @@ LEAST_RECENT = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Discount factors and the threshold of the change test.
+    """Settings of how observations lose weight.
 
     Attributes:
         slow: what is left of an observation's weight after one more; 1 / (1 - slow) count in all.
@@ -32,13 +32,13 @@ class Memory:
     surprise: float = 3.0
 
     def __post_init__(self) -> None:
-        """Refuse memories that are none."""
+        """Refuse weights that are out of order."""
         if not 0.0 < self.fast < self.slow < 1.0 or not self.surprise > 0.0:
             raise ValueError(f"{self}: it takes 0 < fast < slow < 1 and a positive surprise")
 
 
 class DriftingRate:
-    """Estimate of the share of successes among recent trials.
+    """Estimates the share of successes among recent trials.
 
     Args:
         memory: how far back "recent" goes.
@@ -53,7 +53,7 @@ class DriftingRate:
         self.num_changes = 0
 
     def observe(self, success: bool) -> bool:
-        """Count one more trial, and return whether the rate has changed."""
+        """Count one trial, and return whether the rate has changed."""
         memory = self.memory
         self.trials = self.trials * memory.slow + 1.0
         self.fast_trials = self.fast_trials * memory.fast + 1.0
@@ -68,23 +68,16 @@ class DriftingRate:
         self.num_changes += 1
         return True
 
-    def fade(self, share: float) -> None:
-        """Multiply the weight of all observations by a share."""
-        self.trials *= share
-        self.wins *= share
-        self.fast_trials *= share
-        self.fast_wins *= share
-
     def shorten(self) -> None:
-        """Forget all but the recent observations."""
+        """Forget everything but the short memory."""
         self.trials, self.wins = self.fast_trials, self.fast_wins
 
     def mean(self, prior: float, strength: float) -> float:
-        """Return the rate, with a prior of `strength` trials at the rate `prior`."""
+        """Return the rate, with `strength` earlier trials at the rate `prior`."""
         return (self.wins + prior * strength) / (self.trials + strength)
 
     def _has_changed(self) -> bool:
-        """Whether the short memory and what lies before it differ by more than chance."""
+        """Return whether the short memory and older trials differ by more than chance."""
         recent = self.fast_trials
         before = self.trials - recent
         if recent < LEAST_RECENT or before < LEAST_RECENT:

@@ -1,4 +1,4 @@
-"""Confidence intervals: of a proportion, of a mean, of a paired ratio, of a median.
+"""Confidence intervals of proportions, means, paired ratios and medians.
 
 Nothing here assumes a normal sample, and only `normal_interval` a normal estimate. Resampling draws
 its indices from a hash of (seed, resample, draw), so an interval is a function of its arguments.
@@ -35,16 +35,16 @@ class Interval:
     high: float
 
     def is_above(self, threshold: float) -> bool:
-        """Whether the whole interval lies above; neither above nor below means "not shown"."""
+        """Return whether the whole interval lies above; "not shown" is neither above nor below."""
         return self.low > threshold
 
     def is_below(self, threshold: float) -> bool:
-        """Whether the whole interval lies below."""
+        """Return whether the whole interval lies below."""
         return self.high < threshold
 
 
 def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a proportion; sensible at 0, at 1 and for few trials.
+    """Return Wilson's score interval of a proportion, which holds at 0, at 1 and for few trials.
 
     Raises:
         ValueError: no trials, more successes than trials, or confidence outside (0, 1).
@@ -67,13 +67,13 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
 def normal_interval(
     estimate: float, error: float, *, least: float = 0.0, most: float = math.inf
 ) -> Interval:
-    """Return the 95% interval of a normally distributed estimate.
+    """Return the 95% interval of an estimate whose distribution is nearly normal.
 
     Args:
-        estimate: of it.
+        estimate: the point estimate.
         error: standard error of the estimate.
-        least: what it cannot be below.
-        most: what it cannot be above.
+        least: smallest possible value.
+        most: largest possible value.
     """
     reach = _normal_quantile(0.975) * error
     return Interval(
@@ -89,9 +89,9 @@ def bootstrap(
     confidence: float = 0.95,
     num_resamples: int = 2000,
 ) -> Interval:
-    """Percentile bootstrap of any statistic of independent units, group by group.
+    """Return a percentile bootstrap interval of any statistic of independent units, by group.
 
-    Groups keep their sizes: which unit belongs to which is taken as planned, not as drawn.
+    Groups keep their sizes: the group of a unit is taken as planned, not as drawn.
 
     Args:
         statistic: of the indices of the units in each group, some of them several times.
@@ -121,7 +121,7 @@ def bootstrap(
 def bootstrap_mean(
     values: Sequence[float], *, seed: int, confidence: float = 0.95, num_resamples: int = 2000
 ) -> Interval:
-    """Percentile bootstrap of a mean.
+    """Return a percentile bootstrap interval of a mean.
 
     Args:
         values: one per independent unit (a prompt, a block), not per step within it.
@@ -148,10 +148,10 @@ def bootstrap_ratio(
     confidence: float = 0.95,
     num_resamples: int = 2000,
 ) -> Interval:
-    """Percentile bootstrap of sum(numerators) / sum(denominators) over paired blocks.
+    """Return a percentile bootstrap interval of sum(numerators) / sum(denominators) over blocks.
 
-    Whole pairs are resampled, so what a block did to both sides (a hot machine, a hard prompt)
-    cancels as it did when measured.
+    Whole pairs are resampled, so an effect of a block on both sides (a hot machine, a hard prompt)
+    cancels as it did in the measurement.
 
     Args:
         numerators: one per block, for example plain seconds.
@@ -182,7 +182,7 @@ def bootstrap_ratio(
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Interval of a median between two order statistics, whatever the distribution.
+    """Return an interval of a median between two order statistics, for any distribution.
 
     Fewer than six values cannot reach 95%; the interval is then their whole range.
 
@@ -239,7 +239,7 @@ def _normal_quantile(probability: float) -> float:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics."""
+    """Interpolate linearly between order statistics."""
     place = share * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -249,12 +249,12 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 # Many figures are over the same blocks: their resamples are drawn once.
 @lru_cache(maxsize=4)
 def _resamples(num_blocks: int, seed: int, num_resamples: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of the blocks in every resample."""
+    """Return the indices of the blocks in every resample."""
     return tuple(tuple(_indices(num_blocks, seed, resample)) for resample in range(num_resamples))
 
 
 def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
-    """`num_blocks` indices with replacement. One hash yields two: its 32-bit halves."""
+    """Yield `num_blocks` indices with replacement; each half of a 64-bit hash gives one."""
     key = _mix(_mix(seed & MASK) ^ resample)
     for draw in range(num_blocks // 2):
         bits = _mix(key + draw)
@@ -265,5 +265,5 @@ def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
 
 
 def _mix(counter: int) -> int:
-    """A 64-bit hash."""
+    """Return a 64-bit hash."""
     return finalise(counter * INCREMENT)

@@ -1,9 +1,9 @@
-"""Discounted posteriors of draft acceptance per position, learnt during decoding.
+"""Discounted posteriors of acceptance per draft position, updated at every step.
 
-A position enters where everything before it was accepted and the plan allowed it. What was not
-allowed is unobserved. Where a stop rule ended a draft, the next position was allowed and not
-passed: so the survival at K is that of drafting under that rule, which is what a decision about K
-under the same rule needs; whether the draft would have been right there is not observed.
+A position is observed where everything before it was accepted and the plan allowed it. A position
+that was not allowed is unobserved. Where a stop rule ended a draft, the next position was allowed
+and not passed. So the survival at K is that of drafting under that rule, as a decision about K
+under the same rule needs it; whether the draft would have been right there is not observed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Passing", "Prospects"]
 
 
 class Passing:
-    """Estimates of P(position i passed | i - 1 passed and i allowed), for every i.
+    """Estimates P(position i passed | i - 1 passed and i allowed), for every i.
 
     Args:
         memory: of each position.
-        strength: trials that what is believed before any observation is worth.
+        strength: number of trials that the prior is worth.
     """
 
     __slots__ = ("_means", "memory", "rates", "strength")
@@ -32,7 +32,7 @@ class Passing:
         self._means: dict[tuple[float, int], list[float]] = {}
 
     def observe(self, num_allowed: int, num_passed: int) -> None:
-        """Count one step; a change at a position lowers the weight of the positions behind it.
+        """Count one step; a change at one position shortens the memory of the positions behind it.
 
         Args:
             num_allowed: positions the plan allowed.
@@ -48,28 +48,22 @@ class Passing:
                     behind.shorten()
         self._means.clear()
 
-    def fade(self, share: float) -> None:
-        """Multiply the weight of all observations by a share, at every position."""
-        for rate in self.rates:
-            rate.fade(share)
-        self._means.clear()
-
     def means(self, prior: float, num_positions: int) -> list[float]:
-        """Posterior means; a position without observations takes the mean of the one before it."""
-        asked = (prior, num_positions)
-        if asked in self._means:
-            return self._means[asked]
+        """Return posterior means; an unobserved position takes the mean of the one before it."""
+        key = (prior, num_positions)
+        if key in self._means:
+            return self._means[key]
         found: list[float] = []
         mean, strength, rates = prior, self.strength, self.rates
         for index in range(num_positions):
             if index < len(rates):
                 mean = rates[index].mean(mean, strength)
             found.append(mean)
-        self._means[asked] = found
+        self._means[key] = found
         return found
 
     def means_given(self, priors: Sequence[float]) -> list[float]:
-        """Return posterior means with a prior mean given for every position."""
+        """Return posterior means with a prior of its own for every position."""
         strength = self.strength
         seen = zip(self.rates, priors, strict=False)
         found = [(rate.wins + prior * strength) / (rate.trials + strength) for rate, prior in seen]
@@ -77,7 +71,7 @@ class Passing:
 
 
 class Prospects:
-    """Acceptance and depth of drafts under one method and stop rule.
+    """Estimates how deep drafts go under one method and stop rule, and how deep they are accepted.
 
     Args:
         memory: of every rate.
@@ -95,8 +89,3 @@ class Prospects:
         self.accepted.observe(k_budget, num_accepted)
         if depth_drafted < k_budget or self.drafted.rates:  # else all that is allowed is drafted
             self.drafted.observe(k_budget, depth_drafted)
-
-    def fade(self, share: float) -> None:
-        """Multiply the weight of all observations by a share."""
-        self.accepted.fade(share)
-        self.drafted.fade(share)

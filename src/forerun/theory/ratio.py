@@ -8,7 +8,7 @@ __all__ = ["DiscountedRatio"]
 
 
 class DiscountedRatio:
-    """sum(y) / sum(x) under exponential weights.
+    """Estimates sum(y) / sum(x) under exponential weights.
 
     The error is that of the ratio estimator: the residuals y - ratio x, whose weighted squares are
     kept as moments (Cochran 1977, section 6.4).
@@ -26,7 +26,7 @@ class DiscountedRatio:
         self.x = self.y = self.xx = self.xy = self.yy = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        """Add one pair."""
+        """Count one pair."""
         memory = self.memory
         self.num_pairs += 1
         self.weight = self.weight * memory + 1.0
@@ -39,12 +39,12 @@ class DiscountedRatio:
 
     @property
     def ratio(self) -> float:
-        """Return sum(y) / sum(x); at least one pair must have been added."""
+        """Return sum(y) / sum(x), which needs at least one pair."""
         return self.y / self.x
 
     @property
     def relative_error(self) -> float:
-        """Return the standard error over the ratio; infinite below two pairs."""
+        """Return the standard error over the ratio; it is infinite below two pairs."""
         if self.num_pairs < 2 or self.y == 0.0:
             return math.inf
         ratio = self.ratio

@@ -14,7 +14,7 @@ __all__ = ["ReadingCost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingCost:
-    """Seconds of passes that read the prompt of one sequence, for target and draft.
+    """Holds seconds of a pass that reads a number of tokens of one sequence, for both models.
 
     A verify pass of as many rows takes longer, for it yields logits at every row. Between
     measurements everything is linear; beyond the most tokens the last slope goes on.
@@ -22,7 +22,7 @@ class ReadingCost:
     Attributes:
         tokens: measured numbers of tokens, ascending from 1.
         target_s: a pass of the target, per number.
-        draft_s: the same of the draft.
+        draft_s: a pass of the draft, per number.
 
     Raises:
         ValueError: lengths disagree, an order is broken, or a time is no time.
@@ -35,7 +35,7 @@ class ReadingCost:
     _draft: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be read."""
+        """Refuse unequal lengths, unordered numbers and impossible times."""
         if not self.tokens or self.tokens[0] != 1 or any(b <= a for a, b in pairwise(self.tokens)):
             raise ValueError(f"tokens is {list(self.tokens)}; it must ascend from 1")
         for name in ("target_s", "draft_s"):
@@ -48,25 +48,25 @@ class ReadingCost:
         object.__setattr__(self, "_draft", tuple(map(CostReading, self.draft_s)))
 
     def target_pass_s(self, num_tokens: int) -> float:
-        """Return the seconds of a target pass that does nothing but read."""
+        """Return the seconds of a pass of the target that only reads."""
         return interpolate(self.tokens, self._target, num_tokens).s
 
     def target_more_s(self, num_tokens: int) -> float:
-        """Return the seconds that reading adds to a target pass that would be made anyway."""
+        """Return the seconds that reading adds to a pass of the target that happens anyway."""
         return max(0.0, self.target_pass_s(num_tokens) - self.target_s[0])
 
     def draft_more_s(self, num_tokens: int) -> float:
-        """Return the seconds that reading so many tokens instead of one adds to drafting."""
+        """Return the seconds by which reading these tokens delays the draft."""
         read_s = interpolate(self.tokens, self._draft, num_tokens).s
         return max(0.0, read_s - self.draft_s[0])
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-ready values by name."""
+        """Return the fields by name, ready for JSON."""
         return {"tokens": self.tokens, "target_s": self.target_s, "draft_s": self.draft_s}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> ReadingCost:
-        """Build an object from the values that `to_dict` returned, tuples or lists alike.
+        """Return the object that `to_dict` wrote; sequences may be tuples or lists.
 
         Raises:
             ValueError: a field is missing, unknown or not of numbers, or a value is impossible.

@@ -17,7 +17,7 @@ Json = None | bool | int | float | str | tuple["Json", ...] | list["Json"] | Map
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """What the steps of a trace were run with.
+    """Describes the models and versions that the steps of a trace were run with.
 
     Attributes:
         target: name or path of the target.
@@ -40,13 +40,13 @@ class TraceHeader:
     schema_version: int = SCHEMA_VERSION
 
     def to_dict(self) -> dict[str, Json]:
-        """JSON-ready fields by name."""
+        """Return the fields by name, ready for JSON."""
         return {name: getattr(self, name) for name in HEADER_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One finished request.
+    """Describes one finished request.
 
     Attributes:
         request_id: which request.
@@ -71,13 +71,13 @@ class RequestRecord:
     prompt_token_ids: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """JSON-ready fields by name."""
+        """Return the fields by name, ready for JSON."""
         return {name: getattr(self, name) for name in REQUEST_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one request did in one step.
+    """Describes one request in one step.
 
     Durations, `batch_rows` and `num_prefill_rows` belong to the cycle, which all requests of a
     batch share: records with the same `cycle_id` repeat them, and count each cycle once when
@@ -108,9 +108,8 @@ class StepRecord:
         draft_entropies: nats per drafted position, None unless asked for.
         stop_reason: why drafting ended: "budget" of the plan, "stop_rule", or the drafter's own.
         stop_values: what the plan's stop rule measured before each drafted node; None without one.
-        hindsight: always None now; the field stays so that traces of earlier versions can be read.
-            There it has 1 for each of the last committed tokens that the drafter would have
-            proposed, and 0 for each other.
+        hindsight: for the last committed tokens, 1 where the drafter would have proposed the token
+            and 0 elsewhere; None unless the step was a probe that compared them.
         drafter_hash: content hash of the drafter, None for plain decoding.
         graph_hit: whether the pass replayed a captured graph; None where there are none.
         token_ids: emitted tokens, None unless token tracing is on.
@@ -145,7 +144,7 @@ class StepRecord:
     token_ids: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Json]:
-        """JSON-ready fields by name."""
+        """Return the fields by name, ready for JSON."""
         return {name: getattr(self, name) for name in STEP_FIELDS}
 
 

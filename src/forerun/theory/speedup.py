@@ -30,7 +30,7 @@ BISECTIONS = 60  # halves [0, 1] to below the resolution of a double
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestK:
-    """The K of highest speedup and what it rests on.
+    """The K of highest speedup, with the figures behind it.
 
     Attributes:
         num_speculative_tokens: K; 0 says that speculation never pays.
@@ -46,7 +46,7 @@ class BestK:
 
 
 def survival(conditional: Sequence[float]) -> tuple[float, ...]:
-    """P(accepted through i) from the conditional acceptance of each position.
+    """Return P(accepted through i) from the conditional acceptance of each position.
 
     Args:
         conditional: P(position i accepted | all before it accepted), for i = 1..K.
@@ -57,7 +57,7 @@ def survival(conditional: Sequence[float]) -> tuple[float, ...]:
 
 
 def conditional_acceptance(survival: Sequence[float]) -> tuple[float, ...]:
-    """P(position i accepted | all before it accepted), 0 where that never happens.
+    """Return P(position i accepted | all before it accepted), or 0 where that never happens.
 
     Args:
         survival: P(accepted through i) for i = 1..K.
@@ -67,12 +67,12 @@ def conditional_acceptance(survival: Sequence[float]) -> tuple[float, ...]:
 
 
 def constant_survival(alpha: float, num_speculative_tokens: int) -> tuple[float, ...]:
-    """alpha, alpha^2, ..., alpha^K."""
+    """Return alpha, alpha^2, ..., alpha^K."""
     return survival([alpha] * num_speculative_tokens)
 
 
 def acceptance_length(survival: Sequence[float]) -> float:
-    """tau = 1 + sum of P(accepted through i): tokens emitted per step, for any profile.
+    """Return tau = 1 + sum of P(accepted through i), the tokens emitted per step.
 
     Args:
         survival: P(accepted through i) for i = 1..K, non-increasing.
@@ -93,7 +93,7 @@ def acceptance_length(survival: Sequence[float]) -> float:
 
 
 def constant_acceptance_length(alpha: float, num_speculative_tokens: int) -> float:
-    """tau = (1 - alpha^(K+1)) / (1 - alpha), and K + 1 in the limit alpha = 1.
+    """Return tau = (1 - alpha^(K+1)) / (1 - alpha), or K + 1 in the limit alpha = 1.
 
     Summed term by term, which loses no digits near alpha = 1.
 
@@ -109,7 +109,7 @@ def constant_acceptance_length(alpha: float, num_speculative_tokens: int) -> flo
 def cycle_cost(
     num_speculative_tokens: int, *, draft_cost: float, verify_cost: float, overhead: float = 0.0
 ) -> float:
-    """kappa = K c + v(K + 1) + o.
+    """Return kappa = K c + v(K + 1) + o.
 
     Args:
         num_speculative_tokens: K.
@@ -132,7 +132,7 @@ def cycle_cost(
 
 
 def speedup(acceptance_length: float, cycle_cost: float) -> float:
-    """tau / kappa: plain step time per emitted token over speculative time per emitted token.
+    """Return tau / kappa: plain over speculative time per emitted token.
 
     With v = 1 and o = 0 this is theorem 3.8 of Leviathan et al. 2023 (2211.17192).
     """
@@ -142,7 +142,7 @@ def speedup(acceptance_length: float, cycle_cost: float) -> float:
 def break_even_rate(
     num_speculative_tokens: int, *, draft_cost: float, verify_cost: float, overhead: float = 0.0
 ) -> float:
-    """r* = c + (v(K + 1) + o - 1) / K: the accepted / drafted at which speculation costs nothing.
+    """Return r* = c + (v(K + 1) + o - 1) / K, the accepted / drafted of the break-even point.
 
     Exact for every acceptance profile, since tau = 1 + r K. Above 1 no draft can pay at this K;
     negative if the cycle is cheaper than a plain step.
@@ -158,7 +158,7 @@ def break_even_rate(
 
 
 def break_even_alpha(num_speculative_tokens: int, cycle_cost: float) -> float | None:
-    """Return the constant acceptance probability at which tau equals kappa; None if 1 is too low.
+    """Return the constant alpha at which tau equals kappa, or None if even 1 is too little.
 
     Raises:
         ValueError: K is below 1.
@@ -177,7 +177,7 @@ def break_even_alpha(num_speculative_tokens: int, cycle_cost: float) -> float | 
 
 
 def best_k(survival: Sequence[float], cycle_cost_of: Callable[[int], float]) -> BestK:
-    """Return the K in 0..len(survival) of highest speedup; the smallest of equals.
+    """Return the K in 0..len(survival) of highest speedup, the smallest among equals.
 
     K = 0 is plain decoding, of tau 1 and kappa 1 by definition, so the result is never less
     than 1 and K = 0 says that no draft length pays.

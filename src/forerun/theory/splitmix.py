@@ -1,4 +1,4 @@
-"""SplitMix64, a hash from 64 bits to 64 bits that all counter-based random numbers here use.
+"""SplitMix64, the 64-bit mixing function behind every counter-based number of this package.
 
 Source: Steele, Lea and Flood 2014.
 """
@@ -15,7 +15,7 @@ SHIFTS = (30, 27, 31)
 
 
 def finalise(bits: int) -> int:
-    """Two rounds of xor-shift and multiply, one more xor-shift; only the low 64 bits count."""
+    """Apply two rounds of xor-shift and multiplication and a last xor-shift to the low 64 bits."""
     bits &= MASK
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits = ((bits ^ bits >> shift) * factor) & MASK
@@ -23,5 +23,5 @@ def finalise(bits: int) -> int:
 
 
 def share_of(bits: int) -> float:
-    """Convert 64 bits to a number in [0, 1)."""
+    """Return a number in [0, 1) from 64 bits."""
     return bits / 2.0**64

@@ -16,7 +16,7 @@ Measure = Literal["entropy", "top_probability"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """Stops a draft where the distribution of the next node is too uncertain.
+    """Ends a draft where the draft model is too uncertain of the next node.
 
     Attributes:
         measure: "entropy" in nats, or "top_probability", of the distribution the node would be
@@ -32,13 +32,13 @@ class StopRule:
     threshold: float
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that mean nothing."""
+        """Refuse thresholds outside the range of the measure."""
         most = 1.0 if self.measure == "top_probability" else float("inf")
         if not 0.0 <= self.threshold <= most:
             raise ValueError(f"a threshold on {self.measure} of {self.threshold}; at most {most}")
 
     def stops(self, value: float) -> bool:
-        """Whether a node of this entropy or top probability is left undrafted; never at NaN."""
+        """Return whether a node of this entropy or top probability is not drafted; never at NaN."""
         if self.measure == "entropy":
             return value > self.threshold
         return value < self.threshold

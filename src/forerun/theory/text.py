@@ -1,4 +1,4 @@
-"""Measures of repetition in a text; repetitive text is drafted unusually well."""
+"""Measures of repetition; greedy text of a small model loops, which flatters every drafter."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["distinct_ngram_share", "first_repeat", "ngrams"]
 
 
 def ngrams(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Return all runs of `size` neighbouring tokens, in order; none for a shorter text."""
+    """Return every run of `size` neighbouring tokens in order, none of a shorter text."""
     return (tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
 
 
 def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
-    """Distinct n-grams over all n-grams: 1 for text that never repeats, near 0 for a loop.
+    """Return distinct n-grams over all n-grams: 1 for text without repetition, near 0 for a loop.
 
     Args:
         token_ids: tokens of one completion.
@@ -27,7 +27,7 @@ def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
 
 
 def first_repeat(token_ids: Sequence[int], size: int = 32) -> int:
-    """Return the start of the first n-gram that occurred before; the text's length where none does.
+    """Return where the first n-gram starts that occurred before, or the length if none repeats.
 
     The second occurrence may overlap the first, as it does in a short loop.
     """

@@ -10,7 +10,7 @@ __all__ = ["NO_TREE", "TokenTree"]
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """The shape of one proposal; tokens live elsewhere.
+    """The shape of one proposal, without its tokens.
 
     Nodes are numbered in topological order, siblings in the order they were drawn. Node -1 is the
     last committed token: everything hangs off it, but it is no node itself.
@@ -29,7 +29,7 @@ class TokenTree:
     _children: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Validate, and derive once what every step asks for."""
+        """Validate the parents, and derive the depths and children once."""
         depths: list[int] = []
         children: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
         for node, parent in enumerate(self.parents):
@@ -45,7 +45,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, num_nodes: int) -> TokenTree:
-        """The tree with one path of `num_nodes` nodes; the same object every time.
+        """Return the tree with one path of `num_nodes` nodes, the same object every time.
 
         Raises:
             ValueError: `num_nodes` is negative.
@@ -54,16 +54,16 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no node has a sibling. True of the empty tree."""
+        """Return whether no node has a sibling, which holds for the empty tree."""
         # Only if all other nodes are its ancestors can the last node be that deep.
         return not self.depths or self.depths[-1] == len(self.depths)
 
     def children(self, node: int) -> tuple[int, ...]:
-        """Children of `node` in draw order; of the last committed token for -1."""
+        """Return the children of `node` in draw order; -1 is the last committed token."""
         return self._children[node + 1]
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root down to `node`, itself included; empty for -1."""
+        """Return the nodes from the root down to `node`, itself included; none for -1."""
         upwards = []
         while node >= 0:
             upwards.append(node)
@@ -71,14 +71,14 @@ class TokenTree:
         return tuple(reversed(upwards))
 
     def ancestor_mask(self) -> tuple[tuple[bool, ...], ...]:
-        """Square mask: row i is true at i and at its ancestors."""
+        """Return the square mask whose row i is true at i and at its ancestors."""
         return _ancestor_mask(self.parents)
 
 
 NO_TREE = TokenTree(())
-"""What a plain step proposes."""
+"""The proposal of a plain step."""
 
-# Chains and recurring templates come back every step: what is derived from them is kept.
+# The same chains and templates recur in every step, so what is derived from them is cached.
 
 
 @lru_cache(maxsize=1024)

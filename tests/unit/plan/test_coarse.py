@@ -77,5 +77,5 @@ def test_steps_of_a_request_have_the_mean_of_a_renewal_process():
 def test_what_learns_is_refused():
     with pytest.raises(InvalidRequest, match="no steps that goodput could learn from"):
         ControllerComparison(WORK, COSTS, seed=1, coarse=True).check(["plain", "goodput"])
-    with pytest.raises(InvalidRequest, match="knows no overlap"):
+    with pytest.raises(InvalidRequest, match="does not support overlap"):
         ControllerComparison(WORK, COSTS, seed=1, coarse=True, overlap="pearl").check(["plain"])

@@ -1,10 +1,10 @@
-"""Coarse simulation for millions of requests: only arrivals and ends are computed, not steps.
+"""Coarse simulation of up to millions of requests by arrivals and ends instead of steps.
 
 Between two such events the batch is the same, so every cycle takes the same time and every request
 advances by one step per cycle. How many steps a request needs is drawn at once, from the mean and
-variance of a renewal process whose renewals are steps. What is lost against the fine mode: prompts
-are read in one go as a request joins, all others waiting; contexts are means over a request's
-life; nothing that decides step by step can be simulated, so K is fixed.
+variance of a renewal process whose renewals are steps. The fine mode is more exact in three ways:
+here prompts are read in one go as a request joins, while all others wait; contexts are means over a
+request's life; and controllers that decide at every step cannot be simulated, so K is fixed.
 
 Source: the number of renewals until a level, and the overshoot (Feller 1971, volume 2, chapter XI).
 """
@@ -33,11 +33,11 @@ def simulate_coarsely(
     """Serve the requests of a workload at fixed K, event by event.
 
     Args:
-        workload: what is simulated.
+        workload: the workload to simulate.
         traffic: its requests.
-        times: what cycles take, at the workload's temperature.
+        times: times of cycles, at the workload's temperature.
         num_speculative_tokens: K.
-        name: of the controller, for the result.
+        name: name of the controller, for the result.
     """
     tally = SimulationTally(num_phases=len(workload.phases))
     steps = num_steps_of(traffic, num_speculative_tokens)
@@ -46,7 +46,7 @@ def simulate_coarsely(
 
 
 class Flow:
-    """The running batch of a coarse simulation, and the simulated time.
+    """Holds the batch and advances it from event to event.
 
     Args:
         workload: what is simulated.
@@ -103,7 +103,7 @@ class Flow:
         self.tally.num_decoding = round(self.num_decoding)
 
     def advance(self, until_s: float, cycle_s: float) -> None:
-        """Advance the simulated time, with the same requests running."""
+        """Advance the time, with the same requests running."""
         if self.ends:
             passed = (until_s - self.now_s) / cycle_s
             self.num_steps += passed
@@ -112,7 +112,7 @@ class Flow:
         self.now_s = until_s
 
     def join(self, index: int, num_steps: float) -> None:
-        """Let a request read its prompt, while the others wait, and start to decode."""
+        """Let a request read its prompt and begin, while the others wait."""
         num_running, num_prompt = len(self.ends), self.traffic.num_prompt[index]
         num_output = self.traffic.num_output[index]
         times = self.place(max(1, num_running))
@@ -139,7 +139,7 @@ class Flow:
         return read_s + (reading.draft_more_s(num_prompt) if self.k else 0.0)
 
     def finish(self) -> None:
-        """End the running request that has the fewest steps left."""
+        """End the request that has its last token first."""
         _, index, first_s, num_steps = heappop(self.ends)
         num_prompt, num_output = self.traffic.num_prompt[index], self.traffic.num_output[index]
         self.num_tokens -= num_prompt + num_output // 2
@@ -155,11 +155,11 @@ class Flow:
         tally.accepted[phase] += max(0, num_output - 1 - round(num_steps))
 
     def place(self, num_running: int) -> CycleTimes:
-        """Return the cycle times for the current batch."""
+        """Return the times of the present batch."""
         return self.times.at(num_running, self.num_tokens)
 
     def cycle_s(self) -> float:
-        """Return the seconds of one cycle of the running requests."""
+        """Return the seconds of a cycle of the running requests."""
         num_running = len(self.ends)
         if not num_running:
             return 0.0
@@ -171,7 +171,7 @@ class Flow:
 
 
 def num_steps_of(traffic: Traffic, num_speculative_tokens: int) -> NDFloats:
-    """Decode steps of every request, drawn from the normal limit of a renewal process.
+    """Draw the decode steps of every request from the normal limit of a renewal process.
 
     A step renews after X tokens: P(X > i) is survival through i. L tokens take
     (L + (E[X^2] / E[X] - 1) / 2) / E[X] steps, the second term for the last step's overshoot, with

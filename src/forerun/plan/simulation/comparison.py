@@ -20,12 +20,12 @@ __all__ = ["ControllerComparison"]
 
 
 class ControllerComparison:
-    """Runs of several controllers on one workload; each run is made once and kept.
+    """Runs one workload, drawn once, under several controllers, each of them once.
 
     Args:
-        workload: what is simulated.
-        costs: what cycles take; also what controllers are told.
-        seed: of everything random.
+        workload: the workload to simulate.
+        costs: costs of cycles, which the controllers receive, too.
+        seed: seed of everything random.
         overlap: name of the schedule.
         coarse: average steps instead of every step.
     """
@@ -48,10 +48,10 @@ class ControllerComparison:
         self._results: dict[str, Result] = {}
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse controllers that cannot be run, before any is run.
+        """Refuse controllers that cannot be run, before any run begins.
 
         Raises:
-            InvalidRequest: a controller is unknown, or is more than the coarse mode can do.
+            InvalidRequest: a controller is unknown, or the coarse mode does not support it.
         """
         for name in names:
             controller_maker(name, self.costs, self.workload.server.max_k)
@@ -61,10 +61,10 @@ class ControllerComparison:
                     "fixed:K, or leave --coarse out"
                 )
         if self.coarse and self.overlap != "none":
-            raise InvalidRequest("the coarse mode knows no overlap; leave --coarse out")
+            raise InvalidRequest("the coarse mode does not support overlap; leave --coarse out")
 
     def run(self, name: str) -> Result:
-        """Simulate one controller on the workload."""
+        """Return the result of one controller."""
         name = "plain" if name == "fixed:0" else name
         found = self._results.get(name)
         if found is None:
@@ -81,12 +81,12 @@ class ControllerComparison:
         return simulate(self.workload, self.traffic, self.times, make(), name, schedule)
 
     def oracle(self, ks: Iterable[int]) -> Oracle:
-        """Return the best fixed K of every phase, from runs at several fixed K."""
+        """Return the best of several fixed K, phase by phase."""
         return oracle_of({k: self.run(f"fixed:{k}") for k in ks})
 
 
 def fixed_k(name: str) -> int | None:
-    """Return K of a fixed controller, 0 for plain decoding; None for an adaptive controller."""
+    """Return K of a fixed controller, 0 for plain decoding, or None for one that learns."""
     if name == "plain":
         return 0
     base, _, argument = name.partition(":")

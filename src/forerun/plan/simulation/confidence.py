@@ -1,4 +1,4 @@
-"""Confidence of a simulated draft before each draw, and the stop rules that read it."""
+"""Confidence of a simulated draft before each draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a workload: arrivals, lengths and acceptance of requests, and the server."""
+"""Settings of a workload: arrivals, lengths, acceptance by phase, and the server."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAX_TOKENS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Requests with the same lengths and acceptance; the next phase begins at once.
+    """A run of consecutive requests with one kind of acceptance.
 
     Attributes:
-        share: of all requests.
-        acceptance: of those that come in it.
-        name: for people.
+        share: share of all requests.
+        acceptance: acceptance of its requests.
+        name: name for reports.
     """
 
     share: float
@@ -45,7 +45,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedServerConfig:
-    """Limits of the simulated server, named as in the engine's settings.
+    """Settings of the simulated server, with the names and meanings of the engine's settings.
 
     Attributes:
         max_batch: sequences decoded at once.
@@ -64,7 +64,7 @@ class SimulatedServerConfig:
     max_k: int = 8
 
     def __post_init__(self) -> None:
-        """Refuse what cannot serve."""
+        """Refuse values that cannot work together."""
         check_ranges(
             self,
             Range("max_batch", 1, integer=True),
@@ -104,17 +104,17 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Settings of a simulation except the step times and the controller.
+    """Everything that a simulation needs besides the times and the controller.
 
     Attributes:
-        requests: how many.
-        arrivals: when they come.
-        prompt_tokens: how long their prompts are.
-        output_tokens: how long their outputs are.
-        phases: how far drafts are accepted, one stretch of requests after the other.
-        temperature: of all requests; controllers and costs tell greedy from sampled drafts.
-        server: what serves them.
-        slo: their latency limits.
+        requests: number of requests.
+        arrivals: their arrival times.
+        prompt_tokens: lengths of their prompts.
+        output_tokens: lengths of their outputs.
+        phases: acceptance of drafts, for one run of requests after the other.
+        temperature: temperature of all requests; it decides between greedy and sampled drafts.
+        server: settings of the server.
+        slo: latency limits of the requests.
 
     Raises:
         InvalidRequest: a value cannot work, or the workload would not end.
@@ -130,7 +130,7 @@ class Workload:
     slo: Slo = field(default_factory=Slo)
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit together."""
+        """Refuse values that do not fit together."""
         check_ranges(
             self,
             Range("requests", 1, high=MAX_REQUESTS, integer=True),

@@ -1,4 +1,4 @@
-"""Controllers by name, as the engine builds them, and `fixed:K` and `plain`."""
+"""Controllers by name, as the engine builds them, with `fixed:K` and `plain` besides."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from forerun.plan.costs import DraftCosts
 __all__ = ["METHOD", "controller_maker"]
 
 METHOD = "draft_model"
-"""Of the one drafter that is simulated."""
+"""Name of the simulated drafter."""
 
 
 def controller_maker(name: str, costs: DraftCosts, max_k: int) -> Callable[[], Controller]:
-    """Return a function that builds a new controller for each run.
+    """Return a function that builds a controller without estimates, as each run needs one.
 
     Args:
         name: "plain", "fixed:K", or a name of `forerun.control`.
-        costs: what it is told that cycles cost.
+        costs: costs of cycles that it receives.
         max_k: largest K.
 
     Raises:
-        InvalidRequest: there is none of that name, or its K is out of range.
+        InvalidRequest: there is no controller of that name, or its K is out of range.
     """
     base, colon, argument = name.partition(":")
     base, argument = ("fixed", "0") if name == "plain" else (base, argument)

@@ -1,7 +1,7 @@
-"""Correction factors of a profile: recorded over expected times of a served trace.
+"""Corrections of a profile by a trace of real service.
 
-A profile is made of short visits to cells, a server steps for hours beside whatever its machine
-does as well, with texts that are accepted or not: both can differ by more than two K do.
+A profile consists of short measurements, while a server runs for hours beside other work of its
+machine and with real texts. The two can differ by more than two K do.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PLAIN, CYCLE, READING = "plain", "cycle", "reading"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCorrection:
-    """Factors by which the times of a profile are multiplied.
+    """The factors by which times are multiplied.
 
     Attributes:
-        plain: plain steps.
-        cycle: speculative cycles, all parts of them.
-        reading: passes over prompts.
+        plain: factor of plain steps.
+        cycle: factor of speculative cycles and all their parts.
+        reading: factor of passes over prompts.
     """
 
     plain: float = 1.0
@@ -41,15 +41,15 @@ class CostCorrection:
 def correction_of(
     items: Iterable[Item], costs: DraftCosts, temperature: float, where: str
 ) -> CostCorrection:
-    """Recorded time over the profile's, summed over all cycles of a kind.
+    """Return recorded time over the profile's, summed over all cycles of a kind.
 
-    Cycles count that only decode, or only read prompts. What there is no cycle of is taken to be
-    off by as much as all others together.
+    Only cycles that do nothing but decode, or nothing but read prompts, are counted. A kind without
+    a cycle gets the factor of all others together.
 
     Args:
-        items: what reading a trace yields.
-        costs: the profile's.
-        temperature: of them.
+        items: records of the trace.
+        costs: costs of the profile.
+        temperature: temperature at which the costs are read.
         where: name of the trace, for messages.
 
     Raises:
@@ -75,7 +75,7 @@ def correction_of(
 
 
 def cycles(items: Iterable[Item]) -> Mapping[int, list[StepRecord]]:
-    """Group records by the cycle that they share."""
+    """Return records by the cycle they share."""
     found: dict[int, list[StepRecord]] = {}
     for item in items:
         if isinstance(item, StepRecord):
@@ -86,7 +86,7 @@ def cycles(items: Iterable[Item]) -> Mapping[int, list[StepRecord]]:
 def comparison(
     cycle: Sequence[StepRecord], following: Sequence[StepRecord], times: Times
 ) -> tuple[str, float, float] | None:
-    """Return kind, expected and recorded time of a cycle; None where they cannot be compared.
+    """Return the kind of a cycle and its expected and recorded time, or None if not comparable.
 
     A cycle that only decodes lasts until the next one begins, which it does at once where a request
     is in both.
@@ -111,7 +111,7 @@ def comparison(
 
 
 def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
-    """Return the costs multiplied by the correction factors."""
+    """Return the costs multiplied by the correction."""
     reading = costs.reading
     return DraftCosts(
         greedy=scaled_table(costs.greedy, correction),
@@ -121,12 +121,12 @@ def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
 
 
 def scaled_table(table: CostTable, correction: CostCorrection) -> CostTable:
-    """Return a table with corrected plain steps and corrected speculative cycles."""
+    """Return a table whose plain steps and cycles are multiplied by their factors."""
     return CostTable(lines=tuple(scaled_line(line, correction) for line in table.lines))
 
 
 def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
-    """Return one corrected line of a table; relative errors stay the same."""
+    """Return a line with corrected times; errors keep their relative size."""
     plain, cycle = correction.plain, correction.cycle
     return replace(
         line,
@@ -142,7 +142,7 @@ def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
 
 
 def scaled_reading(reading: ReadingCost, factor: float) -> ReadingCost:
-    """Return reading costs with both models multiplied by a factor."""
+    """Return reading costs multiplied by one factor for both models."""
     return replace(
         reading,
         target_s=tuple(factor * seconds for seconds in reading.target_s),

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: each is a function of its key and index alone.
+"""Counter-based random numbers: each is a function of its key and position alone.
 
-So every controller meets the same requests and the same texts, and a difference between two of
-them is theirs.
+So every controller meets the same requests and the same texts, and a difference between two results
+comes from the controllers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NDFloats = NDArray[np.float64]
 
 
 class SimulatedDraw(IntEnum):
-    """Purposes of random numbers, so that different purposes never share one."""
+    """The purpose of a random number; different purposes never share one."""
 
     ARRIVALS = 1
     BURSTS = 2
@@ -32,7 +32,7 @@ class SimulatedDraw(IntEnum):
 
 
 def key_of(*parts: int) -> int:
-    """Hash several integers, in order, to a 64-bit key."""
+    """Return a 64-bit key made of several numbers, in order."""
     key = INCREMENT
     for part in parts:
         key = finalise(key + part * INCREMENT)
@@ -40,7 +40,7 @@ def key_of(*parts: int) -> int:
 
 
 def uniforms(key: int, count: int) -> NDFloats:
-    """Return `count` numbers in [0, 1), 53 bits each."""
+    """Return `count` numbers in [0, 1) with 53 bits each."""
     counters = np.arange(1, count + 1, dtype=np.uint64)
     bits = counters * np.uint64(INCREMENT) + np.uint64(key & MASK)
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):

@@ -1,4 +1,4 @@
-"""Pictures of simulations: latency of every controller, and K over the phases."""
+"""Plots of simulations: latency of every controller, and K over the phases."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def plot(results: Sequence[Result], oracle: Oracle | None, path: Path) -> None:
     """Draw seconds per token by phase beside mean K by phase, a line per controller.
 
     Args:
-        results: of the same workload.
-        oracle: the best fixed K of every phase, where it was looked for.
-        path: its suffix names the format.
+        results: results on the same workload.
+        oracle: the best fixed K of every phase, where it was computed.
+        path: output file; its suffix names the format.
     """
     with picture([path], width=9.6, height=4.0) as figure:
         left, right = figure.subplots(1, 2)
@@ -63,7 +63,7 @@ def line(axes: Axes, values: Sequence[float], index: int, label: str) -> None:
 
 
 def finish(axes: Axes, num_phases: int) -> None:
-    """Set scales, labels and legend."""
+    """Set scales, labels and the legend."""
     axes.set_xticks(range(1, num_phases + 1))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("phase of the workload")

@@ -1,4 +1,4 @@
-"""Workloads from traces: arrivals, lengths and acceptance of the recorded requests."""
+"""A workload from a trace: its arrivals, lengths and acceptance."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["workload_of"]
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """One request of a trace with its steps.
+    """Holds one request of a trace.
 
     Attributes:
-        first_token_s: when the cycle of its first record ended.
-        counts: of its drafts.
-        record: of its end; None where it did not end.
+        first_token_s: end of the cycle of its first record.
+        counts: acceptance counts of its drafts.
+        record: record of its end; None where it did not end.
     """
 
     first_token_s: float
@@ -34,20 +34,20 @@ class Seen:
 def workload_of(
     items: Iterable[Item], where: str, server: SimulatedServerConfig, slo: Slo, temperature: float
 ) -> Workload:
-    """Build a workload from the finished requests of a trace.
+    """Return the requests of a trace that ended as a workload.
 
-    A request came as long before its first token as its time to first token. Acceptance is that of
-    all of them together, by position; requests that differ keep their lengths, not their alphas.
+    A request arrives its time to first token before its first token. Acceptance is that of all
+    requests together, by position: requests keep their own lengths, but not their own alphas.
 
     Args:
-        items: what reading the trace yields.
-        where: its name, for messages.
-        server: what is to serve them.
-        slo: their latency limits.
-        temperature: of the costs.
+        items: records of the trace.
+        where: name of the trace, for messages.
+        server: settings of the server.
+        slo: latency limits of the requests.
+        temperature: temperature at which the costs are read.
 
     Raises:
-        InvalidTrace: no request of it ended with a token, or next to nothing was drafted.
+        InvalidTrace: no request of it ended with a token, or too little was drafted.
         InvalidRequest: the requests do not fit the server.
     """
     seen = read(items)
@@ -69,7 +69,7 @@ def workload_of(
 
 
 def read(items: Iterable[Item]) -> dict[str, Seen]:
-    """Read the requests of a trace, by id, as far as they have records."""
+    """Return the requests that have records, by id."""
     seen: dict[str, Seen] = {}
     for item in items:
         if isinstance(item, StepRecord):
@@ -85,7 +85,7 @@ def read(items: Iterable[Item]) -> dict[str, Seen]:
 
 
 def finished(seen: dict[str, Seen]) -> Iterator[tuple[float, RequestRecord]]:
-    """Return arrival times and records of the finished requests."""
+    """Yield the arrival times of finished requests, and their records."""
     for found in seen.values():
         record = found.record
         if record is not None and record.ttft_s is not None and record.num_output_tokens:
@@ -93,7 +93,7 @@ def finished(seen: dict[str, Seen]) -> Iterator[tuple[float, RequestRecord]]:
 
 
 def acceptance_of(requests: Iterable[Seen]) -> Constant | PerPosition:
-    """Return the acceptance over all drafts; 0 where nothing was drafted."""
+    """Return the acceptance of all drafts together, or 0 where nothing was drafted."""
     pooled = sum((request.counts for request in requests), AcceptanceCounts())
     reached = pooled.reached_per_position
     deepest = next((i for i, n in enumerate(reached) if n < MIN_ALLOWED), len(reached))

@@ -26,11 +26,11 @@ class Oracle:
     decode_s: tuple[float, ...]
 
     def regret(self, result: Result) -> float:
-        """Request-seconds of a controller over the oracle's, less 1; negative if it was better."""
+        """Return the request-seconds over the oracle's, less 1; negative if it was better."""
         return result.decode_s / sum(self.decode_s) - 1.0
 
     def phase_regrets(self, result: Result) -> tuple[float, ...]:
-        """Return the regret by phase."""
+        """Return the same ratio less 1 by phase."""
         return tuple(
             phase.decode_s / best - 1.0 if best else 0.0
             for phase, best in zip(result.phases, self.decode_s, strict=True)
@@ -38,7 +38,7 @@ class Oracle:
 
 
 def oracle_of(fixed: Mapping[int, Result]) -> Oracle:
-    """Build the oracle from runs at fixed K.
+    """Return the oracle over runs at fixed K.
 
     Args:
         fixed: by K, all of the same workload and seed.
@@ -49,7 +49,7 @@ def oracle_of(fixed: Mapping[int, Result]) -> Oracle:
 
 
 def phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
-    """Return the K of least request-seconds in a phase, and these; the smallest K of equals."""
+    """Return the best K and its request-seconds, the smallest K among equals."""
     costs: Sequence[tuple[float, int]] = sorted(
         (result.phases[phase].decode_s, k) for k, result in fixed.items()
     )

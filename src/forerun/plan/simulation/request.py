@@ -1,4 +1,4 @@
-"""Simulated requests, and the states and records that a controller gets of them."""
+"""A simulated request, and the states and records that a controller receives."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class SimulatedRequest:
     """One sequence from arrival to its last token.
 
     Args:
-        traffic: what it is one of.
-        index: which.
+        traffic: the requests of the workload.
+        index: number of this request.
 
     Attributes:
-        index: which request.
-        name: for records.
-        arrival_s: when it came.
+        index: number of the request.
+        name: name for records.
+        arrival_s: time of its arrival.
         num_prompt: prompt tokens.
         num_output: tokens until it ends.
         alphas: P(accepted | all before it accepted) by drafted position.
-        tags: of its kind.
-        temperature: of its parameters.
+        tags: tags of its kind.
+        temperature: temperature of its parameters.
         tpot_target_s: most seconds per token it should take; None: no target.
-        phase: number of the phase it is of.
+        phase: number of its phase.
         text: one number per output token; see `Traffic.text`.
         num_unread: prompt tokens the target has not read.
         num_emitted: output tokens.
@@ -40,12 +40,12 @@ class SimulatedRequest:
         num_ahead: drafted tokens that wait to be verified, where drafting overlaps with verifying.
         num_steps: steps that emitted.
         depth: tokens drafted in the current step.
-        plan: of the current step.
+        plan: plan of the current step.
         num_tested: drafted tokens verified in the current step.
-        num_accepted: of those.
+        num_accepted: how many of those were accepted.
         num_new: tokens emitted in the current step.
-        first_s: when its first token came.
-        finished_s: when its last one came.
+        first_s: time of its first token.
+        finished_s: time of its last token.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class SimulatedRequest:
 
     @property
     def num_committed(self) -> int:
-        """Number of prompt and output tokens."""
+        """Return the number of prompt and output tokens."""
         return self.num_prompt + self.num_emitted
 
     def rest(self) -> None:
@@ -86,7 +86,7 @@ class SimulatedRequest:
         self.depth = self.num_tested = self.num_accepted = self.num_ahead = 0
 
     def accepted_of(self, num_tested: int) -> int:
-        """How many of the next drafted tokens are accepted, up to the first rejection."""
+        """Return how many of the next drafted tokens are accepted before a rejection."""
         text, alphas, start = self.text, self.alphas, self.num_emitted
         accepted = 0
         while accepted < num_tested and text[start + accepted] < alphas[accepted]:
@@ -94,7 +94,7 @@ class SimulatedRequest:
         return accepted
 
     def state(self) -> RequestState:
-        """Return the state that a controller gets before the next step."""
+        """Return the state that a controller receives before the next step."""
         return RequestState(
             request_id=self.name,
             num_committed=self.num_committed,
@@ -128,14 +128,14 @@ class States(Sequence[RequestState]):
 
 
 class SimulatedCycle:
-    """Counts and durations that all requests of a cycle share.
+    """Holds the figures that all requests of a cycle share.
 
     Attributes:
-        number: of the cycle.
+        number: number of the cycle.
         started_s: simulated time at its start.
-        draft_s: drafting.
-        verify_s: the target pass.
-        other_s: everything else.
+        draft_s: seconds of drafting.
+        verify_s: seconds of the target pass.
+        other_s: seconds of everything else.
         num_rows: rows of the pass.
         num_prefill_rows: those of them that fed prompts.
     """
@@ -155,12 +155,12 @@ class SimulatedCycle:
 
     @property
     def num_decode_rows(self) -> int:
-        """Rows of the pass that decode, pending tokens and drafted ones."""
+        """Return the rows of the pass that verify."""
         return self.num_rows - self.num_prefill_rows
 
     @property
     def total_s(self) -> float:
-        """Total time of the cycle in seconds."""
+        """Return the seconds of the cycle."""
         return self.draft_s + self.verify_s + self.other_s
 
 
@@ -188,7 +188,7 @@ class Records(Sequence[StepRecord]):
 
 
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
-    """Return the step record of one request after a cycle."""
+    """Return the record of one request after a cycle."""
     depth, rule = request.num_tested, request.plan.stop
     return StepRecord(
         cycle_id=cycle.number,

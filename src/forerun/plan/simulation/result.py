@@ -1,4 +1,4 @@
-"""Results of a simulated workload: throughput, latency and acceptance."""
+"""Results of a simulated workload."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["PhaseResult", "Quantiles", "Result", "result_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Mean, median and 99th percentile over requests, in seconds.
+    """Mean and quantiles of seconds over requests.
 
     Attributes:
-        mean: of all of them.
-        p50: half of the requests are faster.
-        p99: all but one in a hundred are.
+        mean: mean over all requests.
+        p50: median.
+        p99: 99th percentile.
     """
 
     mean: float
@@ -29,14 +29,14 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
-    """Totals over the decode steps of the requests of one phase.
+    """Counts of the decode steps of one phase.
 
     Attributes:
-        num_steps: steps.
-        num_tokens: emitted by them.
-        decode_s: request-seconds they took: what all requests together waited for their tokens.
-        num_accepted: drafted tokens accepted.
-        depths: steps by tokens drafted.
+        num_steps: number of steps.
+        num_tokens: tokens emitted by them.
+        decode_s: request-seconds of the steps, summed over the requests that waited for them.
+        num_accepted: number of drafted tokens that were accepted.
+        depths: number of steps by tokens drafted.
     """
 
     num_steps: int
@@ -47,32 +47,32 @@ class PhaseResult:
 
     @property
     def acceptance_length(self) -> float:
-        """tau: tokens per decode step."""
+        """Return tau: the tokens per decode step."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
     def mean_k(self) -> float:
-        """Tokens drafted per decode step."""
+        """Return the tokens drafted per decode step."""
         drafted = sum(depth * count for depth, count in self.depths.items())
         return drafted / self.num_steps if self.num_steps else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Result of one controller on one workload.
+    """The result of one controller on one workload.
 
     Attributes:
         controller: its name.
-        num_requests: that finished.
-        num_tokens: they got.
-        total_s: from the first arrival to the last token.
-        busy_s: of it in cycles.
-        num_cycles: cycles.
+        num_requests: number of finished requests.
+        num_tokens: number of tokens they received.
+        total_s: seconds from the first arrival to the last token.
+        busy_s: seconds of that in cycles.
+        num_cycles: number of cycles.
         mean_batch: requests that decode, per cycle.
-        ttft_s: to the first token, waiting included.
-        tpot_s: per token after it, mean of each request.
+        ttft_s: seconds to the first token, waiting included.
+        tpot_s: seconds per token after it, mean of each request.
         num_in_slo: requests within the latency limits.
-        phases: their decode steps.
+        phases: decode steps by phase.
     """
 
     controller: str
@@ -89,26 +89,26 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput in tokens per second, idle time included."""
+        """Return the throughput, idle time included."""
         return self.num_tokens / self.total_s
 
     @property
     def busy_share(self) -> float:
-        """Share of the time in which at least one request was served."""
+        """Return the share of the time in which at least one request was served."""
         return self.busy_s / self.total_s
 
     @property
     def goodput_per_s(self) -> float:
-        """Requests per second that stayed within the latency limits."""
+        """Return the requests per second that stayed within the latency limits."""
         return self.num_in_slo / self.total_s
 
     @property
     def decode_s(self) -> float:
-        """Request-seconds of all decode steps."""
+        """Return the request-seconds of all decode steps."""
         return sum(phase.decode_s for phase in self.phases)
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-ready values by name."""
+        """Return the result as values for JSON."""
         return asdict(self) | {
             "tokens_per_s": self.tokens_per_s,
             "goodput_per_s": self.goodput_per_s,
@@ -117,7 +117,7 @@ class Result:
 
 
 def result_of(controller: str, tally: SimulationTally, slo: Slo) -> Result:
-    """Compute the result of a tally."""
+    """Return the result of a tally."""
     arrival_s, first_s = np.array(tally.arrival_s), np.array(tally.first_s)
     finished_s, num_output = np.array(tally.finished_s), np.array(tally.num_output)
     ttft_s = first_s - arrival_s
@@ -155,6 +155,6 @@ def result_of(controller: str, tally: SimulationTally, slo: Slo) -> Result:
 
 
 def quantiles(values: np.ndarray) -> Quantiles:
-    """Compute mean, median and 99th percentile."""
+    """Return mean, median and 99th percentile."""
     p50, p99 = np.quantile(values, [0.5, 0.99])
     return Quantiles(mean=float(values.mean()), p50=float(p50), p99=float(p99))

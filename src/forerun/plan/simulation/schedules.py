@@ -1,7 +1,7 @@
-"""Schedules of drafting and verifying: one after the other, or overlapped on two devices.
+"""Schedules of drafting and verification: one after the other, or overlapped on two devices.
 
-The overlapped ones are alternatives to the engine's own, which is the first. They take draft and
-target to run side by side without slowing each other, which two devices do and one does not.
+The engine uses the first; the overlapped ones are alternatives. They assume that draft and target
+run at the same time without slowing each other, which takes two devices.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["SCHEDULES", "Early", "Pearl", "Schedule", "Sequential"]
 
 
 class Sequential:
-    """The engine's schedule: draft, then verify."""
+    """Drafts, then verifies, as the engine does."""
 
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Return the rows of the pass: one pending token per request, and the drafted tokens."""
+        """Return the rows of the pass: a pending token per request, and the drafted ones."""
         return len(decoding) + sum([request.depth for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
-        """Verify what a request drafted, and return the number of tokens it gains."""
+        """Verify a draft and return the tokens gained: the accepted ones and one more."""
         request.num_tested = request.depth
         request.num_accepted = request.accepted_of(request.depth)
         return request.num_accepted + 1
@@ -41,7 +41,7 @@ class Sequential:
 
 
 class Early(Sequential):
-    """Verify the first drafted token while the others are drafted; drop them if it is rejected.
+    """Verifies the first drafted token while the others are drafted, and drops them if rejected.
 
     Source: the pre-verification of PEARL (Liu et al. 2024, 2408.11850).
     """
@@ -49,7 +49,7 @@ class Early(Sequential):
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """Set the durations of a cycle whose first verification overlaps with drafting."""
+        """Add the first draft, the longer of its pass and the other drafts, and their pass."""
         first, *others = (times.draft_s[b] for b in levels(requests))
         alive = sum(request.depth > 1 and request.num_accepted > 0 for request in requests)
         num_later = sum(request.depth - 1 for request in requests if request.num_accepted)
@@ -65,7 +65,7 @@ class Early(Sequential):
 
 
 class Pearl(Sequential):
-    """Draft the next tokens while the last ones are verified, and keep them if all are accepted.
+    """Drafts on while the last tokens are verified, and keeps the new ones if all are accepted.
 
     A pass verifies the tokens that wait and the first of the new ones, whose distribution it has
     anyway. After a rejection nothing waits, and the pass verifies the first new token alone.
@@ -76,11 +76,11 @@ class Pearl(Sequential):
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Return the rows of the pass: one pending token per request, and waiting draft tokens."""
+        """Return the rows of the pass: a pending token per request, and the waiting ones."""
         return len(decoding) + sum([request.num_ahead for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
-        """Return the tokens a request gains: up to its first rejection, or all verified ones."""
+        """Return the tokens gained: up to the first rejection, or all that were verified."""
         if not request.depth:
             return 1
         left = request.num_output - request.num_emitted
@@ -95,7 +95,7 @@ class Pearl(Sequential):
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """Set the durations of a cycle: the longer of drafting and verifying."""
+        """Add the longer of drafting and verification."""
         drafting = levels(requests)
         draft_s = cycle.draft_s + sum(times.draft_s[b] for b in drafting)
         cycle.verify_s = times.pass_s(cycle.num_decode_rows)
@@ -108,11 +108,11 @@ Schedule = Sequential | Early | Pearl
 SCHEDULES: Mapping[str, Callable[[], Schedule]] = MappingProxyType(
     {"none": Sequential, "early": Early, "pearl": Pearl}
 )
-"""By the name of what overlaps."""
+"""Schedules by the name of the overlap."""
 
 
 def levels(requests: Sequence[SimulatedRequest]) -> list[int]:
-    """Return how many requests draft at each level."""
+    """Return how many requests draft each level."""
     depths = [request.depth for request in requests]
     if min(depths) == max(depths):
         return [len(depths)] * depths[0]

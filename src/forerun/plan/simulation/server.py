@@ -1,6 +1,6 @@
 """Continuous batching in simulated time: the engine's rules, with times from a cost table.
 
-Cycle by cycle, as the engine steps: who waits joins while there is a place, decoding requests get
+Cycle by cycle, as the engine steps: waiting requests join while there is a place, decoding ones get
 their rows first, prompts share what is left, one pass serves all requests, and the controller
 decides and observes as it does in the engine.
 """
@@ -22,11 +22,11 @@ __all__ = ["Server"]
 
 
 class Server:
-    """A simulated server with one target and its drafter.
+    """Simulates one target with its drafter.
 
     Args:
-        config: how it serves.
-        times: what cycles take.
+        config: settings of the server.
+        times: times of cycles.
         controller: chooses K.
         schedule: how drafting and verifying overlap.
         tally: counts what happens.
@@ -105,13 +105,13 @@ class Server:
         self.num_cycles += 1
 
     def _num_decoding_tokens(self, decoding: Sequence[SimulatedRequest]) -> int:
-        """Committed tokens of those that decode."""
+        """Return the committed tokens of the decoding requests."""
         if len(decoding) == len(self.running):
             return self.num_tokens
         return sum([request.num_committed for request in decoding])
 
     def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
-        """The controller's plans, cut to what may still be emitted and to the largest K."""
+        """Set the controller's plans, cut to the tokens left and to the largest K."""
         max_k = self.config.max_k
         plans = self.controller.decide(States(decoding), self.capacity)
         for request, plan in zip(decoding, plans, strict=True):
@@ -128,7 +128,7 @@ class Server:
     def _read_prompts(
         self, decoding: Sequence[SimulatedRequest], cycle: SimulatedCycle
     ) -> list[SimulatedRequest]:
-        """Feed prompts with the rows that are left; returns those read to their end."""
+        """Feed prompts with the rows that are left; return those read to their end."""
         drafting = [request for request in decoding if request.depth]
         budget = self.config.max_step_rows - self.schedule.num_rows(decoding, drafting)
         if self.config.max_prefill_rows is not None:
@@ -146,7 +146,7 @@ class Server:
         return done
 
     def _catch_up(self, drafting: Sequence[SimulatedRequest], cycle: SimulatedCycle) -> None:
-        """The draft reads what it has not seen: prompts, and what was decoded without it."""
+        """Let the draft read what it has not read: prompts, and tokens decoded without it."""
         for request in drafting:
             num_missed = request.num_committed - request.num_read
             if num_missed > 1:
@@ -160,7 +160,7 @@ class Server:
         emitting: Sequence[SimulatedRequest],
         cycle: SimulatedCycle,
     ) -> None:
-        """Tokens to their requests, at the end of the cycle."""
+        """Give the tokens to their requests at the end of the cycle."""
         seconds = cycle.total_s
         self.now_s = now_s = self.now_s + seconds
         tally = self.tally

@@ -1,4 +1,4 @@
-"""Simulation of a controller on a workload, from the first arrival to the last token."""
+"""Simulation of one controller on a workload, from the first arrival to the last token."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def simulate(
     """Serve the requests of a workload, cycle by cycle.
 
     Args:
-        workload: what is simulated.
+        workload: the workload to simulate.
         traffic: its requests.
-        times: what cycles take, at the workload's temperature.
-        controller: chooses K; it is asked and told as by the engine.
-        name: of the controller, for the result.
-        schedule: how drafting and verifying overlap; None: not at all.
+        times: times of cycles, at the workload's temperature.
+        controller: chooses K, called as by the engine.
+        name: name of the controller, for the result.
+        schedule: overlap of drafting and verification; None: no overlap.
     """
     tally = SimulationTally(num_phases=len(workload.phases))
     server = Server(workload.server, times, controller, schedule or Sequential(), tally)

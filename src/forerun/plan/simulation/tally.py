@@ -1,4 +1,4 @@
-"""Counts and times that a simulation collects."""
+"""Counts made while a simulation runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["SimulationTally"]
 
 @dataclass(slots=True, kw_only=True)
 class SimulationTally:
-    """Counts by phase, and the times of every finished request.
+    """Holds counts by phase, and the times of every request.
 
     Attributes:
-        num_phases: of the workload.
+        num_phases: number of phases of the workload.
         tokens: emitted by decode steps, by phase.
-        decode_s: request-seconds of decode steps, by phase: what all requests together waited.
+        decode_s: request-seconds of decode steps, by phase.
         depths: decode steps by phase and tokens drafted.
         accepted: drafted tokens accepted, by phase.
-        busy_s: cycles.
-        num_cycles: how many.
-        num_decoding: requests in them that decoded.
-        arrival_s: of finished requests, in the order they finished.
-        first_s: of the same requests.
-        finished_s: of the same requests.
-        num_output: of the same requests.
+        busy_s: seconds of cycles.
+        num_cycles: number of cycles.
+        num_decoding: requests that decoded, summed over cycles.
+        arrival_s: arrivals of finished requests, in the order they finished.
+        first_s: times of their first tokens.
+        finished_s: times of their last tokens.
+        num_output: their output tokens.
     """
 
     num_phases: int
@@ -44,14 +44,14 @@ class SimulationTally:
     num_output: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """One entry per phase."""
+        """Create one entry per phase."""
         self.tokens = [0] * self.num_phases
         self.decode_s = [0.0] * self.num_phases
         self.depths = [Counter() for _ in range(self.num_phases)]
         self.accepted = [0] * self.num_phases
 
     def steps(self, requests: Sequence[SimulatedRequest], seconds: float) -> None:
-        """Add the decode steps of one cycle."""
+        """Count the decode steps of one cycle."""
         tokens, decode_s, depths, accepted = self.tokens, self.decode_s, self.depths, self.accepted
         for request in requests:
             phase = request.phase
@@ -61,14 +61,14 @@ class SimulationTally:
             accepted[phase] += request.num_accepted
 
     def finish(self, request: SimulatedRequest) -> None:
-        """Add the times of a finished request."""
+        """Count a request that has its last token."""
         self.arrival_s.append(request.arrival_s)
         self.first_s.append(request.first_s)
         self.finished_s.append(request.finished_s)
         self.num_output.append(request.num_output)
 
     def cycle(self, cycle: SimulatedCycle, num_decoding: int) -> None:
-        """Add a finished cycle."""
+        """Count a cycle that has ended."""
         self.busy_s += cycle.total_s
         self.num_cycles += 1
         self.num_decoding += num_decoding

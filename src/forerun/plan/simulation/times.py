@@ -1,4 +1,4 @@
-"""Cycle times from a cost table, read once per batch size and context range."""
+"""Times of cycles, read from a cost table once per batch size and context."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from forerun.theory.reading_cost import ReadingCost
 __all__ = ["CycleTimes", "Times"]
 
 CONTEXT_BUCKET = 64
+"""Tokens of mean context that share one reading of the table."""
 
 
 class CycleTimes:
-    """Cycle times at one batch size and context, from a cost table.
+    """Times of a cost table at one batch size and context, as plain numbers.
 
     Args:
-        table: of drafter and target.
+        table: cost table of drafter and target.
         batch: sequences in the pass.
         context: committed tokens of each.
     """
@@ -33,10 +34,10 @@ class CycleTimes:
         self._overheads_s: dict[int, float] = {}
         self.plain_s = table.plain_step_s(context, batch)
         self.draft_s = [0.0, *(table.draft_token_s(context, b + 1) for b in range(batch))]
-        """One more drafted level, by how many sequences draft it."""
+        """Seconds of one more drafted level, by the number of sequences that draft it."""
 
     def pass_s(self, num_rows: int) -> float:
-        """Return the seconds of a pass over `num_rows` rows in all, interpolated linearly."""
+        """Return the seconds of a target pass, linear between whole rows per sequence."""
         batch, most = self._batch, self._most_rows
         if num_rows <= batch:
             return self._even_s(1)
@@ -47,7 +48,7 @@ class CycleTimes:
         return below + rest / batch * (self._even_s(rows + 1) - below) if rest else below
 
     def overhead_s(self, depth: int) -> float:
-        """Return the seconds beyond drafting and the pass in a cycle that drafts `depth` levels."""
+        """Return the seconds of the rest of a cycle in which `depth` levels are drafted."""
         found = self._overheads_s.get(depth)
         if found is None:
             found = self._table.overhead_s(depth, self._context, self._batch)
@@ -63,11 +64,11 @@ class CycleTimes:
 
 
 class Times:
-    """Cycle times by batch size and context range.
+    """Holds cycle times by batch size and bucket of contexts.
 
     Args:
-        table: of drafter and target.
-        reading: what prompts take; None: made of the table.
+        table: cost table of drafter and target.
+        reading: cost of reading prompts; None: estimated from the table.
     """
 
     def __init__(self, table: CostTable, reading: ReadingCost | None = None) -> None:
@@ -76,7 +77,7 @@ class Times:
         self._found: dict[tuple[int, int], CycleTimes] = {}
 
     def at(self, batch: int, num_tokens: int) -> CycleTimes:
-        """Return the cycle times for a batch of so many tokens in all.
+        """Return the times of cycles at a batch size and context.
 
         Args:
             batch: sequences in it.

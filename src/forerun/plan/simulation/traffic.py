@@ -1,4 +1,4 @@
-"""The requests of a workload, drawn before the simulation starts."""
+"""The requests of a workload, drawn before the simulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Traffic", "traffic_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """All requests as columns, in the order of arrival.
+    """All requests in the order of their arrival, with one entry each.
 
     Attributes:
         arrival_s: seconds from the start.
@@ -103,7 +103,7 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
 
 
 def phase_numbers(phases: Sequence[Phase], count: int) -> list[int]:
-    """Return the number of the phase of every request."""
+    """Return the phase of every request."""
     ends = [round(count * share) for share in accumulate(phase.share for phase in phases)]
     ends[-1] = count
     starts = [0, *ends[:-1]]
@@ -131,12 +131,12 @@ def arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
 
 
 def gaps(key: int, count: int, rate_per_s: float) -> NDFloats:
-    """Return exponentially distributed times between arrivals."""
+    """Return exponential times between arrivals."""
     return -np.log1p(-uniforms(key, count)) / rate_per_s
 
 
 def burst_sizes(key: int, count: int, mean: float) -> list[int]:
-    """Return geometric burst sizes from 1, enough of them for `count` requests."""
+    """Return geometric sizes from 1, enough of them for `count` requests."""
     if mean == 1.0:
         return [1] * count
     numbers = np.log1p(-uniforms(key, count)) / np.log1p(-1.0 / mean)
@@ -146,7 +146,7 @@ def burst_sizes(key: int, count: int, mean: float) -> list[int]:
 
 
 def lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
-    """Return `count` text lengths in tokens."""
+    """Return the length of every text."""
     if isinstance(lengths, Fixed):
         return [lengths.tokens] * count
     if isinstance(lengths, Listed):
@@ -159,7 +159,7 @@ def lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
 
 
 def lognormal(lengths: Lognormal, count: int, key: int) -> list[int]:
-    """Return lognormal lengths, rounded and limited to 1 and the longest."""
+    """Return rounded lengths, at least 1 and at most the longest."""
     found = np.rint(lengths.median * np.exp(lengths.sigma * normals(key, count)))
     return whole(np.clip(found, 1.0, lengths.most))
 
@@ -167,7 +167,7 @@ def lognormal(lengths: Lognormal, count: int, key: int) -> list[int]:
 def alphas_of(
     acceptance: Acceptance, count: int, max_k: int, key: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
-    """Return the acceptance by position, and the tags, of `count` requests."""
+    """Return acceptance by position, and tags, of `count` requests."""
     if isinstance(acceptance, Mixed):
         return mixed(acceptance, count, max_k, key)
     untagged: list[tuple[str, ...]] = [()] * count
@@ -187,7 +187,7 @@ def alphas_of(
 def mixed(
     acceptance: Mixed, count: int, max_k: int, key: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
-    """Assign every request to a part of the mixture, drawn by weight."""
+    """Draw the part of every request by weight, and its acceptance."""
     weights = np.array([part.weight for part in acceptance.parts])
     edges = weights.cumsum() / weights.sum()
     chosen = np.searchsorted(edges, uniforms(key_of(key, SimulatedDraw.KINDS), count), side="right")
@@ -203,18 +203,18 @@ def mixed(
 
 
 def conditional(beta: Sequence[float], max_k: int) -> tuple[float, ...]:
-    """Convert beta to P(accepted | all before it accepted) for `max_k` positions."""
+    """Return P(accepted | all before it accepted) for `max_k` positions."""
     alphas = conditional_acceptance(beta)
     return (*alphas, *[alphas[-1]] * max_k)[:max_k]
 
 
 def floats(values: NDFloats) -> list[float]:
-    """Convert an array to a list of floats."""
+    """Return the values as a list of floats."""
     found: list[float] = values.tolist()
     return found
 
 
 def whole(values: NDFloats) -> list[int]:
-    """Convert an array of whole numbers to a list of ints."""
+    """Return the values, which are whole, as a list of integers."""
     found: list[int] = values.astype(np.int64).tolist()
     return found

@@ -1,4 +1,4 @@
-"""Reads workloads from YAML files; errors name the field that is wrong."""
+"""Reader of workloads in YAML, whose errors name the place of the mistake."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: Mapping[str, Mapping[str, type]] = MappingProxyType(
         },
     }
 )
-"""What can be of several kinds, and the names of the kinds."""
+"""Families of fields that can be of several kinds, and the names of the kinds."""
 OF_KIND = MappingProxyType(
     {
         "arrivals": "arrivals",
@@ -55,13 +55,13 @@ OF_KIND = MappingProxyType(
 PARTS: Mapping[str, type] = MappingProxyType({"server": SimulatedServerConfig, "slo": Slo})
 """Fields that are one kind of object."""
 WITH_TRACE = frozenset({"server", "slo", "temperature"})
-"""What may be said beside a trace."""
+"""Fields that may be given beside a trace."""
 LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.AcceptancePart})
 """Fields that are lists of objects."""
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload; a `trace` in it is replayed, its path relative to the file.
+    """Read a workload; a `trace` in it, relative to the file, is repeated.
 
     Raises:
         InvalidRequest: the file cannot be read, is no YAML, or describes no workload.
@@ -77,10 +77,10 @@ def load_workload(path: Path) -> Workload:
 
 
 def traced(content: Mapping[str, Any], path: Path) -> Workload:
-    """Build the workload of a trace.
+    """Return the workload of a trace.
 
     Raises:
-        InvalidRequest: something is asked for that the trace decides, or is malformed.
+        InvalidRequest: a field is given that the trace decides, or a field is malformed.
         InvalidTrace: the trace cannot be read, or no request of it ended.
     """
     options = {name: value for name, value in content.items() if name != "trace"}
@@ -101,12 +101,12 @@ def traced(content: Mapping[str, Any], path: Path) -> Workload:
 
 
 def workload_from(content: object, where: str) -> Workload:
-    """Build the workload that YAML or JSON describes.
+    """Return the workload that YAML or JSON describes.
 
     One `acceptance` may stand for a single phase.
 
     Raises:
-        InvalidRequest: it describes none; the message says what is wrong where.
+        InvalidRequest: it describes no workload; the message names the mistake and its place.
     """
     values: Mapping[str, Any] = as_mapping(content, where)
     if "acceptance" in values:
@@ -120,7 +120,7 @@ def workload_from(content: object, where: str) -> Workload:
 
 
 def built(cls: type, values: Mapping[str, Any], where: str) -> object:
-    """Build an object of a class from its fields, recursively."""
+    """Build an object of a class from its fields, one level after the other."""
     assert is_dataclass(cls)
     known = {item.name: item for item in fields(cls)}
     for name in values:
@@ -142,7 +142,7 @@ def built(cls: type, values: Mapping[str, Any], where: str) -> object:
 
 
 def value_of(name: str, value: object, where: str) -> object:
-    """Convert the value of a field, building objects where the field has them."""
+    """Return the value of a field, built where it is an object."""
     place = f"{where}, {name}"
     if name in OF_KIND:
         return of_kind(OF_KIND[name], value, place)
@@ -159,7 +159,7 @@ def value_of(name: str, value: object, where: str) -> object:
 
 
 def of_kind(family: str, value: object, where: str) -> object:
-    """Build one of several kinds, by its `kind`; a bare number of tokens is a fixed length."""
+    """Build one of several kinds by its `kind`; a bare number of tokens is a fixed length."""
     if family == "lengths" and isinstance(value, int) and not isinstance(value, bool):
         value = {"kind": "fixed", "tokens": value}
     values = dict(as_mapping(value, where))
@@ -171,7 +171,7 @@ def of_kind(family: str, value: object, where: str) -> object:
 
 
 def as_mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Check that a value is a mapping with names as keys."""
+    """Return a value as a mapping of names, or raise."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InvalidRequest(f"{where} is {value!r}; it must be names and values")
     return value

@@ -1,4 +1,4 @@
-"""Kinds of arrivals, lengths and acceptance that a workload can have."""
+"""Kinds of arrivals, lengths and acceptance of a workload."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Recorded:
     times_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse times that are none, or out of order."""
+        """Refuse times that are negative, not finite or out of order."""
         for number, time_s in enumerate(self.times_s, start=1):
             if not 0.0 <= time_s < math.inf:
                 raise InvalidRequest(f"arrival {number} is at {time_s} s; it must be 0 or later")
@@ -109,12 +109,12 @@ class Fixed:
 
     @property
     def most(self) -> int:
-        """Largest number of tokens."""
+        """Return the largest length."""
         return self.tokens
 
     @property
     def mean(self) -> float:
-        """Mean number of tokens."""
+        """Return the mean length."""
         return self.tokens
 
 
@@ -131,7 +131,7 @@ class Uniform:
 
     @property
     def mean(self) -> float:
-        """Mean number of tokens."""
+        """Return the mean length."""
         return (self.least + self.most) / 2
 
 
@@ -140,7 +140,7 @@ class Lognormal:
     """Lognormal lengths, many short and few long ones, cut at `most`.
 
     Attributes:
-        median: half of the texts are shorter.
+        median: median length.
         sigma: standard deviation of the logarithm.
         most: longest; without it a text might never end.
     """
@@ -150,7 +150,7 @@ class Lognormal:
     most: int
 
     def __post_init__(self) -> None:
-        """Refuse what has no end."""
+        """Refuse values out of range."""
         check_ranges(
             self,
             Range("median", 1),
@@ -160,7 +160,7 @@ class Lognormal:
 
     @property
     def mean(self) -> float:
-        """Mean of the distribution before lengths are cut at `most`."""
+        """Return the mean before the cut, which is an upper bound."""
         return min(self.most, self.median * math.exp(self.sigma**2 / 2))
 
 
@@ -179,12 +179,12 @@ class Listed:
 
     @property
     def most(self) -> int:
-        """Largest number of tokens."""
+        """Return the largest length."""
         return max(self.values)
 
     @property
     def mean(self) -> float:
-        """Mean number of tokens."""
+        """Return the mean length."""
         return sum(self.values) / len(self.values)
 
 
@@ -198,18 +198,18 @@ class Constant:
     alpha: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no probability."""
+        """Refuse values outside [0, 1]."""
         check_ranges(self, Range("alpha", 0, high=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerPosition:
-    """Acceptance by drafted position (beta); the last ratio repeats at deeper positions."""
+    """beta by position, P(accepted through it); its last ratio holds for later positions."""
 
     beta: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what rises or is no probability."""
+        """Refuse values that rise or are outside [0, 1]."""
         if not self.beta:
             raise InvalidRequest("beta is empty; give one figure per drafted position")
         before = 1.0
@@ -253,7 +253,7 @@ class Drifting:
     end: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no probability."""
+        """Refuse values outside [0, 1]."""
         check_ranges(self, Range("start", 0, high=1), Range("end", 0, high=1))
 
 
@@ -262,9 +262,9 @@ class AcceptancePart:
     """One kind of request in a mixture.
 
     Attributes:
-        tag: what a controller sees of the kind.
-        weight: how many there are, relative to the other parts.
-        acceptance: of the kind.
+        tag: tag of the kind, which a controller receives.
+        weight: number of its requests, relative to the other parts.
+        acceptance: acceptance of the kind.
     """
 
     tag: str
@@ -283,7 +283,7 @@ class Mixed:
     parts: tuple[AcceptancePart, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a mixture of nothing."""
+        """Refuse a mixture without parts."""
         if not self.parts:
             raise InvalidRequest("a mixture has no parts")
 
