@@ -31,7 +31,7 @@ STEP_TIME_STRENGTH = 5.0
 LARGEST_LOG_SURPRISE = 0.7
 """Largest natural logarithm of measured over expected time that counts; stalls are cut to it."""
 CONTEXT_BUCKET = 256
-"""Tokens of mean context within which step times are corrected together."""
+"""Tokens of mean context for which step times are read from the profile once."""
 NUM_COLD = 4
 """Plain steps after drafting that find cold caches and are not used to learn plain step times."""
 ASSUMED_ROW = 0.05

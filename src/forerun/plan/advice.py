@@ -36,7 +36,7 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The result of a plan.
+    """The result of a plan: the best options, alternatives and remarks.
 
     Attributes:
         best: the highest throughput within the latency limit.

@@ -108,8 +108,9 @@ class StepRecord:
         draft_entropies: nats per drafted position, None unless asked for.
         stop_reason: why drafting ended: "budget" of the plan, "stop_rule", or the drafter's own.
         stop_values: what the plan's stop rule measured before each drafted node; None without one.
-        hindsight: for the last committed tokens, 1 where the drafter would have proposed the token
-            and 0 elsewhere; None unless the step was a probe that compared them.
+        hindsight: always None now; the field stays so that traces of earlier versions can be read.
+            There it has 1 for each of the last committed tokens that the drafter would have
+            proposed, and 0 for each other.
         drafter_hash: content hash of the drafter, None for plain decoding.
         graph_hit: whether the pass replayed a captured graph; None where there are none.
         token_ids: emitted tokens, None unless token tracing is on.
