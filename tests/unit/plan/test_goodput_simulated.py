@@ -58,18 +58,17 @@ def above_limit(*case: object, figure: str) -> object:
     return pytest.param(*case, marks=defect)
 
 
-WITHOUT_END = "28.6%: probes of a draft that is accepted follow one another without end"
 CASES = [
     above_limit(1, 0.0, 0.0, figure="3.4%"),
-    above_limit(1, 0.35, 1.0, figure="4.0%"),
+    (1, 0.35, 1.0),
     (1, 0.95, 0.0),
     (8, 0.0, 0.0),
-    above_limit(8, 0.8, 1.0, figure=WITHOUT_END),
+    (8, 0.8, 1.0),
 ]
 MORE_CASES = [
-    above_limit(1, 0.75, 0.0, figure="3.1%"),
-    above_limit(8, 0.35, 0.0, figure="3.04%"),
-    above_limit(8, 0.35, 1.0, figure="3.2%"),
+    (1, 0.75, 0.0),
+    (8, 0.35, 0.0),
+    (8, 0.35, 1.0),
 ]
 
 
@@ -87,21 +86,18 @@ def test_goodput_loses_at_most_three_percent_over_six_streams(costs, batch, alph
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("alpha", [above_limit(0.55, figure="4.5%"), 0.65])
+@pytest.mark.parametrize("alpha", [0.55, 0.65])
 def test_goodput_loses_at_most_four_percent_where_drafting_gains_what_it_costs(costs, alpha):
     """With the costs of this pair that is about 0.6: what is best changes with every few tokens."""
     assert regret(workload(alpha, batch=1, requests=14), costs, num_streams=6) <= 0.04
 
 
-@pytest.mark.parametrize(
-    "arrivals", [SATURATED, above_limit(Poisson(rate_per_s=5.0), figure="6.0%")]
-)
+@pytest.mark.parametrize("arrivals", [SATURATED, Poisson(rate_per_s=5.0)])
 def test_auto_loses_at_most_three_percent_with_a_draft_that_does_not_pay(costs, arrivals):
     work = workload(0.35, batch=8, requests=40, arrivals=arrivals)
     assert regret(work, costs, "auto") <= 0.03
 
 
-@pytest.mark.xfail(reason="regret 14.8%, as at acceptance 0.8 above", raises=AssertionError)
 def test_goodput_gives_up_a_draft_that_turns_bad(costs):
     work = workload(0.8, 0.35, batch=8, requests=40)
     assert regret(work, costs) <= 0.03
