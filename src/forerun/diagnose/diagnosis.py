@@ -111,8 +111,11 @@ class Diagnosis:
 def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     """Derive facts, attribute the time, score every cause and predict the gain of remedies.
 
+    Every figure of the result is a fact of the evidence: readers add those that a source states,
+    `derive` and `add_predictions` those that follow.
+
     Args:
-        evidence: of all sources; what follows from it is added to it.
+        evidence: facts of all sources; derived facts are added to it.
         costs: a measured cost table, for predictions at other K.
     """
     derive(evidence)

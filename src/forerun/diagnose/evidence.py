@@ -93,8 +93,9 @@ Points = tuple[tuple[str | float, float, float], ...]
 class Evidence:
     """All facts known about a run, one per name, and how their sources were read.
 
-    What comes first stays: sources are read in the order of trust, and a second value that differs
-    is kept as a disagreement.
+    The first value of a fact stays: sources are read in the order of trust, and a second value that
+    differs is kept as a disagreement. `add` is for facts that a source states, `conclude` for facts
+    that are derived from others; the report prints the `source` of either behind the figure.
 
     Attributes:
         facts: by name.

@@ -1,4 +1,9 @@
-"""Where drafters are found: by name, or by the type of a checkpoint."""
+"""Registry of drafters: builders by name, and loaders by the type of a checkpoint.
+
+A new drafter implements `forerun.drafters.base.Drafter`. An instance can be given to an engine
+directly (`Engine.with_draft`); to be found by name it needs an entry in `DRAFTERS`, and to be found
+by its folder a call of `register_checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ __all__ = [
 ]
 
 CheckpointTest = Callable[[Mapping[str, Any]], bool]
-"""Tells from the contents of a checkpoint's config.json whether a loader can read it."""
+"""Returns whether a loader can read a checkpoint, from the contents of its config.json."""
 CheckpointLoader = Callable[[Path, LanguageModel], Drafter]
 """Loads the drafter in a folder for a loaded target."""
 
@@ -62,6 +67,7 @@ def self_draft(argument: str, target: LanguageModel) -> Drafter:
 DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = MappingProxyType(
     {"suffix": suffix, "self": self_draft}
 )
+"""Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
 
 
 def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:

@@ -39,7 +39,8 @@ class ScheduledSequence:
         num_pending: committed tokens that the target has not seen.
         plan: what the controller decided.
         proposal: what was drafted; None is plain decoding.
-        num_chain: pending tokens fed in this pass; 0 where the pass had no room.
+        num_chain: pending tokens fed in this pass, before the draft nodes (a chain in the sense of
+            `Span`, not of a draft); 0 where the pass had no room.
         verdict: the accepted path and the emitted tokens; None while a prompt is being read.
         logits: of its rows, where log-probabilities or an observer need them.
         num_emitted: tokens of the verdict that were appended; a stop may cut them.

@@ -41,7 +41,7 @@ class Stepper:
     Attributes:
         verify: verifies all emitting sequences of a pass; experiments may replace it.
         feature_layers: layers of the target that the drafter reads.
-        new_clock: makes the clock of a step from the target's device; likewise.
+        new_clock: creates the clock of a step for the target's device; may be replaced as well.
         is_committing: tokens and KV are being changed; an exception then leaves them damaged.
         cycle_id: number of steps taken.
         num_drafted: draft nodes verified in all of them.
@@ -78,6 +78,10 @@ class Stepper:
     def run(self) -> None:
         """Advance every running sequence once.
 
+        The steps are: the controller plans for sequences that may draft, the drafter proposes, the
+        scheduler assigns the rows of the pass, the target runs once, proposals are verified, tokens
+        and KV rows are committed; then drafter, controller and observers receive the outcome.
+
         Raises:
             NumericalError: some logits cannot be used; nothing was committed.
         """
@@ -100,7 +104,7 @@ class Stepper:
         if self.drafter is not None:
             self.controller.observe(records)
         self._count(emitting)
-        self._show(fed, emitting, records)
+        self._notify_observers(fed, emitting, records)
 
     def _decide_plans(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
         """Plan for the sequences that may draft: the prompt is read and the drafter not paused."""
@@ -210,13 +214,13 @@ class Stepper:
             self.num_accepted += entry.verdict.num_accepted
             self.num_emitted += entry.num_emitted
 
-    def _show(
+    def _notify_observers(
         self,
         fed: Seq[ScheduledSequence],
         emitting: Seq[ScheduledSequence],
         records: Seq[StepRecord],
     ) -> None:
-        """Show the step to the observers, the first that was added first."""
+        """Pass the step to the observers, in the order in which they were added."""
         if not self.observers:
             return
         prefilling = [entry for entry in fed if not entry.completes]

@@ -53,14 +53,14 @@ class BenchmarkOutput:
                 return True
         for name, (pattern, factor) in GAUGES.items():
             if (value := matched_number(pattern, line)) is not None:
-                self.tally.say(name, value * factor)
+                self.tally.set_fact(name, value * factor)
                 return True
         if found := POSITION.match(line):
             self._rates[int(found.group(1))] = float(found.group(2)) / 100.0
             return True
         if found := SUMMARY.search(line):
-            self.tally.say("tokens_per_s", float(found.group(1)))
-            self.tally.say("acceptance_length", float(found.group(2)))
+            self.tally.set_fact("tokens_per_s", float(found.group(1)))
+            self.tally.set_fact("acceptance_length", float(found.group(2)))
             return True
         return bool(KNOWN.match(line))
 
@@ -68,4 +68,4 @@ class BenchmarkOutput:
         """Join the positions to one list, where none is missing."""
         if self._rates and sorted(self._rates) == list(range(len(self._rates))):
             rates = [self._rates[index] for index in range(len(self._rates))]
-            self.tally.say("acceptance_rate_per_position", rates)
+            self.tally.set_fact("acceptance_rate_per_position", rates)

@@ -40,7 +40,7 @@ class Documents:
         """Add facts that depend on all documents, such as the meaning of SGLang's accept rate."""
         nodes = num_draft_tokens_of(self._pairs)
         if nodes is not None:
-            self.tally.say("k", nodes - 1)
+            self.tally.set_fact("k", nodes - 1)
 
     def _read_timings(self, entry: Object) -> bool:
         """llama.cpp: `timings` of a response."""
@@ -116,7 +116,7 @@ class Documents:
         self.tally.count("num_drafts", steps)
         self.tally.count("num_drafted", drafted)
         self.tally.count("num_accepted", accepted)
-        self.tally.say("k", number(entry, "num_spec_tokens"))
+        self.tally.set_fact("k", number(entry, "num_spec_tokens"))
         return True
 
     def _read_server_info(self, entry: Object) -> bool:
@@ -126,7 +126,7 @@ class Documents:
             return False
         self.kind = "SGLang server_info"
         if length >= 1.0:
-            self.tally.say("acceptance_length", length)
+            self.tally.set_fact("acceptance_length", length)
         return True
 
 

@@ -83,7 +83,7 @@ class Remarks:
             if pattern.search(line):
                 found = True
                 for fact in facts:
-                    self.tally.say(fact, True)
+                    self.tally.set_fact(fact, True)
         return found
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class TensorRtLlmLog:
         if not GATE.search(line):
             return False
         for name in ("speculation_off", "adaptive_k", "adaptive_stuck", "acceptance_low"):
-            self.tally.say(name, True)
+            self.tally.set_fact(name, True)
         return True
 
     def close(self) -> None:

@@ -62,9 +62,11 @@ class LlamaCppLog:
         """Add what follows from several lines together."""
         if self._eval_ms > 0.0 and self._eval_tokens > 1:
             rate = 1000.0 * self._eval_tokens / self._eval_ms
-            self.tally.say("tokens_per_s", rate)
-            self.tally.say("prefill_share", self._prompt_ms / (self._prompt_ms + self._eval_ms))
-            self.tally.say("batch", 1.0)
+            self.tally.set_fact("tokens_per_s", rate)
+            self.tally.set_fact(
+                "prefill_share", self._prompt_ms / (self._prompt_ms + self._eval_ms)
+            )
+            self.tally.set_fact("batch", 1.0)
         self._close_example()
         if "num_drafted" not in self.tally.counts:
             for name, (drafts, drafted, accepted) in self._statistics.items():
@@ -72,7 +74,7 @@ class LlamaCppLog:
                 self.tally.count("num_drafted", drafted)
                 self.tally.count("num_accepted", accepted)
                 if name.startswith("ngram"):
-                    self.tally.say("method", "ngram")
+                    self.tally.set_fact("method", "ngram")
 
     def _close_example(self) -> None:
         values = self._example
@@ -84,7 +86,7 @@ class LlamaCppLog:
             if drafts > 0.0:
                 self.tally.count("num_drafts", drafts)
         if values.get("draft"):
-            self.tally.say("k", values["draft"])
+            self.tally.set_fact("k", values["draft"])
 
     def _read_acceptance(self, line: str, accepted: float, drafted: float) -> None:
         self.tally.count("num_accepted", accepted)

@@ -176,16 +176,16 @@ def metrics_of(metrics: Metrics) -> Tally:
     for name, fact in GAUGES.items():
         # A gauge of 0 means that nothing ran.
         if (value := positive(totals, name)) is not None:
-            tally.say(fact, value)
+            tally.set_fact(fact, value)
     for fact, (over, under) in RATIOS.items():
         if over in totals and (below := positive(totals, under)) is not None:
-            tally.say(fact, totals[over] / below)
+            tally.set_fact(fact, totals[over] / below)
     for name, places in metrics.positions.items():
         values = [places.get(index, 0.0) for index in range(max(places) + 1)]
         if name in ACCEPTED_PER_POSITION:
             tally.positions(values)
         elif name in DRAFTED_PER_POSITION:
-            tally.say("drafted_per_position", values)
+            tally.set_fact("drafted_per_position", values)
             tally.count("num_drafts", values[0])
     add_sglang(tally, totals)
     add_cycles(tally, totals)
@@ -200,7 +200,7 @@ def add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
         tally.facts["acceptance_length"] = tokens / calls
     nodes = positive(totals, "sglang:spec_num_draft_tokens")
     if nodes and "k" not in tally.facts:
-        tally.say("k", nodes - 1)
+        tally.set_fact("k", nodes - 1)
 
 
 def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:
@@ -209,7 +209,7 @@ def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:
     tokens = positive(totals, "vllm:request_generation_tokens_sum")
     requests = totals.get("vllm:request_decode_time_seconds_count", 0.0)
     if seconds and tokens and tokens > requests:
-        tally.say("tokens_per_s", (tokens - requests) / seconds)
+        tally.set_fact("tokens_per_s", (tokens - requests) / seconds)
     prefill = positive(totals, "vllm:request_prefill_time_seconds_sum")
     if seconds and prefill:
-        tally.say("prefill_share", prefill / (prefill + seconds))
+        tally.set_fact("prefill_share", prefill / (prefill + seconds))

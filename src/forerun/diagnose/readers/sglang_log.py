@@ -48,24 +48,24 @@ class SglangLog:
             self._changes.append((int(found.group(1)), int(found.group(2))))
             return True
         if found := ALGORITHM.search(line):
-            self.tally.say("method", METHODS.get(found.group(1), "other"))
-            self.tally.say("k", matched_number(STEPS, line))
+            self.tally.set_fact("method", METHODS.get(found.group(1), "other"))
+            self.tally.set_fact("k", matched_number(STEPS, line))
             if (nodes := matched_number(DRAFT_TOKENS, line)) and "k" not in self.tally.facts:
-                self.tally.say("k", nodes - 1)
+                self.tally.set_fact("k", nodes - 1)
             return True
         return False
 
     def close(self) -> None:
         """Decide the meaning of the accept rate, and hence K, from all lines."""
         if self._changes:
-            self.tally.say("adaptive_k", True)
+            self.tally.set_fact("adaptive_k", True)
             rising = [after > before for before, after in self._changes]
             turns = sum(one != other for one, other in pairwise(rising))
             if len(self._changes) >= 8 and turns >= len(self._changes) // 2:
-                self.tally.say("adaptive_stuck", True)
+                self.tally.set_fact("adaptive_stuck", True)
         nodes = num_draft_tokens_of(self._pairs)
         if nodes is not None:
-            self.tally.say("k", nodes - 1)
+            self.tally.set_fact("k", nodes - 1)
 
     def _read_decode(self, line: str) -> bool:
         running = matched_number(RUNNING, line)

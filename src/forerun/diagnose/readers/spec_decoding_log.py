@@ -77,8 +77,8 @@ class SpecDecodingLog:
             self._old = tuple(map(float, found.groups()))  # type: ignore[assignment]
             return True
         if found := CONFIGURED.search(line):
-            self.tally.say("method", METHODS.get(found.group(1), "other"))
-            self.tally.say("k", matched_number(NUM_SPEC, line))
+            self.tally.set_fact("method", METHODS.get(found.group(1), "other"))
+            self.tally.set_fact("k", matched_number(NUM_SPEC, line))
             return True
         return False
 
@@ -90,7 +90,7 @@ class SpecDecodingLog:
         k, accepted, drafted, _ = self._old
         for name, value in (("num_accepted", accepted), ("num_drafted", drafted)):
             self.tally.count(name, value)
-        self.tally.say("k", k)
+        self.tally.set_fact("k", k)
         if k:
             self.tally.count("num_drafts", drafted / k)
 

@@ -41,7 +41,7 @@ class Tally:
         counts: counters by fact name, added up.
         per_position: accepted per position, added up.
         means: gauges by fact name, averaged.
-        facts: whatever else was said; the first value stays.
+        facts: other values by fact name; the first value stays.
         notes: how lines were used, for the report.
     """
 
@@ -59,7 +59,7 @@ class Tally:
         """Add one more value of a gauge."""
         self.means.setdefault(name, Mean()).add(value, weight)
 
-    def say(self, name: str, value: object) -> None:
+    def set_fact(self, name: str, value: object) -> None:
         """Set a fact; the first value stays."""
         self.facts.setdefault(name, value)
 
@@ -79,7 +79,7 @@ class Tally:
             own.total += mean.total
             own.weight += mean.weight
         for name, fact in other.facts.items():
-            self.say(name, fact)
+            self.set_fact(name, fact)
         self.positions(other.per_position)
 
     @property

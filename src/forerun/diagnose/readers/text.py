@@ -132,7 +132,7 @@ def as_document(data: bytes, name: str) -> Evidence | None:
     if not documents.read(document):
         evidence.readings[0].num_unknown = 1
         return evidence
-    conclude(evidence, documents, name)
+    add_facts_of(documents, evidence, name)
     return evidence
 
 
@@ -192,7 +192,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
             break
     concluding: tuple[Concluding, ...] = (metrics, documents, *readers)
     for found in concluding:
-        conclude(evidence, found, name)
+        add_facts_of(found, evidence, name)
     engines = {kind.split()[0] for kind in reading.kinds if kind.split()[0] in ENGINES}
     if len(engines) > 1:
         reading.notes.append(
@@ -224,7 +224,7 @@ def read_object(line: str, documents: Documents) -> bool:
 Concluding = LineReader | Documents | PrometheusText
 
 
-def conclude(evidence: Evidence, reader: Concluding, name: str) -> None:
+def add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
     """Add the facts that a reader found to the evidence."""
     reader.close()
     if reader.tally.is_empty:
