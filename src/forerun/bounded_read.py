@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
-    """What one source may take; the defaults suit settings, reports and profiles.
+    """Limits on bytes, time and records of one source; the defaults suit settings files.
 
     Attributes:
         max_bytes: of the source, and of what it decompresses to.
@@ -78,7 +78,7 @@ class Deadline:
         self._end_s = time.monotonic() + max_seconds
 
     def remaining_s(self) -> float:
-        """Seconds that are left.
+        """Return the seconds that are left.
 
         Raises:
             UnreadableInput: none are.
@@ -124,7 +124,7 @@ class BoundedFile:
             os.close(self._handle)
 
     def peek(self, size: int) -> bytes:
-        """The next bytes, at most `size`, without consuming them."""
+        """Return the next bytes, at most `size`, without consuming them."""
         while len(self._pending) < size:
             chunk = self._read_chunk(size - len(self._pending))
             if not chunk:
@@ -133,7 +133,7 @@ class BoundedFile:
         return self._pending[:size]
 
     def read(self, size: int = CHUNK_BYTES, /) -> bytes:
-        """Between 1 and `size` bytes; none at the end.
+        """Read between 1 and `size` bytes; none at the end.
 
         Raises:
             UnreadableInput: a limit was reached, or the system cannot read it.
@@ -144,7 +144,7 @@ class BoundedFile:
         return self._read_chunk(size)
 
     def read_all(self) -> bytes:
-        """Everything up to the end.
+        """Read everything up to the end.
 
         Raises:
             UnreadableInput: as for `read`.
@@ -155,7 +155,7 @@ class BoundedFile:
         return b"".join(pieces)
 
     def lines(self) -> Iterator[bytes]:
-        """Lines with their ends; the last one may lack it.
+        """Yield lines with their ends; the last one may lack it.
 
         Raises:
             UnreadableInput: as for `read`, or a line or the number of lines is over its limit.

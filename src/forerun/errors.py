@@ -59,7 +59,7 @@ class InvalidRequest(ForerunError, ValueError):
 
 
 class UnreadableInput(ForerunError, ValueError):
-    """A file, standard input or an HTTP body cannot be read within the limits of its reader."""
+    """A file, standard input or an HTTP body cannot be read, or exceeds a limit."""
 
 
 class InvalidModel(ForerunError):
@@ -95,7 +95,7 @@ class NotEnoughMemory(ForerunError):
 
 
 class QueueFull(ForerunError):
-    """As many requests wait as may; nothing was queued."""
+    """The queue of waiting requests is full; nothing was queued."""
 
 
 class EngineBusy(ForerunError):

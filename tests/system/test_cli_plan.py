@@ -171,7 +171,7 @@ def test_a_profiled_pair_on_another_machine(profile, capsys):
         (("--profile", "PROFILE", "--profile", "PROFILE"), "a second profile with draft draft"),
         (
             ("--profile", "PROFILE", "--draft", "draft", "--draft", "suffix", "--acceptance", ".5"),
-            "could be of draft, suffix; say DRAFT=.5",
+            "could be of draft, suffix; give DRAFT=.5",
         ),
         (("--profile", "PROFILE", "--acceptance", ".8", "--slo-tpot", ".0001"), "cannot be kept"),
         (("--profile", "PROFILE", "--acceptance", ".8", "--draft-params", "1"), "name one"),

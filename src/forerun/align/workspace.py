@@ -93,15 +93,15 @@ class Workspace:
 
     @property
     def report(self) -> Path:
-        """The report."""
+        """Path of the report."""
         return self.root / "report.json"
 
     def picture(self, name: str) -> Path:
-        """A picture of the report."""
+        """Return the path of a picture of the report."""
         return self.root / f"{name}.svg"
 
     def snapshot(self, step: int) -> Path:
-        """The draft after so many optimiser steps."""
+        """Return the path of the draft after so many optimiser steps."""
         return self.root / "snapshots" / str(step)
 
 

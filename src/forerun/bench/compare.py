@@ -196,7 +196,7 @@ MIN_TOKENS = 16
 
 
 def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> Iterator[Prompt]:
-    """Shorten prompts' `max_tokens` so that plain decoding repeats no 32-gram.
+    """Yield prompts whose `max_tokens` ends before plain decoding repeats a 32-gram.
 
     Lazy: a batch is decoded when its first prompt is asked for.
 

@@ -62,7 +62,7 @@ def parse_arm(text: str) -> DraftArms:
         ks = ()
     if not draft or not ks or ks[0] < 1:
         raise InvalidRequest(
-            f"arm {text!r} is not [NAME=]DRAFT@K[,K...]; say for example zoo:code-2m@2,4"
+            f"arm {text!r} is not [NAME=]DRAFT@K[,K...]; an example is zoo:code-2m@2,4"
         )
     return DraftArms(name=name or PurePath(draft.removeprefix(PREFIX)).name, draft=draft, ks=ks)
 

@@ -186,7 +186,7 @@ def columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
 
 
 def drafting_only(counts: AcceptanceCounts) -> AcceptanceCounts:
-    """Return the counts of steps that could draft: not the one that ends the prefill, nor the last.
+    """Return the counts of the steps that drafted, without plain steps.
 
     Figures of other engines count the same steps.
     """

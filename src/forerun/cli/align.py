@@ -139,7 +139,7 @@ class AlignOptions:
 
 
 def run(options: AlignOptions) -> int:
-    """Align, show and write; returns the exit code.
+    """Run the alignment in all processes; returns the exit code.
 
     Raises:
         InvalidRequest: a package that alignment needs is not installed.
@@ -156,7 +156,7 @@ def run(options: AlignOptions) -> int:
 
 
 def aligned(options: AlignOptions) -> int:
-    """Align, show and write; returns the exit code."""
+    """Align, print the report and write it; returns the exit code."""
     config = options.config
     if options.profile is not None and options.no_prediction:
         raise InvalidRequest("--profile is for predictions; leave --no-prediction out")
@@ -184,7 +184,7 @@ def aligned(options: AlignOptions) -> int:
 
 
 def values_of(config: Any, kind: type[Any]) -> dict[str, Any]:
-    """Fields by name, for the flags that extend them."""
+    """Return the fields of a dataclass by name, for the flags that extend them."""
     return {item.name: getattr(config, item.name) for item in fields(kind)}
 
 

@@ -130,7 +130,7 @@ class BenchOptions:
 
 
 def run(options: BenchOptions) -> int:
-    """Compare; results before an interruption or a failure are shown too."""
+    """Run the comparison; results before an interruption or a failure are shown too."""
     config = options.config
     options.check()
     prompts = texts_of(options)
@@ -163,7 +163,7 @@ def run(options: BenchOptions) -> int:
 
 
 def texts_of(options: BenchOptions) -> list[str]:
-    """Prompts of the file, or the shipped ones."""
+    """Read the prompts of the file, or the shipped ones."""
     from forerun.bench.prompts import neighbours_apart, read_prompts
 
     if options.prompts is not None:
@@ -178,7 +178,7 @@ def texts_of(options: BenchOptions) -> list[str]:
 def costs_of(
     options: BenchOptions, comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
-    """Cost tables per draft: from profiles, measured now, or none."""
+    """Return cost tables per draft: from profiles, measured now, or none."""
     if options.no_prediction:
         return {}
     from forerun.cli.pair_costs import measured_costs, read_costs
@@ -191,7 +191,7 @@ def costs_of(
 def begin_trace(
     trace: TraceWriter, options: BenchOptions, comparison: BenchComparison
 ) -> BenchTrace:
-    """Write one header per draft; steps name theirs by its hash."""
+    """Write one trace header per draft; steps refer to theirs by the draft's hash."""
     from forerun.bench.tracing import BenchTrace
     from forerun.provenance import trace_header
 
@@ -236,7 +236,7 @@ LISTS = {
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
-    """Arguments with `--json PATH` of earlier releases as `--out PATH`, `--json -` as `--json`."""
+    """Rewrite flags of earlier releases: `--json PATH` to `--out PATH`, `--json -` to `--json`."""
     found: list[str] = []
     rest = list(arguments)
     while rest:

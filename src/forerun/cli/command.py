@@ -72,7 +72,7 @@ class Command(Generic[OptionsT]):
         return "\n".join([self.description, "", "examples:", *lines])
 
     def parse(self, name: str, arguments: Sequence[str]) -> OptionsT:
-        """Options of a subcommand.
+        """Parse the options of a subcommand.
 
         Raises:
             SystemExit: with 0 after printing help, with 2 after printing what is wrong.
@@ -91,7 +91,7 @@ class Command(Generic[OptionsT]):
         return parsed
 
     def one_value_each(self, arguments: Sequence[str]) -> Iterator[str]:
-        """The arguments with every list as repeated flags of one value."""
+        """Rewrite the arguments so that every list consists of repeated flags of one value."""
         rest = list(arguments)
         while rest:
             word = rest.pop(0)

@@ -89,7 +89,7 @@ class DiagnoseOptions:
             check_writable("--html", self.html)
 
     def given(self) -> dict[str, object]:
-        """Facts given by flags, by name."""
+        """Return the facts given by flags, by name."""
         named = {
             name: getattr(self, name)
             for name in (
@@ -110,7 +110,7 @@ class DiagnoseOptions:
 
 
 def run(options: DiagnoseOptions) -> int:
-    """Read, diagnose, report; the exit code is that of the verdict."""
+    """Read the sources, diagnose and report; the exit code follows from the verdict."""
     options.check()
 
     from forerun.diagnose.diagnosis import diagnose
@@ -129,7 +129,7 @@ def run(options: DiagnoseOptions) -> int:
 
 
 def gathered(options: DiagnoseOptions) -> Evidence:
-    """Evidence from the flags, then from the sources, then from before the problem."""
+    """Collect evidence from the flags, from the sources, and from the run before the problem."""
     from forerun.diagnose.derive.derive import add_changes
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source
@@ -150,7 +150,7 @@ def gathered(options: DiagnoseOptions) -> Evidence:
 
 
 def costs_of(options: DiagnoseOptions) -> CostTable | None:
-    """The cost table of the temperature."""
+    """Return the cost table for the temperature."""
     if options.profile is None:
         return None
     from forerun.probe.profile import load_profile

@@ -25,7 +25,7 @@ class ExactOptions:
 
 
 def run(options: ExactOptions) -> int:
-    """Enumerate; returns 1 if a verifier is not exact or a planted bug is missed, else 0."""
+    """Run the enumeration; returns 1 if a verifier is not exact or a planted bug is missed."""
     if options.distributions < 1:
         raise InvalidRequest(f"--distributions is {options.distributions}; it must be at least 1")
 

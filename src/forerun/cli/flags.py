@@ -67,7 +67,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def shortened(path: Path) -> str:
-    """A path for a message; the middle of a very long one is left out."""
+    """Shorten a very long path for a message by leaving out its middle."""
     text = str(path)
     return text if len(text) <= 200 else f"{text[:100]}…{text[-60:]}"
 
@@ -130,7 +130,7 @@ class SamplingFlags(SamplingParams):
 
     @property
     def params(self) -> SamplingParams:
-        """The parameters these flags ask for."""
+        """Return the sampling parameters of these flags."""
         values = {item.name: getattr(self, item.name) for item in fields(SamplingParams)}
         return SamplingParams(**values)
 
@@ -166,7 +166,7 @@ class ModelFlags(TargetFlags):
 
     @property
     def draft_name(self) -> str | None:
-        """The draft; None for plain decoding."""
+        """Return the draft; None for plain decoding."""
         return self.resolved(self.draft)
 
 
@@ -193,7 +193,7 @@ class PairFlags(TargetFlags):
 
     @property
     def draft_names(self) -> tuple[str, ...]:
-        """The drafts; empty for plain decoding.
+        """Return the drafts; empty for plain decoding.
 
         Raises:
             InvalidRequest: a draft is given twice, "none" is one of several, or the controller does
@@ -259,7 +259,7 @@ class TraceFlags:
 
     @contextmanager
     def opened(self) -> Iterator[TraceWriter | None]:
-        """The trace, open for writing; None without --trace."""
+        """Open the trace for writing; None without --trace."""
         if self.trace is None:
             yield None
             return

@@ -49,7 +49,7 @@ class GenerateOptions:
 
 
 def run(options: GenerateOptions) -> int:
-    """Generate; returns the exit code."""
+    """Generate text for one prompt; returns the exit code."""
     options.check()
     prompt = read_prompt(options.prompt)
 
@@ -96,7 +96,7 @@ def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or standard input for "-".
+    """Return the prompt itself, or standard input for "-".
 
     Raises:
         InvalidRequest: it is not UTF-8.
@@ -110,7 +110,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, system: str | None) -> list[int]:
-    """Ids of the prompt, wrapped in the chat template with --chat."""
+    """Return the ids of the prompt, wrapped in the chat template with --chat."""
     if not chat:
         return tokenizer.encode(prompt)
     messages = [] if system is None else [{"role": "system", "content": system}]

@@ -44,7 +44,7 @@ class InfoOptions:
 
 
 def run(options: InfoOptions) -> int:
-    """Describe; returns 1 if the draft does not fit, else 0."""
+    """Describe the model; returns 1 if the draft does not fit, else 0."""
     from forerun.cli.info_report import compare, print_fit, print_model
     from forerun.models.tokenizers import compare_vocabularies
 
@@ -68,7 +68,7 @@ def run(options: InfoOptions) -> int:
 
 
 def describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tokenizer]:
-    """One model of the pair under these options."""
+    """Describe one model of the pair under these options."""
     from forerun.cli.info_report import describe
 
     config = EngineConfig(
@@ -83,7 +83,7 @@ def describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tok
 def as_json(
     target: ModelDescription, draft: ModelDescription | None, fit: DraftFit | None
 ) -> dict[str, object]:
-    """The target's fields at the top level; draft and fit with --draft."""
+    """Return the JSON output: the target's fields at the top level, and draft and fit."""
     content = target.to_dict()
     if draft is not None and fit is not None:
         content |= {"draft": draft.to_dict(), "fit": fit.to_dict()}

@@ -25,7 +25,7 @@ __all__ = ["DraftFit", "ModelDescription", "compare", "describe", "print_fit", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """What a model is and needs.
+    """Architecture, sizes and memory of a model.
 
     Attributes:
         name: as the user gave it.
@@ -59,7 +59,7 @@ class ModelDescription:
 
     @property
     def kv_bytes_per_slot(self) -> int:
-        """KV of one sequence at full length, staged rows included."""
+        """Return the KV bytes of one sequence at full length, staged rows included."""
         return self.memory.kv_bytes // self.num_slots
 
     def to_dict(self) -> dict[str, object]:
@@ -98,7 +98,7 @@ class DraftFit:
 
 
 def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescription, Tokenizer]:
-    """Read a model's files.
+    """Describe a model from its files.
 
     Args:
         name: folder, hub name or shipped model.
@@ -142,7 +142,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
 def compare(
     target: ModelDescription, draft: ModelDescription, vocabularies: VocabularyComparison
 ) -> DraftFit:
-    """Judge a pair from the descriptions of both."""
+    """Compare target and draft by their descriptions."""
     return DraftFit(
         vocabularies=vocabularies,
         problems=tuple(problems_of(vocabularies)),
@@ -152,7 +152,7 @@ def compare(
 
 
 def problems_of(vocabularies: VocabularyComparison) -> Iterator[str]:
-    """What rules a draft out."""
+    """Return the reasons for which a draft cannot be used."""
     if not vocabularies.identical:
         yield (
             f"the tokenizers differ at {vocabularies.num_different} of {vocabularies.num_target} "
@@ -162,7 +162,7 @@ def problems_of(vocabularies: VocabularyComparison) -> Iterator[str]:
 
 
 def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[str]:
-    """What will cost speed."""
+    """Return warnings about what will reduce the speed."""
     if draft.num_parameters >= target.num_parameters:
         yield "the draft is not smaller than the target: drafting will cost more than it saves"
     if draft.context < target.context:
@@ -174,7 +174,7 @@ def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[s
 
 
 def print_model(model: ModelDescription) -> None:
-    """A table of facts on stdout."""
+    """Print a table of a model's properties on stdout."""
     sizes, memory = model.architecture, model.memory
     rows = {
         "architecture": f"{sizes.name}, {sizes.num_layers} layers, width {sizes.hidden_size}, "
@@ -203,7 +203,7 @@ def print_model(model: ModelDescription) -> None:
 
 
 def reach(windows: Sequence[int | None]) -> str:
-    """How far the layers of a model see, from `Architecture.windows`."""
+    """Describe how far back the layers of a model attend, from `Architecture.windows`."""
     ranges = [f"{window:,} tokens back" if window else "the whole context" for window in windows]
     if len(ranges) == 1:
         return f"every layer sees {ranges[0]}"
@@ -211,7 +211,7 @@ def reach(windows: Sequence[int | None]) -> str:
 
 
 def story(card: DraftCard) -> Iterator[str]:
-    """What an aligned draft was made for, and what that brought, line by line."""
+    """Describe what an aligned draft was made for and its results, line by line."""
     yield (
         f"to {card.target} ({card.target_hash}) by {card.objective} for T={card.temperature:g}, "
         f"{card.date or 'date unknown'}"
@@ -223,7 +223,7 @@ def story(card: DraftCard) -> Iterator[str]:
 
 
 def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
-    """Every figure that was measured, from what it was where that is known."""
+    """List every measured figure, with its value before the alignment where known."""
     names = {
         "acceptance_length": "tau",
         "acceptance_probability": "alpha",
@@ -239,7 +239,7 @@ def changes(before: CardFigures | None, after: CardFigures) -> Iterator[str]:
 
 
 def print_fit(fit: DraftFit) -> None:
-    """Whether the pair works, and what speaks against it."""
+    """Print whether the pair works, and warnings."""
     console = SafeConsole()
     size = f"{fit.relative_size:.1%} of the target's parameters"
     if fit.fits:

@@ -43,7 +43,7 @@ class MachineFlags:
 
     @property
     def chosen(self) -> Machine | None:
-        """The machine described; None where none is.
+        """Return the machine that the flags describe; None without one.
 
         Raises:
             InvalidRequest: the name is unknown, or the description has no rates.
@@ -72,7 +72,7 @@ class MachineFlags:
                 )
 
     def sizes(self, profile: Profile | None) -> tuple[ModelSize, ModelSize | None]:
-        """Target and draft: as described, otherwise as profiled.
+        """Return the sizes of target and draft: as described, otherwise as profiled.
 
         Raises:
             InvalidRequest: nothing says how large the target is.
@@ -84,7 +84,7 @@ class MachineFlags:
             draft = limit.draft_bytes / self.weight_bytes if draft is None else draft
         if target is None:
             raise InvalidRequest(
-                "a machine says nothing of the models: give --target-params and --draft-params, "
+                "the machine does not define the models: give --target-params and --draft-params, "
                 "or a --profile of the pair"
             )
         kv = self.kv_token_bytes

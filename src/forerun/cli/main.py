@@ -101,7 +101,7 @@ class Notices(logging.Handler):
     """Prints records to the current stderr, so that a spinner can step aside."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line with the program's name in front."""
+        """Print one line with the program's name in front."""
         try:
             print(f"forerun: {printable(self.format(record))}", file=sys.stderr, flush=True)
         except (BrokenPipeError, ValueError):  # stderr is closed
@@ -110,7 +110,7 @@ class Notices(logging.Handler):
 
 @contextmanager
 def notices_on_stderr() -> Iterator[None]:
-    """Warnings of the package, and what it prepares, as lines on stderr while the block runs."""
+    """Print warnings and preparations of the package on stderr while the block runs."""
     package, preparation = logging.getLogger("forerun"), logging.getLogger(PREPARATION)
     handler, level = Notices(), preparation.level
     package.addHandler(handler)
@@ -205,7 +205,7 @@ def failure(error: Exception) -> int:
 
 
 def os_failure(error: OSError) -> int:
-    """Report a file that cannot be read or written."""
+    """Report a file that cannot be read or written; returns the exit code."""
     name = error.filename or "the output"
     if error.errno in DISK_FAILURES:
         print_error(f"{name} cannot be written: {error.strerror}")
@@ -215,14 +215,14 @@ def os_failure(error: OSError) -> int:
 
 
 def overview() -> str:
-    """The text of `forerun --help`."""
+    """Return the text of `forerun --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}   {summary}" for name, summary in COMMANDS.items()]
     return OVERVIEW.format(commands="\n".join(lines))
 
 
 def unknown(word: str) -> str:
-    """The error for a first argument that is no command."""
+    """Report a first argument that is no command; returns the exit code."""
     known = [*COMMANDS, "--help", "--version"]
     kind = "option" if word.startswith("-") else "command"
     near = difflib.get_close_matches(word, known, n=1)
@@ -231,7 +231,7 @@ def unknown(word: str) -> str:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     from rich.console import Console
     from rich.text import Text
 

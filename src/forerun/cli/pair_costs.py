@@ -36,7 +36,7 @@ BUDGET_S = 6.0
 def measured_costs(
     comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
-    """Measure the pair of every draft, on the very models that will be compared."""
+    """Measure the pair of every draft, on the loaded models that will be compared."""
     found = {}
     for draft, arm in by_draft(comparison).items():
         pair, facts = pair_of(comparison, arm)
@@ -52,7 +52,7 @@ def measured_costs(
 
 
 def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[str, DraftCosts]:
-    """Costs from profiles, each matched to the draft it was made with.
+    """Read costs from profiles, each matched to the draft it was made with.
 
     Raises:
         InvalidProfile: a file cannot be read, or is of another machine or target.
@@ -74,7 +74,7 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
 
 
 def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
-    """The first arm of every draft model; what other drafters cost is not in passes alone."""
+    """Return the first arm of every draft that is a model; others have no pass costs."""
     arms: dict[str, BenchArm] = {}
     for arm in comparison.arms:
         if arm.draft is not None and parse_drafter(arm.draft) is None:
@@ -85,7 +85,7 @@ def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
 def pair_of(
     comparison: BenchComparison, arm: BenchArm
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    """Target and draft as they are loaded."""
+    """Return target and draft of an arm as a loaded pair."""
     engine = arm.engine
     assert isinstance(engine, Engine) and engine.drafter is not None and arm.draft is not None
     drafter = engine.drafter
@@ -102,7 +102,7 @@ def pair_of(
 
 
 def probe_for(comparison: BenchComparison) -> ProbeConfig:
-    """What the arms and cells of the comparison need, and nothing else."""
+    """Return the settings of a profile with the batch sizes and K of the comparison."""
     config, room = comparison.config, comparison.arms[0].engine
     assert isinstance(room, Engine)
     longest = room.max_context - config.max_k - 1
@@ -125,7 +125,7 @@ SCOUT_TEXT = "The quick brown fox"
 
 
 class PairCosts:
-    """Costs read or measured once: training changes what a draft predicts, not what it costs.
+    """Cost tables of a pair, read or measured once and used for every draft version.
 
     Args:
         config: of the alignment.

@@ -22,7 +22,7 @@ __all__ = ["COMMAND"]
 
 
 def run(options: PlanOptions) -> int:
-    """Plan and show."""
+    """Compute the plan and show it."""
     if options.plot is not None:
         check_picture("--plot", options.plot)
 

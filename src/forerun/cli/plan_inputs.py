@@ -241,7 +241,7 @@ def table_for(name: str, tables: Mapping[str, CostTable], traced: TracedDrafts |
     measured = None if own is None else own.draft_token_s
     if named is None or (named.name == "self" and measured is None):
         raise InvalidRequest(
-            f"nothing says what drafting with {name} costs: the profiles are of "
+            f"the cost of drafting with {name} is not known: the profiles are of "
             f"{', '.join(tables)}; profile it"
             + (", or give a trace of it" if named is not None else "")
         )
@@ -263,7 +263,7 @@ def given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[flo
         name, equals, figures = text.rpartition("=")
         if not equals and len(names) > 1:
             raise InvalidRequest(
-                f"--acceptance {text} could be of {', '.join(names)}; say DRAFT={text}"
+                f"--acceptance {text} could be of {', '.join(names)}; give DRAFT={text}"
             )
         name = name if equals else names[0]
         if name not in names:
@@ -304,9 +304,7 @@ def acceptance_for(
         return counted(traced.counts(name, temperature))
     if traced is not None:
         raise InvalidRequest(
-            f"the trace is of {', '.join(traced.drafts)} and says nothing of {name}; give "
+            f"the trace is of {', '.join(traced.drafts)} and has no steps of {name}; give "
             f"--acceptance {name}=..., or name the --draft to plan"
         )
-    raise InvalidRequest(
-        f"a plan needs to know how far {name} is accepted: --acceptance or --trace"
-    )
+    raise InvalidRequest(f"the acceptance of {name} is not known: give --acceptance or --trace")

@@ -70,7 +70,7 @@ class SimulateOptions:
 
 
 def run(options: SimulateOptions) -> int:
-    """Simulate every controller and show."""
+    """Simulate every controller and show the results."""
     if options.plot is not None:
         check_picture("--plot", options.plot)
 
@@ -112,7 +112,7 @@ def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: floa
             if its != mine:
                 raise InvalidTrace(
                     f"the trace {path} is of target_hash {its} ({item.target}), the profile of "
-                    f"{mine} ({profile.target}): steps of one say nothing of the other"
+                    f"{mine} ({profile.target}): steps of one cannot correct the other"
                 )
     correction = correction_of(items, costs, temperature, str(path))
     logger.warning(

@@ -84,10 +84,10 @@ class Writer(Protocol):
     """Shows chunks as they arrive, and the remaining text at the end."""
 
     def write(self, chunk: StreamChunk) -> None:
-        """Show what a step added."""
+        """Show the text that a step added."""
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """Show what is left once all samples have ended."""
+        """Show the rest once all samples have ended."""
 
 
 class PlainWriter:
@@ -120,7 +120,7 @@ class PlainWriter:
 
 
 def logprobs_table(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Table:
-    """One line per token: its text, its log probability, and the likeliest tokens."""
+    """Return a table with one line per token: text, log probability, likeliest tokens."""
     table = table_of(Column("token"), "logprob")
     table.add_column("likeliest")
     for item in logprobs:
@@ -167,7 +167,7 @@ class JsonWriter:
 
 
 def choose_writer(tokenizer: Tokenizer, *, num_samples: int, flags: OutputFlags) -> Writer:
-    """The writer that the flags name."""
+    """Return the writer that the flags name."""
     if flags.json:
         return JsonWriter()
     kind = ColourWriter if flags.color else PlainWriter

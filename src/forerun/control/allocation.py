@@ -114,7 +114,7 @@ class BatchAllocator:
     """Allocator for a step of several requests.
 
     Args:
-        candidates: who may draft, at least one.
+        candidates: requests that may draft, at least one.
         pricing: what it takes.
 
     Attributes:

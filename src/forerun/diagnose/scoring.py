@@ -53,7 +53,7 @@ def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCau
     """Score every cause, the likeliest first.
 
     The weights of facts add up as if facts were independent given the cause, which they are not
-    quite: scores rank, and are too sure of themselves.
+    quite: scores rank causes, and overstate their probabilities.
     """
     found = []
     for cause in causes:
@@ -73,5 +73,5 @@ def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCau
         )
         for log, cause, findings in found
     ]
-    # A cause nothing speaks for may have nothing against it either; it is no finding.
+    # A cause without support may have no opposition either; it is no finding.
     return tuple(sorted(scored, key=lambda i: (-i.is_supported, -i.reaches(MIN_ALSO), -i.score)))

@@ -49,7 +49,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """An answer without a proposal: none is expected before `num_tokens` more are committed.
+    """A drafter's answer that it proposes nothing until `num_tokens` more are committed.
 
     Until then the sequence is decoded plainly and the drafter is not asked.
     """
@@ -59,7 +59,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutcome:
-    """What one step committed of one request.
+    """What one step committed for one request.
 
     The target's cache grew by rows `num_committed` to `num_committed + num_rows`, which belong to
     the tokens at these places of `request.ids`. The last emitted token has no row yet.

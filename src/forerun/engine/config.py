@@ -130,7 +130,7 @@ class EngineConfig:
             )
 
     def with_settings(self, settings: Mapping[str, object]) -> EngineConfig:
-        """These settings with some fields changed.
+        """Return these settings with some fields changed.
 
         Raises:
             InvalidRequest: there is no such field, or a value cannot work.
@@ -148,11 +148,11 @@ class EngineConfig:
 
     @property
     def num_slots(self) -> int:
-        """Sequences the KV has room for."""
+        """Number of sequences that the KV has room for."""
         return self.max_batch + self.num_kept
 
     def scope_of(self, tenant: str | None) -> str | None:
-        """Scope within which requests of a tenant share computed tokens; None: no sharing."""
+        """Return the scope in which requests of a tenant share tokens; None: no sharing."""
         if self.sharing == "none":
             return None
         return "" if tenant is None or self.sharing == "all" else tenant

@@ -100,7 +100,7 @@ class Engine(EngineCore):
         controller: Controller | None = None,
         costs: Mapping[str, CostSource] | None = None,
     ) -> Engine:
-        """A new engine over the same loaded target with another drafter, K or controller."""
+        """Return a new engine over the same target with another drafter, K or controller."""
         config = self.config
         if num_speculative_tokens is not None:
             config = replace(config, num_speculative_tokens=num_speculative_tokens)
@@ -214,7 +214,7 @@ class Engine(EngineCore):
         return self.generate([ids], params, terms)[0]
 
     def stats(self) -> BackendStats:
-        """Counts since the engine was made."""
+        """Return counts since the engine was made."""
         stepper = self.stepper
         return BackendStats(
             num_running=len(self.scheduler.running),
@@ -226,7 +226,7 @@ class Engine(EngineCore):
         )
 
     def capabilities(self) -> Capabilities:
-        """What the engine can be asked for."""
+        """Return what the engine supports."""
         drafter = self.drafter
         methods: tuple[str, ...] = () if drafter is None else (drafter.method,)
         if isinstance(drafter, SeveralDrafters):

@@ -105,7 +105,7 @@ def load_target(
 
 
 def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
-    """A model that transformers has loaded, with KV for the configured batch.
+    """Return a model that transformers has loaded, with KV for the configured batch.
 
     Raises:
         InvalidModel: its architecture is not supported.
@@ -179,7 +179,7 @@ def load_drafter(
     dtype: str,
     config: EngineConfig,
 ) -> Drafter:
-    """A drafter for a loaded target, by its name, by its checkpoint's type, or as a draft model.
+    """Load a drafter by its name, by its checkpoint's type, or as a draft model.
 
     A folder that is called like a drafter can be given as a Path, or with "./" in front.
 

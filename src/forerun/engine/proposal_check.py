@@ -1,4 +1,4 @@
-"""Checks of proposals, without which verification would fail or bias the text.
+"""Checks proposals, because verification of an invalid one would fail or bias the text.
 
 A verifier trusts `draft_probs`: rows that the tokens were not drawn from bias the text unnoticed.
 Not every mistake of a drafter can be found, but those that can be are refused here, before the

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def sample_key(request_id: str, index: int, num_samples: int) -> str:
-    """Name of one sample for drafters and traces."""
+    """Return the name of one sample for drafters and traces."""
     return request_id if num_samples == 1 else f"{request_id}/{index}"
 
 
@@ -107,7 +107,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
-    """What one step added to one sample.
+    """Text and tokens that one step added to one sample.
 
     Attributes:
         request_id: which request.
@@ -133,7 +133,7 @@ def request_records(
     *,
     with_tokens: bool = False,
 ) -> list[RequestRecord]:
-    """One record per sample of a finished request, named as in its steps.
+    """Return one record per sample of a finished request, named as in its steps.
 
     Args:
         output: of the request.

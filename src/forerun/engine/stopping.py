@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "deadline", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Why a sequence ended: finish reason, and the token or string that matched."""
+    """Reason for the end of a sequence: finish reason, and the matched token or string."""
 
     finish_reason: FinishReason
     stop_reason: str | int | None = None
@@ -46,7 +46,7 @@ class TokenStops:
 
 
 def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Find the earliest stop string that ends after `start`: where it begins, and the string.
+    """Return position and text of the earliest stop string that ends after `start`.
 
     Args:
         text: output so far.
@@ -67,7 +67,7 @@ def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Count the characters at the end of `text` that may yet turn out to begin a stop string."""
+    """Return how many characters at the end of `text` may be the start of a stop string."""
     longest = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,9 +1,9 @@
 """Attention over packed rows and a KV store, as an attention function of transformers.
 
-What differs between passes (who writes where, who sees what) is worked out once per pass, and once
-per window where layers differ in theirs; a layer then only copies its keys and values into the
-store and attends, block by block. The query heads that share a key/value head are folded into the
-row dimension, so keys and values are read once, not repeated.
+What differs between passes (where rows are written, which keys they see) is worked out once per
+pass, and once per window where layers differ in theirs; a layer then only copies its keys and
+values into the store and attends, block by block. The query heads that share a key/value head are
+folded into the row dimension, so keys and values are read once, not repeated.
 
 Layers with a sliding window read the keys inside it only. The store keeps the older ones all the
 same: what such a layer could save in memory it does not save yet.

@@ -46,7 +46,7 @@ class Context:
         return len(self.ids) - self.num_cached
 
     def pending(self, limit: int | None = None) -> list[int]:
-        """The next committed tokens to feed, at most `limit`."""
+        """Return the next committed tokens to feed, at most `limit`."""
         start = self.num_cached
         return self.ids[start : len(self.ids) if limit is None else start + limit]
 
@@ -65,7 +65,7 @@ class Context:
 
 
 def positions_of(span: Span) -> list[int]:
-    """Absolute position of every row of a span."""
+    """Return the absolute position of every row of a span."""
     last = span.start + span.num_chain - 1
     return [*range(span.start, last + 1), *[last + depth for depth in span.tree.depths]]
 
@@ -76,7 +76,7 @@ def pack(
     logit_rows: Sequence[int],
     device: torch.device,
 ) -> RowBatch:
-    """A RowBatch from spans, their tokens and the rows to score; one copy to the device.
+    """Pack spans, their tokens and the rows to score into a RowBatch; one copy to the device.
 
     Tokens that are a tensor already may be on any device.
     """

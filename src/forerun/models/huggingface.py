@@ -219,7 +219,7 @@ def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[in
 
 
 def without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.Module:
-    """A copy of the modules of a network with its first layers only, over the same tensors."""
+    """Return a copy of a network's modules with its first layers only, over the same tensors."""
     tensors = [*network.parameters(), *network.buffers()]
     shorter = copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
     kept: Any = shorter.get_submodule(layers)

@@ -49,7 +49,7 @@ class Match:
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences have in common from the beginning."""
+    """Return how many tokens two sequences have in common from the beginning."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

@@ -56,7 +56,7 @@ class StoredModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and KV."""
+        """Data type of weights and KV."""
         return self._store.geometry.dtype
 
     def _check_features(self, layers: tuple[int, ...]) -> None:

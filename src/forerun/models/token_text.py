@@ -45,10 +45,10 @@ class TextStream(Protocol):
     """Converts tokens to text one by one; text that may still change is held back."""
 
     def append(self, piece: str) -> str:
-        """The text that the written form of one more token completes; may be empty."""
+        """Return the text that one more token completes; may be empty."""
 
     def finish(self) -> str:
-        """The text held back; no more tokens come."""
+        """End the text and return what was held back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class PieceRules:
     num_stripped: int = 0
 
     def text_of(self, piece: str, *, is_first: bool = False) -> str:
-        """The text of a token that does not stand for a byte."""
+        """Return the text of a token that does not stand for a byte."""
         if is_first and self.first_mark is not None:
             piece = piece.replace(self.first_mark, "")
         for old, new in self.replaced:
@@ -123,12 +123,12 @@ class PieceRules:
         return piece
 
     def byte_of(self, piece: str) -> int | None:
-        """The byte a token stands for, if it stands for one."""
+        """Return the byte that a token stands for, if it does."""
         found = BYTE_PIECE.fullmatch(piece) if self.has_bytes else None
         return None if found is None else int(found[1], 16)
 
     def to_bytes(self, piece: str) -> bytes:
-        """What a token contributes to a text that has begun."""
+        """Return the bytes that a token adds to a text that has begun."""
         byte = self.byte_of(piece)
         return self.text_of(piece).encode() if byte is None else bytes([byte])
 
@@ -179,7 +179,7 @@ class PieceStream:
 
 
 def token_decoder(tokenizer_json: str) -> TokenDecoder:
-    """The decoder of a tokenizer.
+    """Return the decoder of a tokenizer.json.
 
     Args:
         tokenizer_json: its definition, as in tokenizer.json.
@@ -203,7 +203,7 @@ def token_decoder(tokenizer_json: str) -> TokenDecoder:
 
 
 def piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
-    """The rules of a decoder with these steps.
+    """Return the rules of a decoder with these steps.
 
     Raises:
         InvalidModel: a step is of another kind, or cannot be streamed.
@@ -231,7 +231,7 @@ def piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
 
 
 def decoder_steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
-    """Steps of a decoder, nested sequences unfolded."""
+    """Return the steps of a decoder, with nested sequences flattened."""
     if decoder is None:
         return
     if decoder["type"] == "Sequence":

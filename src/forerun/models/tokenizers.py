@@ -82,7 +82,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, str]], *, with_answer_begun: bool = True
     ) -> str:
-        """The prompt for a conversation; encode it without special tokens.
+        """Render a conversation as a prompt text; encode it without special tokens.
 
         Args:
             messages: each with "role" and "content".
@@ -103,33 +103,33 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, if there is one."""
+        """Id of the token that ends a text, if there is one."""
         return self.definition.eos_token_id
 
     @cached_property
     def vocabulary(self) -> dict[int, str]:
-        """The written form of every token."""
+        """Return the written form of every token."""
         return {token: piece for piece, token in self._backend.get_vocab().items()}
 
     @cached_property
     def added(self) -> dict[int, tuple[str, bool]]:
-        """Tokens outside the model's alphabet: their text, and whether they are special."""
+        """Return the text of each added token, and whether it is special."""
         tokens = self._backend.get_added_tokens_decoder()
         return {token: (added.content, added.special) for token, added in tokens.items()}
 
     def open_stream(self) -> TextStream:
-        """A stream that turns written forms of tokens into text."""
+        """Open a stream that turns written forms of tokens into text."""
         return self._decoder.open_stream()
 
     def piece(self, token: int) -> str | None:
-        """The written form of a token; None for special tokens and padding ids."""
+        """Return the written form of a token; None for special tokens and padding ids."""
         if token in self.added:
             content, is_special = self.added[token]
             return None if is_special else content
         return self.vocabulary.get(token)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text that has begun; nothing for special tokens and padding."""
+        """Return the bytes of a token within a text; none for special tokens and padding."""
         known = self._bytes.get(token)
         if known is None:
             piece = self.piece(token)
@@ -139,7 +139,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Ids to text, one at a time; bytes of an unfinished character are held back.
+    """Converts ids to text one by one; bytes of an unfinished character are held back.
 
     The text equals `Tokenizer.decode` of all ids, at the cost of a table look-up per token. A
     space that the tokenizer's decoder removes from the beginning of a text is removed here too.
@@ -154,12 +154,12 @@ class Detokenizer:
         self.text = ""
 
     def append(self, token: int) -> str:
-        """Take one id; returns the text it completed, which may be empty."""
+        """Add one id and return the text it completed, which may be empty."""
         piece = self._tokenizer.piece(token)
         return "" if piece is None else self._extend(self._stream.append(piece))
 
     def finish(self) -> str:
-        """No more ids come; an unfinished character becomes U+FFFD. Returns the text added."""
+        """End the text and return the rest; an unfinished character becomes U+FFFD."""
         return self._extend(self._stream.finish())
 
     def _extend(self, text: str) -> str:

@@ -23,7 +23,7 @@ __all__ = ["ObservedModel", "ObservedSampler", "WrappedModel"]
 
 
 class WrappedModel:
-    """A LanguageModel that forwards every call to another one.
+    """A LanguageModel that passes every call on to another one.
 
     Args:
         model: does the work.
@@ -68,25 +68,25 @@ class WrappedModel:
         return self.model.device
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass of the model."""
+        """Run one pass of the model."""
         return self.model.forward(batch)
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Token embeddings of the model."""
+        """Return the token embeddings of the model."""
         return self.model.embed(tokens)
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """The final norm of the model."""
+        """Apply the final norm of the model."""
         return self.model.final_norm(hidden)
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Logits of rows after the final norm."""
+        """Return the logits of rows after the final norm."""
         return self.model.head(hidden)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """A greedy chain of the model."""
+        """Run a greedy chain of the model."""
         return self.model.greedy_chain(batch, num_tokens, vocab_size)
 
 
@@ -95,11 +95,11 @@ class ObservedModel(WrappedModel):
 
     @abstractmethod
     def begin(self) -> float:
-        """Called before a pass; the value returned is handed to `end`."""
+        """Run before a pass; the returned value is passed to `end`."""
 
     @abstractmethod
     def end(self, begun: float, batch: RowBatch, num_passes: int) -> None:
-        """Called after the passes.
+        """Run after the passes of a call.
 
         Args:
             begun: what `begin` said.
@@ -108,7 +108,7 @@ class ObservedModel(WrappedModel):
         """
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass of the model."""
+        """Run one pass of the model between `begin` and `end`."""
         begun = self.begin()
         scores = self.model.forward(batch)
         self.end(begun, batch, 1)
@@ -117,7 +117,7 @@ class ObservedModel(WrappedModel):
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        """A greedy chain of the model: as many passes as tokens."""
+        """Run a greedy chain between `begin` and `end`; it counts as one pass per token."""
         begun = self.begin()
         tokens = self.model.greedy_chain(batch, num_tokens, vocab_size)
         self.end(begun, batch, num_tokens)
@@ -125,7 +125,7 @@ class ObservedModel(WrappedModel):
 
 
 class ObservedSampler(ObservedModel):
-    """An ObservedModel for models that draw whole chains."""
+    """An ObservedModel for models that draw whole chains in one call."""
 
     def sampled_chain(
         self,
@@ -137,7 +137,7 @@ class ObservedSampler(ObservedModel):
         by_race: bool,
         stops: Sequence[StopRule | None] = (),
     ) -> SampledTokens:
-        """A sampled chain of the model: as many passes as were drawn."""
+        """Run a sampled chain between `begin` and `end`; it counts as one pass per drawn token."""
         assert isinstance(self.model, SampledChains)
         begun = self.begin()
         drawn = self.model.sampled_chain(

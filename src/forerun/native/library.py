@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Sizes(Structure):
-    """`ForerunSizes`."""
+    """ctypes struct of the sizes of a decoder, `ForerunSizes` in kernels/interface.h."""
 
     _fields_ = (
         *((name, c_int32) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads")),
@@ -54,7 +54,7 @@ class Sizes(Structure):
 
 
 class PassStruct(Structure):
-    """`ForerunPass`."""
+    """ctypes struct of the rows of a pass, `ForerunPass` in kernels/interface.h."""
 
     _fields_ = (
         *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted", "num_layers")),
@@ -65,13 +65,13 @@ class PassStruct(Structure):
 
 
 class StoreStruct(Structure):
-    """`ForerunStore`."""
+    """ctypes struct of a KV store, `ForerunStore` in kernels/interface.h."""
 
     _fields_ = (("data", c_void_p), ("num_slots", c_int64), ("width", c_int64))
 
 
 class ChainProbsStruct(Structure):
-    """`ForerunChainProbs`."""
+    """ctypes struct of chains to verify, `ForerunChainProbs` in kernels/interface.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_chains", "num_nodes", "vocab_size", "is_block")),
@@ -80,13 +80,13 @@ class ChainProbsStruct(Structure):
 
 
 class StopsStruct(Structure):
-    """`ForerunStops`."""
+    """ctypes struct of stop rules, `ForerunStops` in kernels/interface.h."""
 
     _fields_ = tuple((name, c_void_p) for name in ("measures", "thresholds", "values"))
 
 
 class VectorKind(IntEnum):
-    """`ForerunVector`."""
+    """Kinds of weight vectors, `ForerunVector` in kernels/interface.h."""
 
     INPUT_NORM = 0
     POST_NORM = 1
@@ -97,7 +97,7 @@ class VectorKind(IntEnum):
 
 
 class MatrixKind(IntEnum):
-    """`ForerunMatrix`."""
+    """Kinds of weight matrices, `ForerunMatrix` in kernels/interface.h."""
 
     QKV = 0
     OUTPUT = 1

@@ -111,7 +111,7 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
             raise InvalidRequest(
                 f"acceptance rate {here:g} at position {position} is above {before:g} before it, "
                 "which is impossible: a step that accepts a position has accepted those "
-                "before it. If these are conditional on the positions before, say --conditional"
+                "before it. If these are conditional on the positions before, add --conditional"
             )
     return Acceptance.of(figures)
 

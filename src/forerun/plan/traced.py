@@ -109,7 +109,7 @@ class TracedDrafts:
         if not found:
             raise InvalidTrace(
                 f"the trace has no step of {draft} at temperature {temperature:g}, but "
-                f"{len(requests)} requests at others; say --temperature"
+                f"{len(requests)} requests at others; give --temperature"
             )
         return found
 
@@ -146,8 +146,8 @@ def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
             found.num_damaged += 1
     if not any(draft.has_drafted for draft in found.drafts.values()):
         raise InvalidTrace(
-            f"the trace {where} has {num_steps} steps and drafted in none of them: it says nothing "
-            "of acceptance"
+            f"the trace {where} has {num_steps} steps and drafted in none of them, so that "
+            "acceptance is not known"
         )
     return found
 
@@ -161,7 +161,7 @@ def header_of(record: StepRecord, headers: Iterable[TraceHeader], where: str) ->
         alike = drafts
     if len(alike) != 1:
         raise InvalidTrace(
-            f"the trace {where} does not say which of its {len(drafts)} drafters request "
+            f"the trace {where} does not identify which of its {len(drafts)} drafters request "
             f"{record.request_id} used at step {record.step}"
         )
     return alike[0]

@@ -52,7 +52,7 @@ class Rig(Protocol):
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         """Measure a cell once, inside `ready`; returns seconds by cell.
 
-        Who comes with several has seconds of all these visits.
+        A cell that is measured together with several others has the seconds of all visits.
         """
 
 

@@ -14,12 +14,12 @@ MAX_BIAS = 100.0
 
 
 def is_token(token: object) -> bool:
-    """Whether it could be a token id."""
+    """Whether a value could be a token id."""
     return isinstance(token, int) and not isinstance(token, bool) and token >= 0
 
 
 def is_stop(text: object) -> bool:
-    """Whether it could be a stop string."""
+    """Whether a value could be a stop string."""
     return isinstance(text, str) and text != ""
 
 

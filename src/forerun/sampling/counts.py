@@ -60,16 +60,16 @@ class TokenCounts:
 
     @property
     def tokens(self) -> Int64[Tensor, " distinct"]:
-        """Tokens of prompt and output, in the order they came up."""
+        """Distinct tokens of prompt and output, in order of their first occurrence."""
         return self._tokens[: len(self._places)]
 
     @property
     def counts(self) -> Float32[Tensor, " distinct"]:
-        """How often the output holds each of them."""
+        """Number of times that each of the tokens occurs in the output."""
         return self._counts[: len(self._places)]
 
     def add(self, token: int) -> None:
-        """Count one output token more; amortised constant time."""
+        """Count one more output token, in amortised constant time."""
         place = self._places.get(token)
         if place is None:
             place = self._places[token] = len(self._places)

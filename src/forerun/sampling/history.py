@@ -108,7 +108,7 @@ class History:
             self._failure = error
 
     def at(self, path: Sequence[int] = ()) -> RowHistory:
-        """History of the row predicting what follows `path`, draft tokens from the root down.
+        """Return the history of the row after `path`, draft tokens from the root down.
 
         Raises:
             Exception: whatever the mask raised, now or while the text was committed.
@@ -137,7 +137,7 @@ class History:
         return row
 
     def along(self, tree: TokenTree, tokens: Sequence[int]) -> list[RowHistory]:
-        """Histories of the root row and of the row of every node, each one step from its parent's.
+        """Yield the histories of the root row and of every node's row.
 
         Args:
             tree: of a proposal.
@@ -167,14 +167,14 @@ class RowHistory:
     allowed: Bool[Tensor, " vocab"] | None = None
 
     def then(self, token: int) -> RowHistory:
-        """The history of a child that carries `token`."""
+        """Return the history of the child that carries `token`."""
         path = (*self.path, token)
         if self.mask is None:
             return RowHistory(base=self.base, path=path)
         return self.base.masked(self, path)
 
     def followed(self, path: Path) -> RowHistory:
-        """The child at `path`, its mask forked from this one's."""
+        """Return the history of the child at `path`, its mask forked from this one's."""
         assert self.mask is not None
         assert self.allowed is not None
         token = path[-1]
@@ -186,7 +186,7 @@ class RowHistory:
 
     @property
     def held_back(self) -> tuple[int, ...]:
-        """Ids that must not come yet because they would end the text before min_tokens."""
+        """Return ids that are not allowed yet because they would end the text before min_tokens."""
         too_short = self.base.num_output + len(self.path) < self.base.min_tokens
         return self.base.stop_ids if too_short else ()
 

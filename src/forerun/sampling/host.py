@@ -1,4 +1,4 @@
-"""Transfer of numbers from a device to Python."""
+"""Copies numbers from a device to Python."""
 
 from __future__ import annotations
 

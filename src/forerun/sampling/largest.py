@@ -18,7 +18,7 @@ BLOCK = 256
 def largest(
     scores: Float[Tensor, "rows vocab"],
 ) -> tuple[Float[Tensor, " rows"], Int64[Tensor, " rows"]]:
-    """Largest score of every row and its token, the lowest id on ties; NaN where there is one.
+    """Return each row's largest score and its lowest token id; NaN where a row has one.
 
     A maximum without its place is many times cheaper on the CPU than one with it. So the row is
     halved, as it were: the first block that holds the maximum, then the first place in that block.

@@ -12,7 +12,7 @@ __all__ = ["TokenMask"]
 
 @runtime_checkable
 class TokenMask(Protocol):
-    """A constraint on the next token, such as a grammar, after the tokens it was advanced by.
+    """A constraint on the next token, such as a grammar, given the tokens so far.
 
     A sample owns one, which stands where its committed output ends. For every draft node it is
     forked from the node's parent and told the node's token, so each row of a pass is masked by what
@@ -24,10 +24,10 @@ class TokenMask(Protocol):
         """An independent copy, made once per draft node: share what does not change."""
 
     def advance(self, token: int) -> None:
-        """Take one token that `allowed` holds true; the end-of-sequence token too, once."""
+        """Advance by one allowed token; the end-of-sequence token at most once."""
 
     def allowed(self) -> Bool[Tensor, " vocab"]:
-        """True where a token may come next, for one token at least.
+        """Return True for every token that may come next, at least one.
 
         Asked once per state and never written to; best on the CPU.
         """

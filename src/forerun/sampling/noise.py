@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Purpose(IntEnum):
-    """What a draw is for; part of its key."""
+    """Purpose of a random draw, which is part of its key."""
 
     TARGET = 0
     DRAFT = 1
@@ -48,7 +48,7 @@ PURPOSE_BITS = 3
 
 
 def request_key(seed: int, sample_index: int) -> int:
-    """Key of one sample of one request; fits int64.
+    """Return the key of one sample of one request, which fits int64.
 
     Args:
         seed: any integer, taken modulo 2^64.
@@ -58,7 +58,7 @@ def request_key(seed: int, sample_index: int) -> int:
 
 
 def position_key(request_key: int, position: int) -> int:
-    """Key of the target's draw, and of the coupled draft's, for the token at `position`.
+    """Return the key of the target's (or coupled draft's) draw for the token at `position`.
 
     Args:
         request_key: of the sample.
@@ -68,7 +68,7 @@ def position_key(request_key: int, position: int) -> int:
 
 
 def step_key(request_key: int, num_committed: int, node: int, purpose: Purpose) -> int:
-    """Key of any other draw.
+    """Return the key of any draw but the target's.
 
     Args:
         request_key: of the sample.
@@ -81,19 +81,19 @@ def step_key(request_key: int, num_committed: int, node: int, purpose: Purpose) 
 
 
 def chain_keys(request_key: int, num_committed: int, num_nodes: int) -> list[int]:
-    """All keys `verify_chains` needs for one row: ACCEPT per node, then RECOVERED, then BONUS."""
+    """Return all keys of `verify_chains` for one row: ACCEPT per node, RECOVERED, BONUS."""
     accept = [step_key(request_key, num_committed, i, Purpose.ACCEPT) for i in range(num_nodes)]
     last = [step_key(request_key, num_committed, 0, p) for p in (Purpose.RECOVERED, Purpose.BONUS)]
     return accept + last
 
 
 def uniform(keys: Int64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """One uniform in [0, 1) per key: its upper 53 bits, for a key is mixed already."""
+    """Return one uniform in [0, 1) per key, from its upper 53 bits."""
     return _logical_shift(keys, 11).to(torch.float64).mul_(2.0**-53)
 
 
 def exponential(keys: Int64[Tensor, " rows"], num_clocks: int) -> Float32[Tensor, "rows clocks"]:
-    """Standard exponential clocks: -log1p(-u) of a uniform on the open interval.
+    """Return standard exponential variates: -log1p(-u) of uniforms on the open interval.
 
     The uniform is an odd multiple of 2^-53: neither 0 nor 1, so no clock is 0 or infinite, and
     small clocks, the ones that win races, keep full relative precision.
@@ -110,7 +110,7 @@ def exponential(keys: Int64[Tensor, " rows"], num_clocks: int) -> Float32[Tensor
 def draw(
     weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]
 ) -> Int64[Tensor, " rows"]:
-    """Inverse-CDF draw from unnormalised weights, one per row.
+    """Draw by the inverse CDF from unnormalised weights, one token per row.
 
     Token x is drawn when u * total lies in [W(x - 1), W(x)), W the running sum, so that only tokens
     of positive weight can be: u * total rounds to less than total, for u is at most 1 - 2^-53.
@@ -132,7 +132,7 @@ def draw(
 
 
 def scans_in_order(device: torch.device) -> bool:
-    """Whether running sums of non-negative numbers never fall there: they are added one by one."""
+    """Whether the device computes cumulative sums in order, so that they never decrease."""
     return device.type == "cpu"
 
 

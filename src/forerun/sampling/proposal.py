@@ -15,7 +15,7 @@ __all__ = ["Assurance", "Choice", "Proposal", "TokenSource", "Verdict"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assurance:
-    """A drafter's guarantee that the values of a proposal are valid, which spares a check.
+    """A drafter's guarantee that a proposal's values are valid, so that no check is needed.
 
     It says: every id is an argmax of, or a draw from, a row over the target's vocabulary; every row
     is a softmax in fp32 without NaN. It holds for these very tensors: a proposal with any other
@@ -30,7 +30,7 @@ class Assurance:
     draft_probs: Float[Tensor, "parents vocab"] | None
 
     def covers(self, proposal: Proposal) -> bool:
-        """Whether the proposal still consists of these tensors."""
+        """Whether the guarantee was given for the tensors of this proposal."""
         return self.tokens is proposal.tokens and self.draft_probs is proposal.draft_probs
 
 

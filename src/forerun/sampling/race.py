@@ -61,7 +61,7 @@ def coupled_match_probs(
     draft_rows: Float[Tensor, "nodes vocab"],
     tokens: Int64[Tensor, " nodes"],
 ) -> Float[Tensor, " nodes"]:
-    """Probability that the target draws the drafted token, given that the draft did.
+    """Return the probability that the target draws the drafted token, given the draft did.
 
     The two must agree on the group and, on other clocks, on the member.
     """

@@ -1,4 +1,4 @@
-"""The target walk: draw the target's own tokens and follow the draft while it agrees.
+"""The target walk: draws the target's own tokens and follows the draft while it agrees.
 
 Every emitted token is a draw from the target's distribution given the tokens before it, whatever
 was drafted, so the output distribution is the target's for deterministic, sampled and coupled
@@ -89,13 +89,13 @@ def walk(
 def edge_probs(
     tree: TokenTree, tokens: Int64[Tensor, " nodes"], probs: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, " nodes"]:
-    """Target probability of every node's token at its parent's row (row 0 is the root's)."""
+    """Return the target's probability of every node's token, at its parent's row."""
     parent_rows = torch.tensor(tree.parents, dtype=torch.int64, device=probs.device) + 1
     return probs[parent_rows, tokens]
 
 
 def expected_accepted(tree: TokenTree, edge_probs: Sequence[float]) -> float:
-    """E[num_accepted | proposal]: the sum over nodes of the target's probability of their paths.
+    """Return E[num_accepted | proposal], the sum over nodes of their paths' probabilities.
 
     For a coupled chain hand in `coupled_match_probs` instead of the target's edge probabilities:
     given its draft, the target's draw is no longer independent of it.

@@ -169,40 +169,48 @@ def check_counts(record: StepRecord) -> None:
         raise ValueError(f"{record.num_emitted} emitted of {record.num_accepted} accepted")
 
 
-# Each gives the value, converted where files know fewer types, or None where it is another type.
+# File formats have fewer types than records, so values are converted as they are read.
 
 
 def as_integer(value: object) -> int | None:
+    """Return an integer; None for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def as_number(value: object) -> float | None:
+    """Return a number as a float; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value)
 
 
 def as_text(value: object) -> str | None:
+    """Return a text; None for any other value."""
     return value if isinstance(value, str) else None
 
 
 def as_flag(value: object) -> bool | None:
+    """Return a bool; None for any other value."""
     return value if isinstance(value, bool) else None
 
 
 def as_object(value: object) -> dict[str, object] | None:
+    """Return a mapping with texts as keys as a dict; None for any other value."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return None
     return dict(value)
 
 
 def as_texts(value: object) -> dict[str, object] | None:
+    """Return a mapping of texts to texts as a dict; None for any other value."""
     found = as_object(value)
     all_texts = found is not None and all(isinstance(entry, str) for entry in found.values())
     return found if all_texts else None
 
 
 def as_tuple(convert: Callable[[object], object]) -> Callable[[object], tuple[object, ...] | None]:
+    """Return a conversion of lists to tuples whose entries are converted by `convert`."""
+
     def converted(value: object) -> tuple[object, ...] | None:
         if not isinstance(value, list | tuple):
             return None

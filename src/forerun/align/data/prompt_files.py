@@ -136,7 +136,7 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
     if source.suffix not in readers and not may_be_dataset:
         raise InvalidRequest(
             f"{source} has the suffix {source.suffix!r}; prompts are read from files that end in "
-            f"{', '.join(SUFFIXES)}: rename it to say what it holds"
+            f"{', '.join(SUFFIXES)}: rename it by its format"
         )
     for where, row in reader(source):
         yield entry_of(row, where)

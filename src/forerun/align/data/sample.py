@@ -40,7 +40,7 @@ class Sample:
             several in a conversation of several turns, single positions where rejections are
             replayed. Index 0 can never be predicted, so spans begin at 1 or later.
         tag: the prompt's own label, such as a domain; acceptance is reported by it.
-        source: who wrote the response.
+        source: what wrote the response: the target, the draft or a data set.
         top_logprobs: of every learned token, as the server that wrote them gave them; None where
             nothing did.
     """
@@ -120,7 +120,7 @@ def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
     """Return the arguments of a decoder's forward pass over a batch.
 
     Most decoders recognise packed rows by their positions, and windows are then counted within
-    samples; those that do not are given who sees whom.
+    samples; the others get an attention mask.
 
     Args:
         batch: on the device of the decoder.

@@ -214,12 +214,12 @@ ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType
 
 
 def assistant_settings(serving: Serving) -> dict[str, Any]:
-    """The settings that transformers reads in the draft's generation_config.json."""
+    """Return the settings that transformers reads in the draft's generation_config.json."""
     return {"num_assistant_tokens": serving.num_speculative_tokens, **ASSISTANT_SETTINGS}
 
 
 def cpu_note(serving: Serving) -> tuple[str, ...]:
-    """A defect found when the exported draft was run (benchmarks/align/vllm_worker.py)."""
+    """Return a note on a defect of vLLM on CPUs (benchmarks/align/vllm_worker.py)."""
     if serving.sampling.greedy:
         return ()
     return (
@@ -230,7 +230,7 @@ def cpu_note(serving: Serving) -> tuple[str, ...]:
 
 
 def context_note(serving: Serving) -> tuple[str, ...]:
-    """A warning where the draft's context is shorter than the target's."""
+    """Return a warning where the draft's context is shorter than the target's."""
     if serving.draft_context >= serving.target_context:
         return ()
     return (

@@ -126,7 +126,7 @@ def model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterat
 
 
 def row_of(name: str, figures: CardFigures) -> str:
-    """One line of the table of figures."""
+    """Return one line of the table of figures."""
     cells = (
         name,
         f"{figures.temperature:g}",
@@ -137,7 +137,7 @@ def row_of(name: str, figures: CardFigures) -> str:
 
 
 def shown(interval: Interval | None) -> str:
-    """An interval for the table; empty where the figure was not measured."""
+    """Return an interval for the table; empty where the figure was not measured."""
     if interval is None:
         return ""
     return f"{interval.estimate:.2f} ({interval.low:.2f} to {interval.high:.2f})"

@@ -13,7 +13,7 @@ from forerun.theory.speedup import break_even_alpha
 __all__ = ["add_rates"]
 
 MIN_REACHED = 20
-"""A position that fewer steps reached says nothing of its conditional acceptance."""
+"""Least number of steps that must reach a position for its conditional acceptance to be used."""
 MIN_RATE = 1e-6
 """A rate below is none: nothing is compared with it."""
 

@@ -61,7 +61,7 @@ def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
 
     Args:
         evidence: of whatever kind.
-        source: who or what says so.
+        source: who or what states it.
     """
     facts: dict[str, Json] = {}
     for fact in evidence:
@@ -115,7 +115,7 @@ def schema() -> dict[str, Json]:
         "additionalProperties": False,
         "properties": {
             KEY: {"const": FORMAT, "description": "format of this file"},
-            "source": {"type": "string", "description": "who or what says so"},
+            "source": {"type": "string", "description": "who or what states it"},
             "facts": {
                 "type": "object",
                 "additionalProperties": False,

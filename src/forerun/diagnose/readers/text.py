@@ -27,7 +27,7 @@ from forerun.errors import InvalidRequest, UnreadableInput
 __all__ = ["MAX_BYTES", "Readable", "read_text"]
 
 MAX_BYTES = 1 << 26
-"""A longer log sharpens no figure; its beginning is read, and a note says so."""
+"""Bytes that are read of a log; a longer log is cut, which a note reports."""
 MAX_LINE = 1 << 14
 MAX_SECONDS = 10.0
 CHECKED_LINES = 512
@@ -197,7 +197,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
     if len(engines) > 1:
         reading.notes.append(
             f"lines of several engines ({', '.join(sorted(engines))}) in one source; where they "
-            "say different things, the first one's figures are used: give each its own"
+            "differ, the first one's figures are used: give each engine a source of its own"
         )
     return evidence
 

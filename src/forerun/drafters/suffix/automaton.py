@@ -58,19 +58,19 @@ class SuffixAutomaton:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the text."""
+        """Length of the text in tokens."""
         return self._length[self.last]
 
     def length(self, state: int) -> int:
-        """Tokens of the longest string of `state`."""
+        """Return the length in tokens of the longest string of `state`."""
         return self._length[state]
 
     def link(self, state: int) -> int:
-        """State of the longest suffix that occurs in more places; NONE for the root."""
+        """Return the state of the longest suffix that occurs more often; NONE for the root."""
         return self._link[state]
 
     def follow(self, state: int, token: int) -> int:
-        """State of the strings of `state` with `token` appended; NONE where they never occurred."""
+        """Return the state of the strings of `state` followed by `token`; NONE if never seen."""
         if self._token[state] == token:
             return self._child[state]
         branches = self._branches.get(state)
@@ -78,7 +78,7 @@ class SuffixAutomaton:
 
     @property
     def repeated(self) -> int:
-        """State of the longest suffix of the text that occurs earlier as well."""
+        """Return the state of the longest suffix of the text that also occurs earlier."""
         return max(ROOT, self._link[self.last])
 
     def favourite(self, state: int) -> tuple[int, float]:

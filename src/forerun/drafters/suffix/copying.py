@@ -50,7 +50,7 @@ class HitRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A chain of copied tokens, and what it is expected to be worth.
+    """A chain of copied tokens, with its expected number of accepted tokens.
 
     Attributes:
         tokens: what is drafted.
@@ -82,7 +82,7 @@ class OwnMatch:
 
     @property
     def place(self) -> tuple[int, int]:
-        """State and length of the longest suffix that occurs earlier too."""
+        """Return state and length of the longest suffix that also occurs earlier."""
         state = self.automaton.repeated
         return state, self.automaton.length(state)
 

@@ -47,7 +47,7 @@ class ModelFiles:
 
 
 def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
-    """Read the weights into the runner asked for; "auto" takes the first that can be had.
+    """Load the model with the runner asked for; "auto" takes the fastest that is available.
 
     Raises:
         RunnerUnavailable: a runner was named that cannot run this model here.
@@ -83,7 +83,7 @@ def try_out(model: LanguageModel, name: str) -> None:
 
 
 def loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
-    """Load the model into the runner named; "auto" tries them from the fastest on.
+    """Load the model with a named runner; "auto" tries them from the fastest on.
 
     Raises:
         RunnerUnavailable: a runner was named that cannot run this model here.
@@ -103,7 +103,7 @@ def loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
 
 
 def native(files: ModelFiles) -> LanguageModel:
-    """Load the model for the C++ kernels of this package."""
+    """Load the model for the CPU kernels of this package."""
     if files.device.type != "cpu":
         raise RunnerUnavailable(f"the native runner runs on the CPU, not on {files.device}")
     from forerun.models.runner.native import build_native_model

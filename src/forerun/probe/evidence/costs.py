@@ -45,7 +45,7 @@ def add_pass_costs(
     config: ProbeConfig,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """v(n) of the target over one sequence, and the time of one drafted token.
+    """Add v(n) of the target over one sequence, and the time of one drafted token.
 
     Args:
         evidence: takes the facts.
@@ -117,7 +117,7 @@ def pass_config(max_rows: int, budget_s: float, room: int) -> ProbeConfig | None
 
 
 def add_step_costs(evidence: Evidence, plain: Iterable[TapedRequest]) -> None:
-    """The time of a plain step, prompts and the steps after them left out."""
+    """Add the time of a plain step, without prompts and the steps after them."""
     steps = {
         step.record.cycle_id: step.record
         for request in plain
@@ -150,7 +150,7 @@ def add_self_draft(
     params: Sequence[SamplingParams],
     num_tokens: int,
 ) -> None:
-    """The share of drafted tokens that is accepted, half of the prompts greedily.
+    """Add the share of drafted tokens that is accepted; half of the prompts are greedy.
 
     Args:
         evidence: takes the fact.

@@ -1,4 +1,4 @@
-"""Facts from the files of a pair: whether they belong together, and whether a draft is trained."""
+"""Facts from the files of a pair: whether they fit each other, and whether a draft is trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["add_card_ratio", "add_files", "add_weights", "evidence_of_misfit", "
 
 
 def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
-    """Facts about two model folders.
+    """Add facts about two model folders.
 
     Raises:
         InvalidModel: files are missing or damaged.
@@ -40,7 +40,7 @@ def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
 
 
 def add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
-    """Whether both tokenizers give every id the same text."""
+    """Add whether both tokenizers give every id the same text."""
     try:
         check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
     except IncompatibleDraft as error:
@@ -50,7 +50,7 @@ def add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
 
 
 def add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
-    """Whether the draft was made for this target and its prompt format."""
+    """Add whether the draft was made for this target and its prompt format."""
     changed = card.made_for.differences(identify(target))
     words = f"the card names {card.target}; not the same: {', '.join(changed) or 'nothing'}"
     evidence.add("draft_of_other_target", "weights" in changed, words)
@@ -60,7 +60,7 @@ def add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
 
 
 def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float, float]]) -> None:
-    """Acceptance probability found here over the one on the draft's card.
+    """Add the ratio of the acceptance probability found here to the one on the draft's card.
 
     Args:
         evidence: takes the fact.
@@ -82,12 +82,12 @@ def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float,
 
 
 def figures_at(card: DraftCard, temperature: float) -> CardFigures | None:
-    """The card's figures at one temperature."""
+    """Return the card's figures at one temperature."""
     return next((f for f in card.after if math.isclose(f.temperature, temperature)), None)
 
 
 def evidence_of_misfit(error: IncompatibleDraft) -> Evidence:
-    """The facts about a pair whose tokenizers differ; it must not be run."""
+    """Return the facts about a pair whose tokenizers differ; it must not be run."""
     evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
     evidence.add("vocabularies_differ", True, str(error))
     return evidence
@@ -101,7 +101,7 @@ POWER_STEPS = 20
 
 
 def add_weights(evidence: Evidence, draft: Path) -> None:
-    """Matrices that are no weights, and the share of those that look untrained."""
+    """Add whether matrices are constant or not finite, and the share that look untrained."""
     wrong: list[str] = []
     drawn: list[str] = []
     num_large = 0
@@ -121,7 +121,7 @@ def add_weights(evidence: Evidence, draft: Path) -> None:
 
 
 def matrices(folder: Path) -> Iterator[tuple[str, Float[Tensor, "rows columns"]]]:
-    """Weight matrices, one at a time."""
+    """Yield the weight matrices one by one."""
     for path in read_checkpoint(folder).weight_files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)

@@ -29,7 +29,7 @@ DOUBTFUL = 0.05
 MIN_NATS = 5.0
 """Log likelihood ratio that decides between two acceptance rules."""
 OTHER_DISTRIBUTION = 0.1
-"""Total variation that rounding does not come to."""
+"""Total variation above what rounding can cause."""
 TINY = 1e-9
 
 
@@ -293,14 +293,14 @@ def decided(p_value: float) -> bool | None:
 def contrast(
     target: Float[Tensor, "rows vocab"], draft: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """How much likelier each token is to the target; what a biased rule moves, it moves along."""
+    """Return the log ratio of each token's target and draft probabilities."""
     return (target.clamp(min=TINY).log() - draft.clamp(min=TINY).log()).nan_to_num(0.0)
 
 
 def residual_probs(
     method: str, target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int
 ) -> Float[Tensor, " vocab"] | None:
-    """The distribution after a rejection; None under rules that have no such distribution."""
+    """Return the distribution after a rejection; None under rules without such a distribution."""
     if method == "token":
         ratio = 1.0
     elif method == "block":
@@ -313,7 +313,7 @@ def residual_probs(
 
 
 def prefix_ratio(target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int) -> float:
-    """p_i of block verification: min(1, p_(i-1) x target / draft) along the accepted tokens."""
+    """Return p_i of block verification: min(1, p_(i-1) * target / draft) over accepted tokens."""
     ratio = 1.0
     for place in range(num_accepted):
         token = int(tokens[place])

@@ -103,7 +103,7 @@ class StateTally:
             was_right = not kind
 
     def add_facts(self, evidence: Evidence) -> None:
-        """Add whether drafts become wrong after the first step, or after tokens were rejected."""
+        """Add whether drafts become wrong after a step (rollback), or at a start or a pause."""
         self._add(evidence, "rollback_wrong", AFTER_STEP)
         self._add(evidence, "acceptance_falls_after_handoff", HAND_OVER)
 

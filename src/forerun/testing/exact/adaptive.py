@@ -19,7 +19,7 @@ CAPACITY = Capacity(max_rows=64)
 
 @dataclass(frozen=True, slots=True)
 class Cheap:
-    """Costs under which neither the least nor the largest K is best."""
+    """Cost tables for which neither the smallest nor the largest K is best."""
 
     def at(self, temperature: float) -> CostTable:
         """Return a table in which a row and a draft token cost a quarter of a step."""

@@ -35,21 +35,21 @@ class ModelPairs:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs in this batch."""
+        """Number of pairs in this batch."""
         return len(self.target[0])
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
+        """Number of tokens in the vocabulary."""
         return self.target[0].shape[-1]
 
     @property
     def horizon(self) -> int:
-        """Tokens whose joint distribution the tables determine."""
+        """Number of tokens whose joint distribution the tables determine."""
         return len(self.target)
 
     def target_rows(self, num_committed: int, depth: int) -> Tensor:
-        """What verification sees of the target after `depth` draft tokens, for every prefix.
+        """Return the target's rows after `depth` draft tokens, for every prefix.
 
         Args:
             num_committed: tokens committed before the step.
@@ -66,7 +66,7 @@ class ModelPairs:
         )
 
     def joint(self) -> Float64[Tensor, "pairs texts"]:
-        """The target's distribution of the first `horizon` tokens."""
+        """Return the target's distribution of the first `horizon` tokens."""
         return self.complete({0: torch.ones_like(self.target[0][..., 0])})
 
     def complete(self, mass: Mapping[int, Tensor]) -> Float64[Tensor, "pairs texts"]:
@@ -85,7 +85,7 @@ class ModelPairs:
 def random_pairs(
     num_pairs: int, vocab_size: int, horizon: int, generator: torch.Generator
 ) -> Iterator[ModelPairs]:
-    """Pairs from nearly uniform to nearly one-hot, target and draft more or less alike."""
+    """Return random pairs, from nearly uniform to nearly one-hot, with more or less agreement."""
     for start in range(0, num_pairs, BATCH):
         count = min(BATCH, num_pairs - start)
         sharpness, kinship = (
@@ -102,7 +102,7 @@ def random_pairs(
 
 
 def structured_pairs(vocab_size: int, horizon: int, generator: torch.Generator) -> ModelPairs:
-    """One batch of corner cases: what a random distribution meets with probability 0.
+    """Return a batch of corner cases, such as equal or disjoint distributions.
 
     In order: identical; one-hot target; one-hot draft; both one-hot, sometimes agreeing; zero
     overlap, the target on one token; zero overlap, the draft on one token; zeros in the target;

@@ -1,4 +1,4 @@
-"""Bugs planted in the verifiers, each met in the wild; the enumeration must catch them all."""
+"""Bugs planted in the verifiers, each found in real code; the enumeration must catch them all."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedView:
-    """A bug in the history that a row's processors read.
+    """A row history with a planted bug, which the processors read.
 
     Attributes:
         name: of the bug.
@@ -94,7 +94,7 @@ class PlantedView:
 def planted(
     name: str, *, rules: tuple[Rule, ...] = ("token", "block"), **replaced: Any
 ) -> tuple[str, tuple[ChainVerifier, ...]]:
-    """A bug by name, planted in the verifiers of `rules`."""
+    """Return a bug by name, planted in the verifiers of `rules`."""
     return name, tuple(ChainVerifier(rule=rule, **replaced) for rule in rules)
 
 

@@ -180,7 +180,7 @@ def _trees(verifier: TreeVerifier) -> Emit:
 
 
 def horizon_of(tree: TokenTree) -> int:
-    """Tokens that two steps emit at most."""
+    """Return the largest number of tokens that two steps emit."""
     return max(tree.depths) + 1 + max(SECOND_TREE.depths) + 1
 
 

@@ -120,7 +120,7 @@ class ShapedPairs(ModelPairs):
 def shaped_pairs(
     pairs: ModelPairs, shape: Shape, max_depth: int, view: View = History.at
 ) -> ShapedPairs:
-    """Shape the target of every pair; the draft stays unshaped and may propose what is impossible.
+    """Shape the target of every pair by penalties and masks; the draft is not changed.
 
     Args:
         pairs: without zeros, for a mask has to leave something.

@@ -46,7 +46,7 @@ Keys = Callable[[int, int, int], tuple[list[int], list[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnTrees:
-    """Every draft from every prefix of one length.
+    """All drafts of one tree shape from every prefix of one length.
 
     Attributes:
         tokens: token of every node.
@@ -62,7 +62,7 @@ class DrawnTrees:
 
 
 def as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Hand the trees to verification as they were drawn."""
+    """Return the trees as they were drawn."""
     return trees
 
 

@@ -32,7 +32,7 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walker:
-    """The engine's walk and the keys of its target draws.
+    """The target walk and the keys of its draws, as the engine computes them.
 
     Attributes:
         walk: accepted path and final token, from tree, draft tokens and target tokens.
@@ -47,7 +47,7 @@ class Walker:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WalkTable:
-    """The texts that a walk over one tree emits, for every draft.
+    """The texts that a walk over one tree emits, for every possible draft.
 
     Attributes:
         emits: by number of emitted tokens: whether, for draft tokens (as a base-vocab number), some
@@ -60,7 +60,7 @@ class WalkTable:
 
 
 def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
-    """Output distribution of two steps and the target's continuation to the horizon.
+    """Return the output distribution of two steps, continued by the target to the horizon.
 
     Args:
         pairs: target and draft, given every prefix.
@@ -87,7 +87,7 @@ def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
 def step(
     pairs: ModelPairs, walker: Walker, histories: Histories, used: frozenset[int], tree: TokenTree
 ) -> Iterator[tuple[Histories, frozenset[int]]]:
-    """One step: the histories by number of emitted tokens, and the target keys used up by then."""
+    """Return the histories of one step by number of emitted tokens, and the keys it used."""
     keys = walker.keys(REQUEST, NUM_PROMPT + histories.length, tree)
     drafted, drafts = draft(pairs, walker, histories, tree)
     num_drafts = drafted.weights.shape[1] // histories.weights.shape[1]
@@ -109,7 +109,7 @@ def step(
 def draft(
     pairs: ModelPairs, walker: Walker, histories: Histories, tree: TokenTree
 ) -> tuple[Histories, Int64[Tensor, "some drafts"]]:
-    """The histories after drafting, and what each drafted as a number (under each pair, or any)."""
+    """Return the histories after drafting, and the drafted tokens of each as a number."""
     if not walker.sampled:
         return histories, top_tokens(pairs, histories, tree)
     drafted = draft_chain(pairs, ChainVerifier(rule="token"), histories, len(tree.parents))
@@ -117,7 +117,7 @@ def draft(
 
 
 def consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
-    """The keys of one text, which must be fresh and distinct."""
+    """Return the keys of one text, which must be new and distinct."""
     fresh = frozenset(keys) - used
     if len(fresh) < len(keys):
         raise Inexact("a target draw uses noise that has decided something before")
@@ -143,7 +143,7 @@ def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
 def walk_outcomes(
     walk: Walk, tree: TokenTree, drafts: tuple[int, ...], vocab_size: int
 ) -> dict[tuple[int, ...], Rows]:
-    """Every text the walk can emit over these drafts, with the rows it visits for it.
+    """Return every text that the walk can emit over these drafts, with the rows it visits.
 
     Raises:
         Inexact: a text is not what was drawn at the visited rows, or other rows had a say.
@@ -167,7 +167,7 @@ def walk_outcomes(
 def top_tokens(
     pairs: ModelPairs, histories: Histories, tree: TokenTree
 ) -> Int64[Tensor, "pairs drafts"]:
-    """The draft's most likely tokens as one number per history: siblings take ranks 0, 1, ..."""
+    """Return the draft's most likely tokens as one number per history."""
     pair_index = torch.arange(pairs.num_pairs)[:, None]
     root = histories.prefixes.expand_as(histories.weights)
     paths: list[Tensor] = []
@@ -185,7 +185,7 @@ def top_tokens(
 def target_texts(
     pairs: ModelPairs, histories: Histories, num_tokens: int
 ) -> Float64[Tensor, "pairs histories texts"]:
-    """The target's probability of every next `num_tokens` tokens after each history."""
+    """Return the target's probability of every next `num_tokens` tokens after each history."""
     vocab = torch.arange(pairs.vocab_size)
     probs = torch.ones_like(histories.weights)[..., None]
     paths = histories.prefixes[:, None]
@@ -197,13 +197,13 @@ def target_texts(
 
 
 def number(tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Tensor:
-    """Rows of tokens as base-vocab numbers."""
+    """Convert rows of tokens to base-vocab numbers."""
     powers = vocab_size ** torch.arange(tokens.shape[1]).flip(0)
     return (tokens * powers).sum(-1)
 
 
 def spell(text: tuple[int, ...], vocab_size: int) -> int:
-    """A text as a base-vocab number."""
+    """Convert a text to a base-vocab number."""
     value = 0
     for token in text:
         value = value * vocab_size + token

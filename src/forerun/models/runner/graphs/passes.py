@@ -40,7 +40,7 @@ class RaggedAttention:
     Attributes:
         decoder: sizes and constants.
         rotation: of every row.
-        plan: who writes where and sees what.
+        plan: where each row is written, and which keys it sees.
     """
 
     decoder: Decoder

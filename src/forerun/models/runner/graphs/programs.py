@@ -147,7 +147,7 @@ class Programs:
         return len(self._programs)
 
     def forward(self, batch: RowBatch) -> ModelOutput | None:
-        """`LanguageModel.forward`; None if the pass has no recording and can get none."""
+        """Run `LanguageModel.forward` by a recording; None if the pass can have none."""
         num_wanted = len(batch.logit_rows)
         bucket = shape_of(batch.spans, num_wanted, self.limits)
         if bucket is not None:
@@ -172,7 +172,7 @@ class Programs:
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"] | None:
-        """`LanguageModel.greedy_chain`; None if it has no recording and can get none."""
+        """Run `LanguageModel.greedy_chain` by a recording; None if it can have none."""
         num_sequences = len(batch.spans)
         bucket = shape_of(batch.spans, num_sequences, self.limits, num_tokens - 1)
         if bucket is None:
