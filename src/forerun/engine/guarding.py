@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+# `signal` converts to enumerations on every call, which costs a step 20 us.
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
-
-# signal.signal converts to enumerations on every call, which costs a step 20 us.
-from _signal import signal as set_handler  # type: ignore[import-not-found]
 from types import FrameType, TracebackType
 
 from forerun.errors import EngineBusy
@@ -42,17 +41,15 @@ class EngineGuard:
                 "the engine was made in another process, and its threads and device memory do not "
                 "survive a fork: load it in the process that uses it"
             )
+        # An interrupt behind the lock but ahead of the handler would leave the lock taken.
+        self._begin_deferring()
         if not self._lock.acquire(blocking=False):
+            self._end_deferring(None)
             raise EngineBusy(
                 "another thread is using the engine: call it from one thread, or put it into an "
                 "EngineThread, which takes requests from any"
             )
         self._depth += 1
-        if self._depth == 1 and threading.get_ident() == self._main_thread:
-            before = set_handler(SIGINT, self._note)
-            self._defers = before is signal.default_int_handler
-            if not self._defers:
-                set_handler(SIGINT, before)
 
     def __exit__(
         self,
@@ -61,12 +58,27 @@ class EngineGuard:
         trace: TracebackType | None,
     ) -> None:
         self._depth -= 1
-        interrupted = False
-        if self._depth == 0 and self._defers:
-            self._defers = False
-            set_handler(SIGINT, signal.default_int_handler)
-            interrupted, self._interrupted = self._interrupted, False
+        is_outermost = self._depth == 0
         self._lock.release()
+        if is_outermost:
+            self._end_deferring(error)
+
+    def _begin_deferring(self) -> None:
+        """Replace Python's own handler, unless another one is in place or it is done already."""
+        if self._defers or threading.get_ident() != self._main_thread:
+            return
+        if _signal.getsignal(SIGINT) is signal.default_int_handler:
+            self._interrupted = False
+            _signal.signal(SIGINT, self._note)
+            self._defers = True
+
+    def _end_deferring(self, error: BaseException | None) -> None:
+        """Put Python's own handler back, and raise the interrupt that came meanwhile."""
+        if not self._defers or threading.get_ident() != self._main_thread:
+            return
+        self._defers = False
+        _signal.signal(SIGINT, signal.default_int_handler)
+        interrupted, self._interrupted = self._interrupted, False
         if interrupted:
             raise KeyboardInterrupt from error
 

@@ -17,7 +17,7 @@ from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
-from forerun.sampling.mask import TokenMask
+from forerun.sampling.mask import TokenMask, problem_of_allowed
 from forerun.sampling.noise import request_key
 
 __all__ = ["Intake", "Prompt", "as_prompts", "params_for"]
@@ -115,12 +115,12 @@ class Intake:
         """Refuse a mask that lacks a method, has another width, or allows no first token."""
         if not isinstance(mask, TokenMask):
             raise InvalidRequest(f"the mask is {mask!r}; it needs fork, advance and allowed")
-        allowed = mask.allowed()
-        if allowed.shape != (self.target.vocab_size,):
-            raise InvalidRequest(
-                f"the mask is over {tuple(allowed.shape)} tokens; it must be over the model's "
-                f"{self.target.vocab_size}, padding ids included"
-            )
+        try:
+            allowed = mask.allowed()
+        except (Exception, SystemExit) as error:  # a mask is the caller's own code
+            raise InvalidRequest(f"the mask raised {error!r} for the first token") from error
+        if problem := problem_of_allowed(allowed, self.target.vocab_size):
+            raise InvalidRequest(f"the mask {problem}")
         if not bool(allowed.any()):
             raise InvalidRequest("the mask allows no first token; it must allow at least one")
 

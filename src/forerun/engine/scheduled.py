@@ -19,6 +19,7 @@ from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams, resolve_verification
 from forerun.sampling.history import RowHistory
 from forerun.sampling.logprobs import raw_logprobs
+from forerun.sampling.mask import problem_of_allowed
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.theory.tree import NO_TREE, TokenTree
 
@@ -144,22 +145,12 @@ class ScheduledSequence:
             return [None] * self.num_logit_rows
         try:
             rows = [*history.along(self.tree, drafted)]
-        except Exception as error:  # a mask is the caller's own code
+        except (Exception, SystemExit) as error:  # a mask is the caller's own code
             raise self._mask_error(f"raised {error!r}") from error
         for row in rows:
-            if row.mask is not None:
-                self._check_allowed(row.allowed, vocab_size)
+            if row.mask is not None and (problem := problem_of_allowed(row.allowed, vocab_size)):
+                raise self._mask_error(problem)
         return list(rows)
-
-    def _check_allowed(self, allowed: object, vocab_size: int) -> None:
-        """Refuse what a token mask allows unless it is one boolean per token."""
-        if not isinstance(allowed, Tensor):
-            raise self._mask_error(f"allowed {type(allowed).__name__}, not a boolean tensor")
-        if allowed.dtype != torch.bool or allowed.shape != (vocab_size,):
-            raise self._mask_error(
-                f"allowed a tensor of shape {tuple(allowed.shape)} and dtype {allowed.dtype}; it "
-                f"must be boolean, of shape ({vocab_size},)"
-            )
 
     def _mask_error(self, problem: str) -> MaskError:
         """The error for a token mask of this request."""

@@ -49,7 +49,7 @@ class History:
         self.counts = counts
         self.mask = mask
         self._masked: dict[Path, RowHistory] = {}
-        self._failure: Exception | None = None
+        self._failure: Exception | SystemExit | None = None
 
     @classmethod
     def of(
@@ -104,7 +104,7 @@ class History:
                 self._masked[()] = RowHistory(base=self, mask=row.mask, allowed=row.allowed)
             else:
                 mask.advance(token)
-        except Exception as error:  # noqa: BLE001 - a mask is the caller's own code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a mask is the caller's own code
             self._failure = error
 
     def at(self, path: Sequence[int] = ()) -> RowHistory:

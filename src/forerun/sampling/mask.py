@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-__all__ = ["TokenMask"]
+__all__ = ["TokenMask", "problem_of_allowed"]
 
 
 @runtime_checkable
@@ -31,3 +32,20 @@ class TokenMask(Protocol):
 
         Asked once per state and never written to; best on the CPU.
         """
+
+
+def problem_of_allowed(allowed: object, vocab_size: int) -> str | None:
+    """Describe what a mask allows where it is not one boolean per token; None where it is.
+
+    Args:
+        allowed: what `TokenMask.allowed` returned.
+        vocab_size: of the target.
+    """
+    if not isinstance(allowed, Tensor):
+        return f"allowed {type(allowed).__name__}, not a boolean tensor"
+    if allowed.dtype != torch.bool or allowed.shape != (vocab_size,):
+        return (
+            f"allowed a tensor of shape {tuple(allowed.shape)} and dtype {allowed.dtype}; it must "
+            f"be boolean, of shape ({vocab_size},), padding ids included"
+        )
+    return None

@@ -26,6 +26,24 @@ def engine() -> Engine:
     return tiny.engine_over(target, tiny.drafting(tiny.cousin(target, 5), VOCAB))
 
 
+class Allowing:
+    """A token mask that returns one object, or raises it."""
+
+    def __init__(self, found: object) -> None:
+        self.found = found
+
+    def fork(self) -> Allowing:
+        return self
+
+    def advance(self, token: int) -> None:
+        """Nothing changes."""
+
+    def allowed(self) -> object:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
 def refused(engine: Engine, call: Callable[[], object], message: str) -> None:
     """The call is refused while another request runs, which goes on as if nothing had been."""
     (alone,) = engine.generate([[1, 2]], RUNNING)
@@ -141,7 +159,11 @@ def test_ids_may_be_integers_of_any_kind(engine: Engine) -> None:
     ("mask", "message"),
     [
         (object(), "the mask is <object .*it needs fork, advance and allowed"),
-        (Automaton([{0: 0}], 9), r"the mask is over \(9,\) tokens; .* the model's 8"),
+        (Automaton([{0: 0}], 9), r"the mask allowed a tensor of shape \(9,\) .* of shape \(8,\)"),
+        (Allowing(None), "the mask allowed NoneType, not a boolean tensor"),
+        (Allowing([True] * 8), "the mask allowed list, not a boolean tensor"),
+        (Allowing(torch.ones(8)), "the mask allowed a tensor .* dtype torch.float32; it must be"),
+        (Allowing(RuntimeError("no rule")), r"the mask raised RuntimeError\('no rule'\)"),
         (Automaton([{}], 8), "the mask allows no first token"),
     ],
 )

@@ -15,6 +15,7 @@ from tests import tiny
 
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.guarding import EngineGuard
 from forerun.engine.thread import EngineThread
 from forerun.errors import (
     EngineBusy,
@@ -218,6 +219,49 @@ def test_an_interrupt_comes_between_two_steps(target, draft):
     assert found == [output.token_ids for output in expected]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert target.store.num_free == 4
+
+
+class InterruptedLock:
+    """A lock that is interrupted behind one call, or ahead of the other."""
+
+    def __init__(self, call: str) -> None:
+        self.lock = threading.RLock()
+        self.call = call
+
+    def acquire(self, *, blocking: bool) -> bool:
+        taken = self.lock.acquire(blocking=blocking)
+        self.interrupt("acquire")
+        return taken
+
+    def release(self) -> None:
+        self.interrupt("release")
+        self.lock.release()
+
+    def interrupt(self, call: str) -> None:
+        if call == self.call:
+            self.call = ""
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("call", ["acquire", "release"])
+def test_an_interrupt_at_the_beginning_or_end_of_a_step_leaves_the_engine_free(call, monkeypatch):
+    guard = EngineGuard()
+    monkeypatch.setattr(guard, "_lock", InterruptedLock(call))
+    entered = []
+
+    def enter() -> None:
+        with guard:
+            entered.append(threading.get_ident())
+
+    with pytest.raises(KeyboardInterrupt):
+        enter()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    other = threading.Thread(target=enter)
+    other.start()
+    other.join()
+    assert entered[-1:] == [other.ident]
+    enter()
+    assert len(entered) == 3
 
 
 def test_a_step_that_broke_off_while_committing_asks_for_a_reset(target, monkeypatch):

@@ -139,18 +139,25 @@ def test_neighbours_without_a_mask_are_left_alone(target: TabularModel) -> None:
 class Failing(Automaton):
     """Breaks down where it is told `fatal`."""
 
-    def __init__(self, fatal: str, state: int = 0, num_told: int = 0) -> None:
+    def __init__(
+        self,
+        fatal: str,
+        state: int = 0,
+        num_told: int = 0,
+        kind: type[BaseException] = KeyError,
+    ) -> None:
         super().__init__(TABLE, VOCAB, state)
         self.fatal = fatal
+        self.kind = kind
         self.num_told = num_told
 
     def fail(self, where: str) -> None:
         if where == self.fatal and self.num_told > 4:
-            raise KeyError(f"{where} has no rule")
+            raise self.kind(f"{where} has no rule")
 
     def fork(self) -> Failing:
         self.fail("fork")
-        return Failing(self.fatal, self.state, self.num_told)
+        return Failing(self.fatal, self.state, self.num_told, self.kind)
 
     def advance(self, token: int) -> None:
         self.fail("advance")
@@ -162,16 +169,17 @@ class Failing(Automaton):
         return super().allowed()
 
 
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
 @pytest.mark.parametrize("fatal", ["advance", "allowed"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_mask_that_raises_ends_its_own_request_only(
-    target: TabularModel, k: int, fatal: str
+    target: TabularModel, k: int, fatal: str, kind: type[BaseException]
 ) -> None:
     engine = tiny.engine_over(target, drafters(target)["cousin"] if k else None, k=k)
     (alone,) = engine.generate([[5, 1]], sampling(n=1, ignore_eos=True))
     sound = engine.add_request([5, 1], sampling(n=1, ignore_eos=True))
     params = sampling(n=1, ignore_eos=True, min_tokens=20)
-    sick = engine.add_request([7], params, mask=Failing(fatal))
+    sick = engine.add_request([7], params, mask=Failing(fatal, kind=kind))
     with pytest.raises(MaskError, match=f"{fatal} has no rule.*abort it") as failure:
         while engine.has_unfinished:
             engine.step()
