@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 from forerun.cli import generate
 from forerun.cli.main import main
+from forerun.cli.session import Session
 from forerun.errors import InvalidRequest
 
 GREEDY = ("--temperature", "0", "--max-tokens", "24")
@@ -39,6 +41,21 @@ def test_quiet_says_nothing_on_stderr(run):
     _, out, err = run("def f", *GREEDY, "--quiet")
     assert out
     assert "tokens" not in err.replace("parameters", "")
+
+
+def test_a_warning_comes_after_the_text_that_is_streamed(run, monkeypatch):
+    streamed = Session.run
+
+    def with_warning(session, ids, params):
+        for chunk in streamed(session, ids, params):
+            logging.getLogger("forerun.engine").warning("careful")
+            print("|", end="", file=sys.stderr)
+            yield chunk
+
+    monkeypatch.setattr(Session, "run", with_warning)
+    code, _, err = run("def f", *GREEDY, "--quiet")
+    assert code == 0
+    assert err.rindex("|") < err.index("forerun: careful")
 
 
 def test_speculation_does_not_change_greedy_text(run):

@@ -151,7 +151,7 @@ def run(options: AlignOptions) -> int:
             raise
         raise InvalidRequest(
             f"forerun align needs the package {error.name}, which is not installed; install what "
-            "alignment needs with: pip install 'forerun[align]'"
+            "alignment needs with: pip install '.[align]' in a copy of forerun's repository"
         ) from error
 
 

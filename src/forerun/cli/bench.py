@@ -45,8 +45,9 @@ class BenchOptions:
     Plain decoding is always the first arm.
     Default for a shipped target: its domain draft at K=1 to 4."""
     prompts: Path | None = None
-    """Texts to continue: .jsonl with "prompt" and optionally "tag", else one per line or between
-    "---". Default: the shipped prompts, on which no shipped model was trained."""
+    """Texts to continue: a .jsonl, .json, .csv, .tsv or .parquet file with "prompt" and optionally
+    "tag", or .txt with one per line or between "---". Default: the shipped prompts, on which no
+    shipped model was trained."""
     tag: str | None = None
     """Only prompts with this tag."""
     temperatures: Annotated[

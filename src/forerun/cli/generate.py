@@ -53,6 +53,7 @@ def run(options: GenerateOptions) -> int:
     options.check()
     prompt = read_prompt(options.prompt)
 
+    from forerun.cli.main import notices_held
     from forerun.cli.session import Session, load_engine
     from forerun.cli.writers import choose_writer, print_figures
 
@@ -71,9 +72,10 @@ def run(options: GenerateOptions) -> int:
             drafter_hashes=hashes,
         )
         try:
-            for chunk in session.run(ids, params):
-                writer.write(chunk)
-            writer.finish(session.result, session.figures)
+            with notices_held():
+                for chunk in session.run(ids, params):
+                    writer.write(chunk)
+                writer.finish(session.result, session.figures)
         except KeyboardInterrupt:
             print(file=sys.stderr)  # what was streamed ends in the middle of a line
             raise

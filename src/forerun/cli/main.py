@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from logging.handlers import MemoryHandler
 from typing import Any
 
 import forerun
@@ -33,8 +34,9 @@ from forerun.errors import (
 )
 from forerun.terminal_text import printable
 
-__all__ = ["main", "notices_on_stderr"]
+__all__ = ["main", "notices_held", "notices_on_stderr"]
 
+MAX_HELD_NOTICES = 100
 PREPARATION = "forerun.preparation"
 """Logger of what is prepared once, or once per start."""
 COMMANDS = {
@@ -120,6 +122,29 @@ def notices_on_stderr() -> Iterator[None]:
     finally:
         package.removeHandler(handler)
         preparation.setLevel(level)
+
+
+@contextmanager
+def notices_held() -> Iterator[None]:
+    """Print warnings after the block, so that none of them cuts text that is being streamed."""
+    package = logging.getLogger("forerun")
+    shown = [handler for handler in package.handlers if isinstance(handler, Notices)]
+    held = [
+        MemoryHandler(MAX_HELD_NOTICES, flushLevel=logging.CRITICAL + 1, target=handler)
+        for handler in shown
+    ]
+    for handler in shown:
+        package.removeHandler(handler)
+    for memory in held:
+        package.addHandler(memory)
+    try:
+        yield
+    finally:
+        for memory in held:
+            package.removeHandler(memory)
+            memory.close()  # prints what it holds
+        for handler in shown:
+            package.addHandler(handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -167,18 +167,21 @@ class Engine(EngineCore):
         prompt: Prompt,
         params: SamplingParams | None = None,
         terms: RequestTerms | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
     ) -> Iterator[StreamChunk]:
         """Yield the chunks of one prompt step by step; closing the iterator aborts the request.
 
         Several streams may be read alternately: a step advances all requests, and the chunks of
         another stream are kept for its own iterator. Text of requests without a stream is kept for
-        `take_output`.
+        `take_output`. `sampling_params` is another name of `params`.
 
         Raises:
             InvalidRequest: as `add_request`.
             QueueFull: as many sequences wait as may.
             NumericalError: as `step`.
         """
+        params = params if sampling_params is None else sampling_params
         request_id = self.add_request(prompt, params, terms=terms)
         samples = self._requests[request_id]
         inbox = self._inboxes[request_id] = deque()
@@ -197,6 +200,8 @@ class Engine(EngineCore):
         messages: Seq[Mapping[str, str]],
         params: SamplingParams | None = None,
         terms: RequestTerms | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
     ) -> RequestOutput:
         """Answer a conversation, rendered by the chat template of the target's tokenizer.
 
@@ -204,6 +209,7 @@ class Engine(EngineCore):
             messages: each with a "role" and a "content", the last one first to be answered.
             params: how the answer's tokens are chosen.
             terms: how the request is treated among others.
+            sampling_params: another name of `params`.
 
         Raises:
             InvalidRequest: the tokenizer has no template, the template refuses the messages, or as
@@ -211,7 +217,7 @@ class Engine(EngineCore):
         """
         text = self.tokenizer.render_chat(messages)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return self.generate([ids], params, terms)[0]
+        return self.generate([ids], params, terms, sampling_params=sampling_params)[0]
 
     def stats(self) -> BackendStats:
         """Return counts since the engine was made."""

@@ -273,14 +273,23 @@ def as_ids(prompt: object) -> list[int]:
         InvalidRequest: it is no list, or holds something else.
     """
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
-        raise InvalidRequest(f"the prompt is {prompt!r}; it must be a text or a list of token ids")
+        raise InvalidRequest(
+            f"the prompt is {prompt!r}; it must be a text or a list of token ids{chat_hint(prompt)}"
+        )
     tokens = list(prompt)
     wrong = next((token for token in tokens if not is_id(token)), None)
     if wrong is not None:
         raise InvalidRequest(
             f"the prompt holds {wrong!r}; it must be a text or a list of token ids"
+            f"{chat_hint(wrong)}"
         )
     return [index(token) for token in tokens]
+
+
+def chat_hint(value: object) -> str:
+    """Where messages of a conversation belong, as the end of an error; empty for other values."""
+    is_message = isinstance(value, Mapping) and "role" in value
+    return "; for the messages of a conversation call chat" if is_message else ""
 
 
 def is_id(value: object) -> bool:

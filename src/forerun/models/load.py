@@ -233,6 +233,15 @@ def model_folder(source: str | Path) -> Path:
             f"{folder} is a file, not a model folder{gguf}; give the folder with config.json and "
             "*.safetensors"
         )
+    if folder.suffix.lower() == ".gguf":
+        raise InvalidModel(
+            f"there is no file {folder}, and GGUF files are not supported; give a folder with "
+            "config.json and *.safetensors"
+        )
+    if name.lower() == "none":
+        raise InvalidModel(
+            f"there is no model {name!r}; to decode without a draft, give no draft (None)"
+        )
     if name.lower() in LOOKUP_NAMES:
         raise InvalidModel(f'there is no model {name!r}; did you mean the drafter "suffix"?')
     if not HUB_NAME.fullmatch(name):

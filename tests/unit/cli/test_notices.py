@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from forerun.cli.main import PREPARATION, notices_on_stderr
+from forerun.cli.main import PREPARATION, notices_held, notices_on_stderr
 
 
 def say_everything() -> None:
@@ -33,6 +33,18 @@ def test_afterwards_all_is_as_before(capsys):
     with notices_on_stderr():
         assert len(package.handlers) == len(before[0]) + 1
     assert (package.handlers, preparation.level) == before
+
+
+def test_no_notice_cuts_text_that_is_being_streamed(capsys):
+    package = logging.getLogger("forerun")
+    with notices_on_stderr():
+        before = list(package.handlers)
+        with notices_held():
+            print("one ", end="", file=sys.stderr)
+            logging.getLogger("forerun.engine").warning("careful")
+            print("line", file=sys.stderr)
+        assert package.handlers == before
+    assert capsys.readouterr().err.splitlines() == ["one line", "forerun: careful"]
 
 
 def test_a_spinner_steps_aside(capsys):

@@ -35,6 +35,9 @@ def test_a_conversation_is_answered_as_its_rendered_text():
     answer = engine.chat(MESSAGES, PARAMS)
     assert list(answer.prompt_token_ids) == ids
     assert answer.token_ids == engine.generate([ids], PARAMS)[0].token_ids
+    assert engine.chat(MESSAGES, sampling_params=PARAMS).token_ids == answer.token_ids
+    chunks = engine.stream(ids, sampling_params=PARAMS)
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == answer.token_ids
     assert len(answer.token_ids) == 6
 
 

@@ -199,6 +199,16 @@ def test_names_of_other_systems_for_suffix_drafting(name):
         model_folder(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("x.gguf", "no file x.gguf, and GGUF files are not supported"), ("none", "give no draft")],
+)
+def test_names_that_are_not_asked_of_the_hub(name, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
+    with pytest.raises(InvalidModel, match=message):
+        model_folder(name)
+
+
 @pytest.mark.parametrize("name", ["model.gguf", "config.json"])
 def test_files_are_no_model_folders(name, tmp_path):
     (tmp_path / name).write_text("{}")

@@ -44,11 +44,13 @@ def split(
     train, held_out = sides
     if not train:
         raise InvalidRequest(
-            f"all {len(held_out)} prompts are held out: lower held_out_share or give more prompts"
+            f"all {len(held_out)} prompts are held out: give more prompts, or lower the held-out "
+            "share (--held-out-share)"
         )
     if held_out_share and not held_out:
         raise InvalidRequest(
-            f"none of {len(train)} prompts is held out: raise held_out_share or give more prompts"
+            f"none of {len(train)} prompts is held out: give more prompts, raise the held-out "
+            "share (--held-out-share), or name a file of prompts to judge with (--held-out)"
         )
     return train, held_out
 

@@ -27,8 +27,8 @@ def test_edges_of_the_share():
     [
         (1.0, "held_out_share is 1.0"),
         (-0.1, "held_out_share is -0.1"),
-        (0.999999999, "all 3 prompts are held out"),
-        (1e-9, "none of 3 prompts is held out"),
+        (0.999999999, r"all 3 prompts are held out: .*--held-out-share"),
+        (1e-9, r"none of 3 prompts is held out: .*--held-out-share"),
     ],
 )
 def test_an_empty_side_is_refused(share, message):
