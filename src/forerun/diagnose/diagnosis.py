@@ -162,6 +162,8 @@ def add_shares(evidence: Evidence, found: Attribution) -> None:
 NO_HARM = (0.97, 1.05)
 """Speedups that are no complaint by themselves and no gain either."""
 MIN_SCORE_WITHOUT_HARM = 0.35
+MIN_TIMED_DRAFTS = 8
+"""Drafts below which times show no cost, because the first steps of a process are slower."""
 MIN_DRAFTS = 30
 MIN_SCORE_OF_FEW = 0.5
 """Score of the likeliest cause below which few drafts, or a run as fast as plain, prove nothing."""
@@ -175,6 +177,8 @@ def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
     if likeliest.cause.label == "healthy":
         return "healthy"
     speedup, drafts = evidence.number("speedup"), evidence.number("num_drafts")
+    if drafts is not None and 0 < drafts < MIN_TIMED_DRAFTS and likeliest.cause.family == "cost":
+        return "insufficient evidence"
     if speedup is not None and NO_HARM[0] <= speedup <= NO_HARM[1]:
         least = MIN_SCORE_WITHOUT_HARM
     elif drafts is not None and 0 < drafts < MIN_DRAFTS:

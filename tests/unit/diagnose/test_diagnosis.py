@@ -170,6 +170,8 @@ def test_what_was_measured_outweighs_what_was_claimed():
         ({"num_drafts": 29, "acceptance_low": True}, "insufficient evidence"),
         ({"num_drafts": 30, "acceptance_low": True}, "problem"),
         ({"num_drafts": 29, "weights_incomplete": True, "acceptance_zero": True}, "problem"),
+        ({"num_drafts": 7, "speedup": 0.6, "draft_share_high": True}, "insufficient evidence"),
+        ({"num_drafts": 7, "weights_incomplete": True, "acceptance_zero": True}, "problem"),
     ],
 )
 def test_a_weak_cause_of_little_harm_is_insufficient_evidence(facts, verdict):
