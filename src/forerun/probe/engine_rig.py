@@ -116,7 +116,9 @@ class EngineRig:
             target=self.target,
             tokenizer=self.tokenizer,
             drafter=drafter,
-            config=replace(self.config, num_speculative_tokens=k, sharing="none"),
+            config=replace(
+                self.config, num_speculative_tokens=k, sharing="none", controller="fixed"
+            ),
         )
 
     def _timed_step(self, engine: Engine) -> tuple[float, float]:
