@@ -123,6 +123,19 @@ class BoundedFile:
         if self._owned:
             os.close(self._handle)
 
+    def wait_for_data(self, max_seconds: float) -> None:
+        """Wait until a pipe has something to read, or its end.
+
+        Raises:
+            UnreadableInput: nothing came in `max_seconds`, or within the limit on all reading.
+        """
+        max_seconds = min(max_seconds, self.deadline.remaining_s())
+        if self._waits and not select.select([self._handle], [], [], max_seconds)[0]:
+            raise UnreadableInput(
+                f"nothing was written to {self.name} within {max_seconds:.2g} s; start its writer "
+                "first, or copy it to a regular file"
+            )
+
     def peek(self, size: int) -> bytes:
         """Return the next bytes, at most `size`, without consuming them."""
         while len(self._pending) < size:

@@ -158,6 +158,14 @@ def test_a_pipe_without_a_writer_ends(tmp_path, monkeypatch):
         list(read_trace(path))
 
 
+def test_a_pipe_is_given_up_where_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "FIRST_DATA_S", 0.2)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ForerunError, match=r"nothing was written to pipe within 0\.2 s"):
+        read_source(str(path), interval_s=1.0)
+
+
 def test_the_log_of_a_running_server_is_used_up_to_the_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "LIMITS", sources.ReadLimits(max_seconds=1.0))
     path = tmp_path / "pipe"

@@ -23,6 +23,8 @@ REFERENCE = {
 TRACE_START = b'{"record":'
 LIMITS = ReadLimits(max_bytes=1 << 32, max_seconds=600.0)
 """Of a source. A log is read from a pipe for as long as its server runs, hence the minutes."""
+FIRST_DATA_S = 20.0
+"""How long a named pipe may take until its writer has written anything."""
 
 
 def read_source(name: str, *, interval_s: float) -> Evidence:
@@ -47,6 +49,7 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
         if path.is_dir():
             return read_trace(path)
         with open_bounded(path, LIMITS, name=path.name) as file:
+            file.wait_for_data(FIRST_DATA_S)
             if file.peek(len(TRACE_START)) == TRACE_START and path.is_file():
                 return read_trace(path)
             return read_stream(file, path.name)
