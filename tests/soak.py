@@ -328,7 +328,7 @@ class Soak:
         assert isinstance(drafter, FailsNowAndThen)
         draft = drafter.inner
         assert isinstance(draft, DraftModel)
-        assert not draft._branches
+        assert not draft._sequences
         assert draft.model.store.num_free == engine.config.max_batch
         self.report.drafter_failures = drafter.num_failures
         gc.collect()

@@ -20,7 +20,7 @@ import tyro
 from finetune import finetune
 from openings import write
 from rich.console import Console
-from story import draw, on_progress, table
+from story import draw, story_of, table
 
 from forerun.align.config import TrainingConfig
 from forerun.models.zoo.catalog import held_out_prompts
@@ -87,7 +87,7 @@ class Story:
         }
         for name, (target_name, draft) in arms.items():
             self.bench(name, target_name, draft)
-        rows = on_progress(self.out)
+        rows = story_of(self.out)
         (self.out / "story.json").write_text(json.dumps([row.to_dict() for row in rows], indent=1))
         (self.out / "story.md").write_text(table(rows), "utf-8")
         draw(rows, self.out / "story.svg")

@@ -48,7 +48,7 @@ class Row:
         return asdict(self)
 
 
-def tell(out: Path) -> list[Row]:
+def story_of(out: Path) -> list[Row]:
     """Rows from the reports and comparisons of a recipe."""
     return [row_of(out, name, *chapter) for name, chapter in CHAPTERS.items()]
 

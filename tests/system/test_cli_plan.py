@@ -160,13 +160,19 @@ def test_a_profiled_pair_on_another_machine(profile, capsys):
     ("arguments", "message"),
     [
         ((), "a plan needs costs"),
-        (("--profile", "PROFILE"), "how far draft is accepted: --acceptance or --trace"),
+        (
+            ("--profile", "PROFILE"),
+            "the acceptance of draft is not known: give",
+        ),
         (("--profile", "PROFILE", "--acceptance", "1.5"), "1.5 is no probability"),
         (("--profile", "PROFILE", "--acceptance", "0.5,0.7"), "which is impossible"),
         (("--profile", "PROFILE", "--acceptance", "0.5,x"), "'x' is no number"),
         (("--profile", "PROFILE", "--acceptance", "other=0.5"), "the drafters are draft"),
         (("--profile", "PROFILE", "--acceptance", "0.5", "--acceptance", "0.6"), "given twice"),
-        (("--profile", "PROFILE", "--draft", "x", "--acceptance", "0.5"), "drafting with x costs"),
+        (
+            ("--profile", "PROFILE", "--draft", "x", "--acceptance", "0.5"),
+            "the cost of drafting with x is not known",
+        ),
         (("--profile", "PROFILE", "--draft", "self:2", "--acceptance", ".5"), "a trace of it"),
         (("--profile", "PROFILE", "--profile", "PROFILE"), "a second profile with draft draft"),
         (

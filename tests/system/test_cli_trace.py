@@ -77,7 +77,7 @@ def test_a_full_disk_costs_no_token(generate, tmp_path):
     full.symlink_to("/dev/full")
     _, expected, _ = generate(*GREEDY, "--quiet")
     code, out, err = generate(*GREEDY, "--trace", str(full), "--quiet")
-    assert (code, out) == (0, expected)
+    assert (code, out) == (1, expected)
     (warning,) = [line for line in err.splitlines() if "trace" in line]
     assert "No space left on device" in warning
     assert "the rest goes on" in warning

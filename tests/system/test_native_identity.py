@@ -117,7 +117,7 @@ def test_in_bf16_no_draft_changes_a_text(bf16, k):
 
 def test_in_bf16_the_shipped_pair_says_the_same_with_and_without_its_draft():
     """Trained weights, long texts, two threads, several requests at a time."""
-    config = EngineConfig(max_batch=3, num_threads=2, runner="native", **SMALL)
+    config = EngineConfig(max_batch=3, num_threads=2, runner="native", controller="fixed", **SMALL)
     plain = Engine.load("zoo:code-11m", config=config)
     assert plain.target.dtype == torch.bfloat16
     speculative = plain.with_draft("zoo:code-2m")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.soak import soak_laws, soak_networks
 
+from forerun.models import slots
+
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -27,6 +29,6 @@ def test_traffic_over_networks_changes_no_text():
 
 def test_a_planted_bug_is_found(monkeypatch):
     """One token more is taken for shared than is."""
-    common_length = prefixes.common_length
-    monkeypatch.setattr(prefixes, "common_length", lambda a, b: common_length(a, b) + 1)
+    common_length = slots.common_length
+    monkeypatch.setattr(slots, "common_length", lambda a, b: common_length(a, b) + 1)
     assert soak_laws(60, every=60).mismatches > 0

@@ -193,7 +193,7 @@ def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) ->
         num_samples: samples of the one request, which run together.
         max_tokens: its longest output.
     """
-    if max_tokens is not None and pair.k >= max_tokens > 1:
+    if pair.draft_names and max_tokens is not None and pair.k >= max_tokens > 1:
         logger.warning(
             "K=%d: a step drafts at most %d tokens, because --max-tokens is %d",
             pair.k,
