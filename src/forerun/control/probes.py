@@ -162,5 +162,3 @@ class Probes:
             self.idle_debt += loss
             accepted = any(record.num_accepted for record in records)
             self._num_following = FOLLOWING if accepted else max(0, self._num_following - 1)
-            if not self._num_following:
-                self.idle_debt = min(self.idle_debt, most)  # the next probe must not wait for long

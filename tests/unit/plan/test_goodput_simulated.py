@@ -66,7 +66,7 @@ CASES = [
     (8, 0.8, 1.0),
 ]
 MORE_CASES = [
-    above_limit(1, 0.75, 0.0, figure="6.1%, in one of six streams 23%"),
+    above_limit(1, 0.75, 0.0, figure="9.8%, in two of six streams 23% and 25%"),
     (8, 0.35, 0.0),
     (8, 0.35, 1.0),
 ]
