@@ -8,7 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.contract.conftest import Case
-from tests.contract.test_language_model import BRANCHED, BRANCHED_TOKENS, feed, text
+from tests.contract.test_language_model import (
+    BRANCHED,
+    BRANCHED_TOKENS,
+    mixed_pass,
+    text,
+)
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
@@ -62,17 +67,7 @@ def test_features_come_for_the_layers_asked_in_that_order(case):
 
 
 def test_features_of_a_pass_of_chunks_trees_and_single_rows(case):
-    prefilling, verifying, decoding = (
-        Context(case.model.store, text(length, length)) for length in (80, 30, 17)
-    )
-    feed(case.model, prefilling, 5)
-    feed(case.model, verifying, 29)
-    feed(case.model, decoding, 16)
-    parts = [
-        (verifying.span(1, BRANCHED), [*verifying.pending(), *BRANCHED_TOKENS]),
-        (prefilling.span(70), prefilling.pending(70)),
-        (decoding.span(1), decoding.pending()),
-    ]
+    (prefilling, verifying, decoding), parts = mixed_pass(case.model)
     expected = [case.features(verifying.ids)[-1:]]
     for node in range(len(BRANCHED_TOKENS)):
         path = [BRANCHED_TOKENS[above] for above in BRANCHED.path(node)]

@@ -43,6 +43,24 @@ def feed(model: LanguageModel, context: Context, num_tokens: int | None = None) 
     return logits
 
 
+def mixed_pass(
+    model: LanguageModel,
+) -> tuple[list[Context], list[tuple[Span, list[int]]]]:
+    """A prefilling, a verifying and a decoding sequence, and the parts of a pass over all three."""
+    prefilling, verifying, decoding = contexts = [
+        Context(model.store, text(length, length)) for length in (80, 30, 17)
+    ]
+    feed(model, prefilling, 5)
+    feed(model, verifying, 29)
+    feed(model, decoding, 16)
+    parts = [
+        (verifying.span(1, BRANCHED), [*verifying.pending(), *BRANCHED_TOKENS]),
+        (prefilling.span(70), prefilling.pending(70)),
+        (decoding.span(1), decoding.pending()),
+    ]
+    return contexts, parts
+
+
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -124,17 +142,7 @@ def prefix_of(context: Context) -> tuple[Tensor, ...]:
 
 
 def test_prefill_chunk_verification_and_decoding_share_a_pass(case):
-    prefilling, verifying, decoding = (
-        Context(case.model.store, text(length, length)) for length in (80, 30, 17)
-    )
-    feed(case.model, prefilling, 5)
-    feed(case.model, verifying, 29)
-    feed(case.model, decoding, 16)
-    parts = [
-        (verifying.span(1, BRANCHED), [*verifying.pending(), *BRANCHED_TOKENS]),
-        (prefilling.span(70), prefilling.pending(70)),
-        (decoding.span(1), decoding.pending()),
-    ]
+    (prefilling, verifying, decoding), parts = mixed_pass(case.model)
     logits = score(case.model, parts)
     assert_close(logits[0], case.expected(verifying.ids)[-1])
     assert_close(logits[8], case.expected([*verifying.ids, 8, 11, 14])[-1])

@@ -37,43 +37,47 @@ class Probes:
         config: the shares.
         methods: names of the drafters.
         max_k: largest K.
+
+    Attributes:
+        idle_loss: loss of probes beside plain decoding that later steps have not made up for yet.
+        explore_loss: the same of probes beside drafting; both in steps.
     """
 
     def __init__(self, config: GoodputConfig, methods: Sequence[str], max_k: int) -> None:
         self.config = config
         self.max_k = max_k
         self.methods = methods
-        self.idle_debt = self.explore_debt = FIRST_PROBE_LOSS
+        self.idle_loss = self.explore_loss = FIRST_PROBE_LOSS
         self._share = config.probe_share
         self._num_idle_probes = self._num_explored = 0
         self._num_following = 0
         self._expected_loss: float | None = None
 
     def pass_step(self, num_plain: int, *, has_drafted: bool) -> None:
-        """Reduce the cost still to be made up for by one step's share."""
+        """Reduce the loss still to be made up for by the share of one step."""
         share = self.config.probe_share
         if has_drafted:
             share = max(share, FIRST_PROBES / (8.0 + num_plain))
         self._share = share
         if num_plain:
-            self.idle_debt = max(0.0, self.idle_debt - share)
+            self.idle_loss = max(0.0, self.idle_loss - share)
         else:
-            self.explore_debt = max(0.0, self.explore_debt - self.config.explore)
+            self.explore_loss = max(0.0, self.explore_loss - self.config.explore)
 
     def steps_left(self, drafts: bool) -> int:
         """Return for how many steps no probe is due, at least 1."""
         if drafts:
-            share, debt = self.config.explore, self.explore_debt
+            share, loss = self.config.explore, self.explore_loss
         else:
             share = self._share
-            debt = 0.0 if self._is_idle_probe_due else self.idle_debt
-        return PLAIN_REUSE if share <= 0.0 else max(1, int(debt / share))
+            loss = 0.0 if self._is_idle_probe_due else self.idle_loss
+        return PLAIN_REUSE if share <= 0.0 else max(1, int(loss / share))
 
     @property
     def _is_idle_probe_due(self) -> bool:
         """Whether the loss is paid off, or accepted probes may be followed by another."""
         most = FOLLOWING_LOSS if self._num_following else 0.0
-        return self.idle_debt <= most
+        return self.idle_loss <= most
 
     def plans(
         self,
@@ -94,7 +98,7 @@ class Probes:
         if room < 1:
             return None
         if drafting:
-            if self.explore_debt > 0.0 or self.config.explore <= 0.0:
+            if self.explore_loss > 0.0 or self.config.explore <= 0.0:
                 return None
             return self._explore(plans, states, drafting)
         if not self._is_idle_probe_due or self.config.probe_share <= 0.0:
@@ -157,8 +161,8 @@ class Probes:
         loss = took - emitted if self._expected_loss is None else self._expected_loss
         loss = max(LEAST_PROBE_LOSS, min(loss, most))
         if drafts:
-            self.explore_debt += loss
+            self.explore_loss += loss
         else:
-            self.idle_debt += loss
+            self.idle_loss += loss
             accepted = any(record.num_accepted for record in records)
             self._num_following = FOLLOWING if accepted else max(0, self._num_following - 1)

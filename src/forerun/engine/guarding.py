@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # `signal` converts to enumerations on every call, which costs a step 20 us.
-import _signal  # type: ignore[import-not-found]
+import _signal  # type: ignore[import-not-found]  # typeshed does not describe it
 import os
 import signal
 import threading

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from forerun.atomic_write import atomic_write
+from forerun.atomic_write import atomic_write, remove_unfinished
 from forerun.errors import InvalidCheckpoint
 from forerun.models.tensor_files import writing_tensors
 
@@ -87,6 +87,7 @@ def save_checkpoint(
             tensors[name] = gathered.cpu().clone()
     if not is_writer:
         return
+    remove_unfinished(path)  # only this process writes it, under the lock of the folder
     with atomic_write(path) as scratch, writing_tensors():
         metadata = {
             "step": str(step),

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from forerun.align.training.loss_module import DraftRows, causal_rows
 from forerun.align.workspace import write_hashes
-from forerun.atomic_write import atomic_folder
+from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.engine.loading import check_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import read_architecture
@@ -83,6 +83,7 @@ class Draft:
             weights: trained weights by their names in `DraftLoss`, as `Trainer.weights` gives them.
         """
         merged = rebuilt(self.config, {n.removeprefix("model."): t for n, t in weights.items()})
+        remove_unfinished(folder)  # only one process writes it, under the lock of the folder
         with atomic_folder(folder) as scratch:
             with quiet_transformers(), writing_tensors():
                 merged.to(torch.bfloat16).save_pretrained(scratch)
