@@ -1,0 +1,132 @@
+"""Best-first construction of draft trees: the nodes with the most probable paths, within a budget.
+
+A node is worth the probability that everything up to it is accepted. Of the nodes whose candidates
+are known, the B best therefore form the tree of B nodes with the largest expected number of
+accepted tokens, and since no path is more probable than its beginning they always form a tree. This
+is the reranking of EAGLE-2 (2406.16858), OPT-Tree (2406.17276) and DDTree (2604.12989).
+
+`build_tree` asks for the candidates of a node when the node enters the tree, so that drafters that
+look candidates up (stored text, tables, the slots of a block drafter) look up no more than they
+need. A drafter that pays one model pass per level keeps the candidates of all expanded paths in a
+dictionary and hands in its `get`.
+
+The nodes may be chosen by their own probability only where they are deterministic: drawn tokens
+that are left out because of their value bias the text.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from forerun.control.base import Tree
+from forerun.theory.tree import TokenTree
+
+__all__ = ["BuiltTree", "Candidates", "Expand", "Path", "build_tree"]
+
+Path = tuple[int, ...]
+"""Tokens from the first draft token down to a node; () is the last committed token."""
+Candidates = tuple[Sequence[int], Sequence[float]]
+"""Distinct token ids and their log-probabilities given the path before them, most likely first."""
+Expand = Callable[[Path], Candidates | None]
+"""Returns the candidates behind a path; None (or none) where nothing can follow it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltTree:
+    """A draft tree with the tokens of its nodes.
+
+    Nodes are numbered depth-first with the most likely child first, so the greedy path comes first
+    and committing it moves no rows of a KV cache.
+
+    Attributes:
+        tree: topology.
+        tokens: token of every node.
+        log_probs: logarithm of the probability of the path down to every node.
+        paths: tokens of that path.
+    """
+
+    tree: TokenTree
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    paths: tuple[Path, ...]
+
+    @property
+    def expected_accepted(self) -> float:
+        """Expected number of accepted nodes if the candidates' probabilities were the target's."""
+        return sum(map(math.exp, self.log_probs))
+
+
+def build_tree(
+    expand: Expand, shape: Tree, *, keeps_greedy: bool = False, min_gain: float = 0.0
+) -> BuiltTree:
+    """Return the tree of the most probable paths within a shape.
+
+    Nodes enter in the order of their paths' probabilities, a parent before its children where they
+    are equal.
+
+    Args:
+        expand: called first for the empty path, then once for every node that enters the tree above
+            the last level.
+        shape: the most nodes (the last committed token not counted), levels and children of a node.
+        keeps_greedy: take in the chain of most likely candidates first, as deep as the shape
+            allows. Best-first order alone may prefer siblings to the end of this chain.
+        min_gain: leave out nodes whose path has a probability below it: what a node adds to the
+            expected number of accepted tokens must be worth its cost.
+    """
+    lowest = math.log(min_gain) if min_gain > 0 else -sys.float_info.max
+    most, depth, width = shape.num_nodes, shape.depth, shape.width
+    parents: list[int] = []
+    paths: list[Path] = []
+    log_probs: list[float] = []
+    # By minus the log-probability: serial number, parent, log-probability above, rank, candidates.
+    heap: list[tuple[float, int, int, float, int, Candidates]] = []
+    path: Path = ()
+    num_pushed, node, log_prob, greedy = 0, -1, 0.0, -1 if keeps_greedy else -2
+    while True:
+        candidates = expand(path) if len(path) < depth else None
+        if candidates is not None and candidates[0]:
+            first = log_prob + candidates[1][0]
+            if first >= lowest:
+                num_pushed += 1
+                key = -math.inf if node == greedy else -first
+                heappush(heap, (key, num_pushed, node, log_prob, 0, candidates))
+        if not heap or len(parents) == most:
+            return depth_first(parents, paths, log_probs)
+        key, _, parent, base, rank, candidates = heappop(heap)
+        tokens, values = candidates
+        node, log_prob = len(parents), base + values[rank]
+        if parent == greedy and rank == 0:
+            greedy = node
+        path = (*paths[parent], tokens[rank]) if parent >= 0 else (tokens[rank],)
+        parents.append(parent)
+        paths.append(path)
+        log_probs.append(log_prob)
+        rank += 1
+        if rank < width and rank < len(tokens) and base + values[rank] >= lowest:
+            num_pushed += 1
+            heappush(heap, (-base - values[rank], num_pushed, parent, base, rank, candidates))
+
+
+def depth_first(parents: list[int], paths: list[Path], log_probs: list[float]) -> BuiltTree:
+    """Number nodes depth-first; siblings keep their order."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node in range(len(parents) - 1, -1, -1):
+        children[parents[node]].append(node)  # -1 is the last entry
+    order: list[int] = []
+    numbers = {-1: -1}
+    waiting = children[-1]
+    while waiting:
+        node = waiting.pop()
+        numbers[node] = len(order)
+        order.append(node)
+        waiting += children[node]
+    return BuiltTree(
+        tree=TokenTree(tuple([numbers[parents[node]] for node in order])),
+        tokens=tuple([paths[node][-1] for node in order]),
+        log_probs=tuple([log_probs[node] for node in order]),
+        paths=tuple([paths[node] for node in order]),
+    )
