@@ -1,4 +1,4 @@
-"""Arms over one loaded target: plain decoding, and every K of every draft.
+"""Arms over one loaded target: plain decoding, and every K and tree of every draft.
 
 The baseline runs on the number of threads with which plain decoding is fastest. A small model waits
 longer at every barrier between two threads than the second one saves, and where another process
@@ -16,8 +16,9 @@ import torch
 from forerun.bench.compare import BenchArm, Generator
 from forerun.bench.config import DraftArms
 from forerun.control.config import ControllerName
+from forerun.control.fixed import FixedController
 from forerun.engine.engine import Engine
-from forerun.engine.loading import default_controller
+from forerun.engine.loading import check_branching, default_controller
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 
@@ -32,18 +33,29 @@ def plain_arm(target: Engine) -> BenchArm:
 
 
 def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[BenchArm, ...]:
-    """Return one arm per K, all over the same loaded target and draft."""
-    loaded = target.with_draft(wanted.draft, max(wanted.ks), dtype=dtype)
-    assert loaded.drafter is not None
+    """Return one arm per K and per tree, all over the same loaded target and draft.
+
+    Raises:
+        InvalidRequest: a tree is wanted of a drafter that proposes chains only.
+    """
+    drafter = target.with_draft(wanted.draft, wanted.max_nodes, dtype=dtype).drafter
+    assert drafter is not None
+    for tree in wanted.trees:
+        check_branching(drafter, tree)
+    shapes = [(f"K={k}", k, None) for k in wanted.ks]
+    shapes += [(f"tree={tree}", tree.num_nodes, tree) for tree in wanted.trees]
     return tuple(
         BenchArm(
-            name=f"{wanted.name} K={k}",
-            method=loaded.drafter.method,
-            num_speculative_tokens=k,
-            engine=target.with_draft(loaded.drafter, k),
+            name=f"{wanted.name} {label}",
+            method=drafter.method,
+            num_speculative_tokens=num_nodes,
+            engine=target.with_draft(
+                drafter, num_nodes, controller=FixedController(tree or num_nodes, drafter.method)
+            ),
             draft=wanted.draft,
+            tree=tree,
         )
-        for k in wanted.ks
+        for label, num_nodes, tree in shapes
     )
 
 
@@ -60,12 +72,14 @@ def adaptive_arms(
     Raises:
         InvalidRequest: a controller needs costs that are not known.
     """
-    largest = {arm.draft: arm for arm in arms if arm.draft is not None}  # arms ascend in K
+    ascending = sorted(arms, key=lambda arm: arm.num_speculative_tokens)
+    largest = {arm.draft: arm for arm in ascending if arm.draft is not None}
     return tuple(
         replace(
             arm,
-            name=f"{arm.name.rpartition(' K=')[0]} {name}",
+            name=f"{arm.name.rpartition(' ')[0]} {name}",
             engine=under(target, arm, name, costs),
+            tree=None,
             adaptive=True,
         )
         for arm in largest.values()

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from forerun.bench.config import SCOUT_BATCH
+from forerun.control.base import Tree
 from forerun.engine.results import RequestOutput
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
@@ -54,9 +55,10 @@ class BenchArm:
     Attributes:
         name: how tables call it.
         method: name of the drafter, or "plain".
-        num_speculative_tokens: K, 0 for plain decoding.
+        num_speculative_tokens: K, 0 for plain decoding; the nodes of a tree.
         engine: what generates.
         draft: name of the draft model, None where there is none.
+        tree: shape of every draft; None where drafts are chains or a controller chooses.
         adaptive: whether a controller chooses K at every step, up to `num_speculative_tokens`.
     """
 
@@ -65,6 +67,7 @@ class BenchArm:
     num_speculative_tokens: int
     engine: Generator
     draft: str | None = None
+    tree: Tree | None = None
     adaptive: bool = False
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
@@ -23,48 +24,68 @@ SCOUT_BATCH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftArms:
-    """One draft with one arm per K.
+    """One draft with one arm per K and one per tree.
 
     Attributes:
         name: how tables call it.
         draft: folder, hub name or zoo: name of the draft model, or the name of a drafter.
         ks: every K to measure, ascending.
+        trees: every shape of a draft tree to measure.
     """
 
     name: str
     draft: str
     ks: tuple[int, ...]
+    trees: tuple[Tree, ...] = ()
+
+    @property
+    def max_nodes(self) -> int:
+        """The most draft nodes of any of its arms."""
+        return max((*self.ks, *(tree.num_nodes for tree in self.trees)))
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[DraftArms, ...]:
-    """Parse arms of the command line: `[NAME=]DRAFT@K[,K...]`, such as `zoo:code-2m@1,2,4`.
+    """Parse arms of the command line, such as `zoo:code-2m@1,2,4` and `suffix@tree:7`.
 
-    "plain" is allowed and changes nothing: plain decoding is always the baseline.
+    The form is `[NAME=]DRAFT@K[,K...][,tree:NODES[,DEPTH,WIDTH]]`; arms of one draft and name are
+    joined. "plain" is allowed and changes nothing: plain decoding is always the baseline.
 
     Raises:
-        InvalidRequest: an arm is malformed, or two have one name.
+        InvalidRequest: an arm is malformed, or two of different drafts have one name.
     """
-    arms = tuple(parse_arm(text) for text in texts if text != "plain")
-    names = [arm.name for arm in arms]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidRequest(f"two arms are called {name!r}; name them: NAME=DRAFT@K")
-    return arms
+    found: dict[str, DraftArms] = {}
+    for text in texts:
+        if text == "plain":
+            continue
+        arm = parse_arm(text)
+        same = found.setdefault(arm.name, arm)
+        if same is arm:
+            continue
+        if same.draft != arm.draft or {*same.ks, *same.trees} & {*arm.ks, *arm.trees}:
+            raise InvalidRequest(f"two arms are called {arm.name!r}; name them: NAME=DRAFT@K")
+        ks = tuple(sorted({*same.ks, *arm.ks}))
+        found[arm.name] = replace(same, ks=ks, trees=(*same.trees, *arm.trees))
+    return tuple(found.values())
 
 
 def parse_arm(text: str) -> DraftArms:
     """Parse one arm."""
     head, _, listed = text.rpartition("@")
     name, _, draft = head.rpartition("=")
+    listed, has_tree, shape = listed.partition("tree:")
+    trees = (Tree.parse(shape),) if has_tree else ()
+    parts = listed.removesuffix(",").split(",") if listed or not trees else []
     try:
-        ks = tuple(sorted({int(k) for k in listed.split(",")}))
+        ks = tuple(sorted({int(k) for k in parts}))
     except ValueError:
-        ks = ()
-    if not draft or not ks or ks[0] < 1:
+        ks, trees = (), ()
+    if not draft or not (ks or trees) or (ks and ks[0] < 1):
         raise InvalidRequest(
-            f"arm {text!r} is not [NAME=]DRAFT@K[,K...]; an example is zoo:code-2m@2,4"
+            f"arm {text!r} is not [NAME=]DRAFT@K[,K...][,tree:NODES[,DEPTH,WIDTH]]; examples are "
+            "zoo:code-2m@2,4 and zoo:code-2m@tree:7"
         )
-    return DraftArms(name=name or PurePath(draft.removeprefix(PREFIX)).name, draft=draft, ks=ks)
+    name = name or PurePath(draft.removeprefix(PREFIX)).name
+    return DraftArms(name=name, draft=draft, ks=ks, trees=trees)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +94,7 @@ class BenchConfig:
 
     Attributes:
         target: folder, hub name or zoo: name of the target.
-        arms: drafts and their K; plain decoding comes first without being named.
+        arms: drafts with their K and trees; plain decoding comes first without being named.
         controllers: one more arm each per draft, in which it chooses K up to the largest.
         temperatures: one cell of the result each; 0 is greedy.
         batches: prompts continued together; one cell each, for every temperature.
@@ -123,8 +144,8 @@ class BenchConfig:
 
     @property
     def max_k(self) -> int:
-        """The largest K of any arm."""
-        return max((k for arm in self.arms for k in arm.ks), default=0)
+        """The largest K of any arm, or the most nodes of a tree."""
+        return max((arm.max_nodes for arm in self.arms), default=0)
 
     @property
     def models(self) -> tuple[str, ...]:

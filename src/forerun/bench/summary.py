@@ -83,6 +83,7 @@ class ArmSummary:
             "name": self.arm.name,
             "method": self.arm.method,
             "k": self.arm.num_speculative_tokens,
+            "tree": None if self.arm.tree is None else str(self.arm.tree),
             "num_blocks": self.num_blocks,
             "num_tokens": self.num_tokens,
             "tokens_per_s": self.tokens_per_s.estimate,

@@ -41,7 +41,8 @@ class BenchOptions:
     target: Model = DEFAULTS.target
     """Target: folder, hub name or zoo: name of the model whose text is wanted."""
     arms: UseAppendAction[tuple[str, ...]] = ()
-    """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K.
+    """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K, or
+    [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape.
     Plain decoding is always the first arm.
     Default for a shipped target: its domain draft at K=1 to 4."""
     prompts: Path | None = None
@@ -263,6 +264,7 @@ COMMAND = Command(
         "forerun bench",
         "forerun bench --arms zoo:code-2m@2,4 other=zoo:books-1m@2 --batch 1 8",
         "forerun bench --arms zoo:code-2m@3 suffix@8 self:2@3",
+        "forerun bench --arms zoo:code-2m@2,4 zoo:code-2m@tree:7,3,4",
         "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
         "forerun bench --arms zoo:code-2m@2,4,8 --controller auto",
         "forerun bench --temperature 0 --blocks 30 --out bench.json --plot bench.svg",

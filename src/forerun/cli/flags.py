@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import UseAppendAction, arg
 
+from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
@@ -181,6 +182,9 @@ class PairFlags(TargetFlags):
     With several drafts the controller chooses one at every step."""
     k: LookAhead = EngineConfig().num_speculative_tokens
     """K: most tokens drafted per step; 0 decodes plainly."""
+    tree: str | None = None
+    """NODES or NODES,DEPTH,WIDTH: every draft is a tree with at most so many nodes, levels and
+    children per node, in place of a chain of K tokens. Default: the controller chooses."""
     controller: ControllerName = EngineConfig().controller
     """Chooses how many tokens are drafted. fixed: always K; heuristic and confidence: as in
     transformers; goodput: most expected tokens per second; bandit: by trial;
@@ -209,6 +213,24 @@ class PairFlags(TargetFlags):
                 raise InvalidRequest("--draft none decodes plainly; leave the other drafts out")
             self._check_choice()
         return found
+
+    @property
+    def shape(self) -> Tree | None:
+        """Return the shape of every draft that --tree asks for.
+
+        Raises:
+            InvalidRequest: it is malformed, nothing is drafted, or a flag contradicts it.
+        """
+        if self.tree is None:
+            return None
+        if not self.draft_names:
+            raise InvalidRequest("--tree needs a draft: plain decoding drafts nothing")
+        if self.profile:
+            raise InvalidRequest(
+                "--tree fixes the shape of every draft, so --profile would change nothing; leave "
+                "one of the two out"
+            )
+        return Tree.parse(self.tree)
 
     def _check_choice(self) -> None:
         """Under most controllers all drafts but the first would silently do nothing."""

@@ -30,6 +30,9 @@ class GenerateOptions:
     """Wrap the prompt in the model's chat template, as a user's message."""
     system: str | None = None
     """System message that precedes the user's; needs --chat."""
+    show_tree: bool = False
+    """Print the draft of one step to stderr, as a tree with probabilities and the accepted path:
+    the step that accepted most. Needs a draft."""
     pair: PairFlags = field(default_factory=PairFlags)
     sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=256))
     output: OutputFlags = field(default_factory=OutputFlags)
@@ -44,6 +47,13 @@ class GenerateOptions:
         if self.system is not None and not self.chat:
             raise InvalidRequest("--system needs --chat: a plain prompt has no system message")
         self.tracing.check()
+        if self.show_tree and not self.pair.draft_names:
+            raise InvalidRequest("--show-tree needs a draft: plain decoding drafts nothing")
+        if self.pair.shape is not None and not self.sampling.params.allows_trees:
+            raise InvalidRequest(
+                f"--tree and --verification {self.sampling.verification} exclude each other: that "
+                "verification takes chains only"
+            )
         if self.output.json and self.output.color:
             raise InvalidRequest("--json and --color exclude each other")
 
@@ -55,6 +65,8 @@ def run(options: GenerateOptions) -> int:
 
     from forerun.cli.main import notices_held
     from forerun.cli.session import Session, load_engine
+    from forerun.cli.tables import SafeConsole
+    from forerun.cli.tree_view import TreeView
     from forerun.cli.writers import choose_writer, print_figures
 
     pair, output, params = options.pair, options.output, options.sampling.params
@@ -65,11 +77,13 @@ def run(options: GenerateOptions) -> int:
         if trace is not None:
             hashes = add_headers(trace, pair, engine)
         writer = choose_writer(engine.tokenizer, num_samples=params.n, flags=output)
+        view = TreeView()
         session = Session(
             engine,
             trace=trace,
             trace_tokens=options.tracing.trace_tokens,
             drafter_hashes=hashes,
+            observers=(view,) if options.show_tree else (),
         )
         try:
             with notices_held():
@@ -80,6 +94,8 @@ def run(options: GenerateOptions) -> int:
             print(file=sys.stderr)  # what was streamed ends in the middle of a line
             raise
         finally:
+            if options.show_tree:
+                SafeConsole(stderr=True).print(view.rendered(engine.tokenizer))
             if not output.quiet and session.records:
                 print_figures(session.figures)
     return Exit.FAILED if trace is not None and trace.failed else Exit.GOOD
@@ -132,6 +148,7 @@ COMMAND = Command(
         "forerun generate - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt",
         'forerun generate "Why?" --model DIR --draft DIR --chat --system "Be brief."',
         "forerun generate 'import' --num-speculative-tokens 8 --profile profile.json",
+        "forerun generate 'import' --tree 7,3,4 --show-tree",
         "forerun generate 'import' --draft zoo:code-2m --draft suffix --profile profile.json",
         'forerun generate "import" --json --trace trace.jsonl | jq .figures',
     ),

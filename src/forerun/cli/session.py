@@ -18,7 +18,7 @@ from forerun.drafters.several import SeveralDrafters
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
-from forerun.engine.observing import EmittedRecords
+from forerun.engine.observing import EmittedRecords, StepObserver
 from forerun.engine.results import RequestOutput, StreamChunk, request_records
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts, with_draft_cost
@@ -193,7 +193,12 @@ def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) ->
         num_samples: samples of the one request, which run together.
         max_tokens: its longest output.
     """
-    if pair.draft_names and max_tokens is not None and pair.k >= max_tokens > 1:
+    if (
+        pair.draft_names
+        and pair.tree is None
+        and max_tokens is not None
+        and pair.k >= max_tokens > 1
+    ):
         logger.warning(
             "K=%d: a step drafts at most %d tokens, because --max-tokens is %d",
             pair.k,
@@ -201,13 +206,16 @@ def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) ->
             max_tokens,
         )
     max_batch = min(num_samples, EngineConfig().max_batch)
-    is_simple = not pair.profile and pair.controller in ("auto", "fixed")
+    tree = pair.shape
+    is_simple = tree is not None or (not pair.profile and pair.controller in ("auto", "fixed"))
+    most = pair.k if tree is None else tree.num_nodes
     config = EngineConfig(
         num_speculative_tokens=pair.k,
+        tree=tree,
         controller=pair.controller if is_simple else "fixed",
         max_batch=max_batch,
         max_context=pair.max_context,
-        max_step_rows=max(EngineConfig().max_step_rows, max_batch * (pair.k + 1)),
+        max_step_rows=max(EngineConfig().max_step_rows, max_batch * (most + 1)),
         runner=pair.runner,
         num_threads=use_threads(pair.threads),
     )
@@ -227,8 +235,10 @@ class Session:
         trace: TraceWriter | None,
         trace_tokens: bool,
         drafter_hashes: Mapping[str, str | None] | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.engine = engine
+        self.observers = observers
         self.trace = trace
         self.trace_tokens = trace_tokens
         self.drafter_hashes = drafter_hashes or {}
@@ -242,7 +252,7 @@ class Session:
         """Yield chunks of all samples as they are emitted; then `result` is set."""
         self.num_prompt_tokens = len(prompt)
         self.started_s = self.ended_s = time.perf_counter()
-        self.engine.observers[:] = [EmittedRecords(self.records.append)]
+        self.engine.observers[:] = [EmittedRecords(self.records.append), *self.observers]
         request_id = self.engine.add_request(prompt, params)
         try:
             while self.engine.has_unfinished:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from forerun.errors import InvalidRequest
 from forerun.sampling.config import Verification
 from forerun.theory.record import StepRecord
 from forerun.theory.stop_rule import StopRule
 
 __all__ = ["Capacity", "Chain", "Controller", "Plan", "RequestState", "Tree"]
+
+USUAL_WIDTH = 4
+"""Most children of a node where no width is given; later ranks are seldom accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +46,52 @@ class Tree:
         num_nodes: the most draft nodes, the root excluded; at least 1.
         depth: the most levels, and so the most draft tokens that one step can accept; at least 1.
         width: the most children of a node; at least 1.
+
+    Raises:
+        InvalidRequest: one of them is below 1.
     """
 
     num_nodes: int
     depth: int
     width: int
+
+    def __post_init__(self) -> None:
+        """Refuse shapes without a node."""
+        for name in ("num_nodes", "depth", "width"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(
+                    f"a draft tree with {name} {getattr(self, name)}; it must be at least 1"
+                )
+
+    @classmethod
+    def of_nodes(cls, num_nodes: int) -> Tree:
+        """Return a tree of this many nodes that is about as deep as a binary tree of that size.
+
+        Deeper trees take more draft passes, and passes are what a tree saves beside a chain.
+        """
+        return cls(num_nodes=num_nodes, depth=max(1, num_nodes.bit_length()), width=USUAL_WIDTH)
+
+    @classmethod
+    def parse(cls, text: str) -> Tree:
+        """Parse `NODES[,DEPTH,WIDTH]`, such as "7" or "7,3,4".
+
+        Raises:
+            InvalidRequest: the text is malformed, or a number is below 1.
+        """
+        try:
+            numbers = [int(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1:
+            return cls.of_nodes(numbers[0])
+        if len(numbers) != 3:
+            raise InvalidRequest(
+                f"tree {text!r} is not NODES or NODES,DEPTH,WIDTH; examples are 7 and 7,3,4"
+            )
+        return cls(num_nodes=numbers[0], depth=numbers[1], width=numbers[2])
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes},{self.depth},{self.width}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +145,7 @@ class RequestState:
         tags: free-form labels of the request.
         tpot_target_s: seconds per output token that the request must stay below; None: no target.
         time_left_s: seconds from the start of the step to the deadline; None without a deadline.
+        allows_trees: whether the verifier that the request asks for takes trees.
     """
 
     request_id: str
@@ -109,6 +155,7 @@ class RequestState:
     tags: tuple[str, ...] = ()
     tpot_target_s: float | None = None
     time_left_s: float | None = None
+    allows_trees: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,28 +1,38 @@
-"""A controller that plans the same K for every request at every step."""
+"""A controller that plans the same shape for every request at every step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.theory.record import StepRecord
 
 __all__ = ["FixedController"]
 
 
 class FixedController:
-    """Plans `method` with K tokens; fewer only where requests have to share the rows of a pass."""
+    """Plans `method` with one shape; fewer nodes only where requests share the rows of a pass.
 
-    def __init__(self, num_speculative_tokens: int, method: str = "draft_model") -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+    Args:
+        shape: K of a chain, or a tree.
+        method: name of the drafter.
+    """
+
+    def __init__(self, shape: int | Tree, method: str = "draft_model") -> None:
+        self.shape = Chain(num_tokens=shape) if isinstance(shape, int) else shape
         self.method = method
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return the plan of K tokens for every request; the engine applies request limits."""
+        """Return the same plan for every request; the engine applies request limits."""
         share = capacity.max_rows // max(1, len(states)) - 1
-        k = max(0, min(self.num_speculative_tokens, share))
-        plan = Plan.chain(self.method if k else "plain", k)
-        return [plan] * len(states)
+        num_nodes = max(0, min(self.shape.num_nodes, share))
+        if num_nodes == 0:
+            return [Plan()] * len(states)
+        if isinstance(self.shape, Chain):
+            return [Plan.chain(self.method, num_nodes)] * len(states)
+        shape = replace(self.shape, num_nodes=num_nodes)
+        return [Plan(method=self.method, shape=shape)] * len(states)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Ignore the records: nothing is learnt."""

@@ -15,7 +15,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
-__all__ = ["DraftRequest", "Drafter", "Pause", "StepOutcome"]
+__all__ = ["DraftRequest", "Drafter", "Pause", "StepOutcome", "TreeDrafter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,3 +125,12 @@ class Drafter(Protocol):
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request; unknown ids are ignored."""
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that honours plans with the shape `Tree`; controllers plan trees for no other."""
+
+    @property
+    def max_width(self) -> int:
+        """The most children of a node that the drafter proposes; 1 means that it cannot branch."""

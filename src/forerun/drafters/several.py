@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, TreeDrafter
 from forerun.errors import DrafterError
 from forerun.sampling.proposal import Proposal
 
-__all__ = ["SeveralDrafters", "named_by_method"]
+__all__ = ["SeveralDrafters", "named_by_method", "tree_methods"]
 
 
 class SeveralDrafters:
@@ -90,3 +90,9 @@ def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:
         count = sum(name.partition("-")[0] == drafter.method for name in named)
         named[drafter.method if not count else f"{drafter.method}-{count + 1}"] = drafter
     return named
+
+
+def tree_methods(drafter: Drafter) -> tuple[str, ...]:
+    """Return the methods that propose trees, of one drafter or of several behind one interface."""
+    each = drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
+    return tuple(name for name, d in each.items() if isinstance(d, TreeDrafter) and d.max_width > 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from forerun.control.base import Tree
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import RUNNERS, Runner
@@ -62,6 +63,8 @@ class EngineConfig:
 
     Attributes:
         num_speculative_tokens: K, most tokens drafted per step (0: plain decoding).
+        tree: shape of every draft, under the controllers "auto" and "fixed", for drafters that
+            propose trees; None lets the controller choose.
         controller: what chooses K at every step. "fixed": always K; "heuristic" and "confidence" do
             as transformers does; "goodput": most expected tokens per second, which takes measured
             costs; "bandit": by trial; "auto": goodput, watched so that it is never slower than
@@ -91,6 +94,7 @@ class EngineConfig:
     """
 
     num_speculative_tokens: int = 4
+    tree: Tree | None = None
     controller: ControllerName = "auto"
     max_batch: int = 8
     max_context: int = 4096
@@ -117,12 +121,18 @@ class EngineConfig:
             raise InvalidRequest(
                 f"sharing is {self.sharing!r}; use one of {', '.join(get_args(Sharing))}"
             )
-        if self.max_step_rows < self.max_batch * (self.num_speculative_tokens + 1):
+        if self.tree is not None and self.controller not in ("auto", "fixed"):
+            raise InvalidRequest(
+                f"tree {self.tree} is the shape of every draft, so the controller "
+                f"{self.controller} would have nothing to choose; leave one of the two out"
+            )
+        if self.max_step_rows < self.max_batch * (self.max_nodes + 1):
             raise InvalidRequest(
                 f"max_step_rows is {self.max_step_rows}, below max_batch x (K + 1) = "
-                f"{self.max_batch * (self.num_speculative_tokens + 1)}; raise it or lower K"
+                f"{self.max_batch * (self.max_nodes + 1)}, where K counts the nodes of a tree too; "
+                "raise it or lower K"
             )
-        alone = self.max_context + self.num_speculative_tokens
+        alone = self.max_context + self.max_nodes
         if self.max_kv_tokens is not None and self.max_kv_tokens < alone:
             raise InvalidRequest(
                 f"max_kv_tokens is {self.max_kv_tokens}, but one sequence may need max_context + K "
@@ -145,6 +155,11 @@ class EngineConfig:
                 )
         changes: dict[str, Any] = dict(settings)
         return replace(self, **changes) if changes else self
+
+    @property
+    def max_nodes(self) -> int:
+        """Most draft nodes of one sequence in a step, each of which is a row of the pass."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
 
     @property
     def num_slots(self) -> int:

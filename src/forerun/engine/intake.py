@@ -69,6 +69,11 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"the parameters are {params!r}; they must be SamplingParams")
         self._check_samples(params.n)
+        if self.config.tree is not None and not params.allows_trees:
+            raise InvalidRequest(
+                f'verification is "{params.verification}", which takes chains only, and the engine '
+                f'drafts the tree {self.config.tree}; use "auto", or an engine without a tree'
+            )
         self._check_tokens(params)
         self._check_possible(params)
         if mask is not None:

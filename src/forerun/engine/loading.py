@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
-from forerun.control.base import Controller
+from forerun.control.base import Controller, Tree
 from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
 from forerun.control.step_times import CostSource
@@ -16,7 +16,7 @@ from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.registry import build_drafter, find_checkpoint
-from forerun.drafters.several import SeveralDrafters, named_by_method
+from forerun.drafters.several import SeveralDrafters, named_by_method, tree_methods
 from forerun.engine.config import EngineConfig
 from forerun.errors import (
     IncompatibleDraft,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Source",
     "as_sources",
+    "check_branching",
     "check_features",
     "check_pair",
     "check_vocabularies",
@@ -114,7 +115,7 @@ def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageMode
         network,
         max_batch=config.num_slots,
         max_context=config.max_context,
-        max_staged_rows=config.num_speculative_tokens + 1,
+        max_staged_rows=config.max_nodes + 1,
     )
     check_room(type(network).__name__, model, config)
     return model
@@ -148,10 +149,11 @@ def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None
     Raises:
         InvalidRequest: naming both.
     """
-    if config.num_speculative_tokens >= model.max_context:
+    if config.max_nodes >= model.max_context:
+        what = "num_speculative_tokens" if config.tree is None else "the number of nodes of a tree"
         raise InvalidRequest(
-            f"num_speculative_tokens is {config.num_speculative_tokens}, but the context of {name} "
-            f"holds {model.max_context} tokens; choose a smaller K"
+            f"{what} is {config.max_nodes}, but the context of {name} holds {model.max_context} "
+            "tokens; choose a smaller one"
         )
 
 
@@ -163,7 +165,7 @@ def load_pair_member(name: str | Path, *, dtype: str, device: str, config: Engin
         device=device,
         max_batch=config.num_slots,
         max_context=config.max_context,
-        max_staged_rows=config.num_speculative_tokens + 1,
+        max_staged_rows=config.max_nodes + 1,
         runner=config.runner,
         num_threads=config.num_threads,
     )
@@ -320,11 +322,28 @@ def default_controller(
         costs: by the drafters' methods, where they are known.
 
     Raises:
-        InvalidRequest: it needs costs that are not given.
+        InvalidRequest: it needs costs that are not given, or a tree is wanted of a drafter that
+            proposes chains only.
     """
     k = config.num_speculative_tokens
-    if drafter is None or k == 0:
+    if drafter is None or config.max_nodes == 0:
         return FixedController(0)
+    if config.tree is not None:
+        check_branching(drafter, config.tree)
+        return FixedController(config.tree, drafter.method)
     methods = tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
     means = ControllerInputs(methods=methods, num_speculative_tokens=k, costs=costs)
     return build_controller(config.controller, means)
+
+
+def check_branching(drafter: Drafter, tree: Tree) -> None:
+    """Refuse a tree of a drafter that proposes chains only.
+
+    Raises:
+        InvalidRequest: naming the drafter.
+    """
+    if drafter.method not in tree_methods(drafter):
+        raise InvalidRequest(
+            f"the drafter {drafter.method} proposes chains only, so it cannot draft the tree "
+            f"{tree}; leave the tree out or use another draft"
+        )

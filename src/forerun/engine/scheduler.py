@@ -114,7 +114,7 @@ class Scheduler:
 
     def _kv_tokens(self, sequence: Sequence) -> int:
         """Rows a sequence may have in the KV at the end of the next pass."""
-        return len(sequence.ids) + self.config.num_speculative_tokens
+        return len(sequence.ids) + self.config.max_nodes
 
     def _num_kv_tokens(self) -> int:
         return sum(map(self._kv_tokens, self.running))

@@ -65,7 +65,7 @@ class Stepper:
         self.scheduler = scheduler
         self.observers = observers
         self.capacity = Capacity(max_rows=config.max_step_rows)
-        self.max_nodes = config.num_speculative_tokens
+        self.max_nodes = config.max_nodes
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
         self.verify: Verify = verify
         self.new_clock: Callable[[torch.device], StepClock] = StepClock
@@ -200,9 +200,12 @@ class Stepper:
                 expected_accepted=verdict.expected_accepted,
                 stop_reason=entry.proposal.stop_reason if entry.proposal else None,
                 stop_values=entry.proposal.stop_values if entry.proposal else None,
+                path_ranks=ranks,
+                path_children=children,
             )
             for entry in emitting
             if (verdict := entry.verdict) is not None
+            for ranks, children in [path_in_tree(entry, verdict)]
         ]
 
     def _count(self, emitting: Seq[ScheduledSequence]) -> None:
@@ -245,6 +248,17 @@ def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:
     return replace(plan, shape=Chain(num_tokens=min(num_nodes, depth)))
 
 
+def path_in_tree(
+    entry: ScheduledSequence, verdict: Verdict
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Return `path_ranks` and `path_children` of a step's record; None twice for a chain."""
+    if not isinstance(entry.plan.shape, Tree) or not entry.num_drafted:
+        return None, None
+    siblings = [entry.tree.children(node) for node in (-1, *verdict.path)]
+    ranks = (among.index(node) + 1 for among, node in zip(siblings, verdict.path, strict=False))
+    return tuple(ranks), tuple(map(len, siblings))
+
+
 def state_of(sequence: Sequence, now_s: float) -> RequestState:
     """Return the state of a sequence that controllers get."""
     ends_at_s = sequence.ends_at_s
@@ -256,6 +270,7 @@ def state_of(sequence: Sequence, now_s: float) -> RequestState:
         tags=sequence.tags,
         tpot_target_s=sequence.tpot_target_s,
         time_left_s=None if ends_at_s == math.inf else ends_at_s - now_s,
+        allows_trees=sequence.params.allows_trees,
     )
 
 

@@ -186,6 +186,11 @@ class SamplingParams:
                 yield name, token
 
     @property
+    def allows_trees(self) -> bool:
+        """Whether the verification that is asked for takes trees, however they were drafted."""
+        return self.verification not in ("block", "token")
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0

@@ -89,7 +89,7 @@ class StepRecord:
         request_id: which request.
         step: index of this step within the request.
         method: name of the drafter, or "plain".
-        k_budget: K the controller allowed.
+        k_budget: K the controller allowed; the nodes of a tree.
         num_drafted: nodes proposed.
         depth_drafted: depth of the deepest node; equals `num_drafted` for a chain.
         num_accepted: accepted nodes.
@@ -111,6 +111,10 @@ class StepRecord:
         hindsight: always None now; the field stays so that traces of earlier versions can be read.
             There it has 1 for each of the last committed tokens that the drafter would have
             proposed, and 0 for each other.
+        path_ranks: of every accepted node, its place among its siblings from 1 on, which names the
+            accepted path; None where no tree was planned.
+        path_children: how many children were drafted below the last committed token and below each
+            accepted node; None where no tree was planned.
         drafter_hash: content hash of the drafter, None for plain decoding.
         graph_hit: whether the pass replayed a captured graph; None where there are none.
         token_ids: emitted tokens, None unless token tracing is on.
@@ -140,6 +144,8 @@ class StepRecord:
     stop_reason: str | None = None
     stop_values: tuple[float, ...] | None = None
     hindsight: tuple[int, ...] | None = None
+    path_ranks: tuple[int, ...] | None = None
+    path_children: tuple[int, ...] | None = None
     drafter_hash: str | None = None
     graph_hit: bool | None = None
     token_ids: tuple[int, ...] | None = None

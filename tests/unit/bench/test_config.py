@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.bench.config import BenchConfig, DraftArms, parse_arms
+from forerun.control.base import Tree
 from forerun.errors import InvalidRequest
 
 
@@ -47,3 +48,26 @@ def test_engines_have_room_for_the_largest_batch_and_k():
     assert engine.max_batch == 32
     assert engine.num_speculative_tokens == 70
     assert engine.max_step_rows >= 32 * 71
+
+
+def test_arms_of_one_draft_may_have_trees():
+    tree = Tree(num_nodes=7, depth=3, width=4)
+    joined = DraftArms(name="d", draft="d", ks=(2, 4), trees=(tree,))
+    assert parse_arms(["d@2,4", "d@tree:7"]) == parse_arms(["d@2,4,tree:7,3,4"]) == (joined,)
+    assert parse_arms(["d@tree:7,3,4"])[0].max_nodes == 7
+    assert BenchConfig(arms=(joined,)).max_k == 7
+
+
+@pytest.mark.parametrize("texts", [["d@tree:7", "d@tree:7,3,4"], ["d@2", "d@2"]])
+def test_the_same_arm_twice_is_refused(texts):
+    with pytest.raises(InvalidRequest, match="two arms are called 'd'"):
+        parse_arms(texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("d@tree:", "NODES"), ("d@tree:0", "num_nodes 0"), ("d@0,tree:3", "zoo:code-2m@tree:7")],
+)
+def test_malformed_trees_of_arms_are_refused(text, problem):
+    with pytest.raises(InvalidRequest, match=problem):
+        parse_arms([text])

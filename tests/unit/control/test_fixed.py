@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from dataclasses import replace
+
+from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
 from forerun.control.fixed import FixedController
 
 
@@ -36,3 +38,12 @@ def test_a_plan_without_drafts_is_plain():
 
 def test_no_requests_no_plans():
     assert FixedController(4).decide([], Capacity(max_rows=64)) == []
+
+
+def test_a_tree_loses_nodes_where_requests_share_the_rows_of_a_pass():
+    tree = Tree(num_nodes=7, depth=3, width=4)
+    controller = FixedController(tree, "d")
+    assert controller.decide([state(9)], Capacity(max_rows=64)) == [Plan(method="d", shape=tree)]
+    cut = [Plan(method="d", shape=replace(tree, num_nodes=3))] * 2
+    assert controller.decide([state(9)] * 2, Capacity(max_rows=9)) == cut
+    assert controller.decide([state(9)], Capacity(max_rows=1)) == [Plan()]
