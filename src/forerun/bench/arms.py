@@ -15,6 +15,7 @@ import torch
 
 from forerun.bench.compare import BenchArm, Generator
 from forerun.bench.config import DraftArms
+from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.control.fixed import FixedController
 from forerun.engine.engine import Engine
@@ -42,7 +43,7 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
     assert drafter is not None
     for tree in wanted.trees:
         check_branching(drafter, tree)
-    shapes = [(f"K={k}", k, None) for k in wanted.ks]
+    shapes: list[tuple[str, int, Tree | None]] = [(f"K={k}", k, None) for k in wanted.ks]
     shapes += [(f"tree={tree}", tree.num_nodes, tree) for tree in wanted.trees]
     return tuple(
         BenchArm(
