@@ -9,7 +9,14 @@ from typing import Any
 
 from forerun.errors import InvalidModel
 
-__all__ = ["ROPE_TYPES", "SUPPORTED", "Architecture", "check_layer_count", "read_architecture"]
+__all__ = [
+    "ROPE_TYPES",
+    "SUPPORTED",
+    "Architecture",
+    "check_layer_count",
+    "checked_size",
+    "read_architecture",
+]
 
 SUPPORTED = (
     "GPT2LMHeadModel",

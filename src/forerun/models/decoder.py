@@ -27,6 +27,7 @@ __all__ = [
     "read_decoder",
     "read_ends",
     "read_layer",
+    "rotation",
     "unsupported",
 ]
 

@@ -1,0 +1,229 @@
+"""Reading and writing of EAGLE-3 heads.
+
+Tensors are named as speculators names them (`layers.0.*`); the raw form of EAGLE, SpecForge and
+SGLang calls the layer `midlayer`. Everything is checked: a tensor too many or too few, a wrong
+shape or a draft vocabulary outside the target's is an error, because other engines fail silently
+there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.atomic_write import atomic_write
+from forerun.drafters.eagle3.config import Eagle3Config
+from forerun.drafters.eagle3.formats import config_of, is_eagle3, raw_settings, speculators_settings
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.errors import InvalidModel
+from forerun.models.checkpoint import read_object
+from forerun.models.tensor_files import writing_tensors
+
+__all__ = ["HeadFormat", "build_head", "read_eagle3_head", "read_tensors", "write_eagle3_head"]
+
+HeadFormat = Literal["speculators", "raw"]
+WEIGHTS = "model.safetensors"
+LAYER, RAW_LAYER = "layers.0.", "midlayer."
+EMBEDDING = "embed_tokens.weight"
+# Constants some files carry along, which every implementation computes itself.
+IGNORED = ("rotary_emb.inv_freq",)
+
+
+def read_eagle3_head(
+    folder: Path, *, num_target_layers: int | None = None, dtype: torch.dtype = torch.float32
+) -> Eagle3Head:
+    """Read a head in either form.
+
+    Args:
+        folder: with config.json and model.safetensors.
+        num_target_layers: of the target, for files that name no layers.
+        dtype: of the weights in memory.
+
+    Raises:
+        InvalidModel: a file is missing or damaged, the head is of an unsupported kind, or its
+            tensors do not fit its configuration.
+    """
+    settings = read_object(folder / "config.json")
+    if not is_eagle3(settings):
+        raise InvalidModel(f"{folder / 'config.json'} does not describe an EAGLE-3 head")
+    tensors = read_tensors(folder)
+    config = config_of(
+        settings, num_target_layers=num_target_layers, own_embedding=EMBEDDING in tensors
+    )
+    return build_head(config, tensors, str(folder)).to(dtype)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of a head under the names of the speculators form.
+
+    Raises:
+        InvalidModel: the file is missing or damaged, or two tensors have one name.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = sorted(p.name for p in folder.glob("*.bin"))
+        hint = f"; convert {pickled[0]} to safetensors" if pickled else ""
+        raise InvalidModel(f"{path} is missing: an EAGLE-3 head has its weights there{hint}")
+    try:
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InvalidModel(f"{path} cannot be read: {error}") from error
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith(IGNORED):
+            continue
+        own = name.removeprefix("model.")
+        if own.startswith(RAW_LAYER):
+            own = LAYER + own.removeprefix(RAW_LAYER)
+        if own in tensors:
+            raise InvalidModel(f"{path} holds two tensors that stand for {own}")
+        tensors[own] = tensor
+    return tensors
+
+
+def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Eagle3Head:
+    """Build a head of fp32 weights.
+
+    Args:
+        config: sizes and flags.
+        tensors: under the names of the speculators form.
+        where: they were read, for messages.
+
+    Raises:
+        InvalidModel: tensors are missing, unknown or misshapen, or the draft vocabulary is invalid.
+    """
+    target_ids = target_ids_of(config, tensors, where)
+    head = Eagle3Head(config, target_ids)
+    given = {**tensors, "d2t": head.d2t}
+    found_t2d = given.setdefault("t2d", head.t2d)
+    check_tensors(head.state_dict(), given, where)
+    if not torch.equal(found_t2d.bool(), head.t2d):
+        raise InvalidModel(
+            f"t2d in {where} marks {int(found_t2d.bool().sum())} tokens as drafted, but they are "
+            f"not the {len(head.d2t)} tokens of d2t"
+        )
+    head.load_state_dict({**given, "t2d": head.t2d})
+    return head.eval()
+
+
+def check_tensors(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str
+) -> None:
+    """Refuse tensors that are not exactly those of a head.
+
+    Raises:
+        InvalidModel: naming the first one that is missing, unknown or misshapen.
+    """
+    for problem, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("holds, beside those its flags ask for,", found.keys() - expected.keys()),
+    ):
+        if names:
+            raise InvalidModel(
+                f"{where} {problem} {len(names)} tensors, the first {min(names)}; an EAGLE-3 head "
+                "with these flags has exactly "
+                f"{len(expected)}: correct the flags in config.json or fetch the head again"
+            )
+    for name in sorted(expected):
+        wanted, given = tuple(expected[name].shape), tuple(found[name].shape)
+        if wanted != given:
+            raise InvalidModel(
+                f"{name} in {where} has the shape {given}; its configuration asks for {wanted}"
+            )
+
+
+def target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Tensor:
+    """Return the target token of every draft token.
+
+    Raises:
+        InvalidModel: d2t is missing, misshapen, leaves the target's vocabulary or repeats a token.
+    """
+    num_draft, num_target = config.draft_vocab_size, config.target_vocab_size
+    d2t = tensors.get("d2t")
+    if d2t is None:
+        if num_draft == num_target:
+            return torch.arange(num_target)
+        raise InvalidModel(
+            f"{where} drafts {num_draft} of {num_target} tokens but has no d2t that names them"
+        )
+    if d2t.shape != (num_draft,) or d2t.is_floating_point():
+        raise InvalidModel(
+            f"d2t in {where} is {d2t.dtype} of shape {tuple(d2t.shape)}; it must hold {num_draft} "
+            "integers"
+        )
+    target_ids = d2t.long() + torch.arange(num_draft)
+    outside = (target_ids < 0) | (target_ids >= num_target)
+    if outside.any():
+        first = int(outside.nonzero()[0])
+        raise InvalidModel(
+            f"d2t in {where} maps draft token {first} to {int(target_ids[first])}, outside the "
+            f"target's {num_target} tokens (d2t holds offsets: target id minus draft id)"
+        )
+    if len(target_ids.unique()) < num_draft:
+        raise InvalidModel(
+            f"d2t in {where} maps two draft tokens to one target token (d2t holds offsets: target "
+            "id minus draft id)"
+        )
+    return target_ids
+
+
+def write_eagle3_head(
+    head: Eagle3Head,
+    folder: Path,
+    *,
+    form: HeadFormat = "speculators",
+    target: str,
+    target_architecture: str = "LlamaForCausalLM",
+    num_speculative_tokens: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a head: config.json and model.safetensors, the latter last.
+
+    Args:
+        head: to write.
+        folder: created if it does not exist.
+        form: "speculators" for vLLM, "raw" for SGLang and EAGLE's own code.
+        target: name or folder of the target.
+        target_architecture: its class in transformers.
+        num_speculative_tokens: K that vLLM is to use.
+        dtype: of the weights in the file.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    settings: dict[str, Any]
+    if form == "speculators":
+        settings = speculators_settings(
+            head.config,
+            target=target,
+            target_architecture=target_architecture,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+    else:
+        settings = raw_settings(head.config)
+    tensors = {
+        renamed(name, form): (value.to(dtype) if value.is_floating_point() else value)
+        .detach()
+        .cpu()
+        .contiguous()
+        for name, value in head.state_dict().items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / "config.json") as scratch:
+        scratch.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    with atomic_write(folder / WEIGHTS) as scratch, writing_tensors():
+        save_file(tensors, scratch, metadata={"format": "pt"})
+
+
+def renamed(name: str, form: HeadFormat) -> str:
+    """Return the name of a tensor in a form of the file."""
+    if form == "raw" and name.startswith(LAYER):
+        return RAW_LAYER + name.removeprefix(LAYER)
+    return name

@@ -1,0 +1,252 @@
+"""config.json of EAGLE-3 heads: speculators' form and the raw form of EAGLE, SpecForge and SGLang.
+
+Both forms name layers whose input is read. SGLang's own field, inside `eagle_config`, names layers
+whose output is read; such ids are one lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forerun.drafters.eagle3.config import Eagle3Config, default_feature_layers
+from forerun.errors import InvalidModel
+from forerun.models.architecture import ROPE_TYPES, checked_size
+
+__all__ = ["LAYER_IDS", "config_of", "is_eagle3", "raw_settings", "speculators_settings"]
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+RAW_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+SPECULATORS_ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
+SPECULATORS_VERSION = "0.3.0"
+"""Of the form of the file that is written; see vllm-project/speculators."""
+FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether the contents of a config.json describe an EAGLE-3 head."""
+    if config.get("speculators_model_type") is not None:
+        return bool(config["speculators_model_type"] == "eagle3")
+    named = config.get("architectures")
+    names = named if isinstance(named, list) else []
+    return any(name in (*RAW_ARCHITECTURES, *SPECULATORS_ARCHITECTURES) for name in names)
+
+
+def config_of(
+    settings: Mapping[str, Any], *, num_target_layers: int | None, own_embedding: bool
+) -> Eagle3Config:
+    """Read the sizes and flags of a head from the contents of its config.json.
+
+    Args:
+        settings: of either form.
+        num_target_layers: of the target, for the default layers; None where it is not known.
+        own_embedding: whether the weights hold token embeddings.
+
+    Raises:
+        InvalidModel: a value is missing or of a wrong kind, or the layer is not supported.
+    """
+    nested = settings.get("transformer_layer_config")
+    layer = nested if isinstance(nested, Mapping) else settings
+    check_layer(layer)
+    hidden_size = checked_size(layer.get("hidden_size"), "hidden_size")
+    num_heads = checked_size(layer.get("num_attention_heads"), "num_attention_heads")
+    vocab_size = checked_size(layer.get("vocab_size"), "vocab_size")
+    flags = {name: flag(settings, name) for name in FLAGS}
+    if nested is not None and settings.get("norm_before_residual") is None:
+        flags["norm_before_residual"] = True  # vLLM's default for this form
+    return Eagle3Config(
+        target_hidden_size=optional_size(settings, "target_hidden_size", hidden_size),
+        target_vocab_size=vocab_size,
+        feature_layers=feature_layers_of(settings, num_target_layers),
+        draft_vocab_size=optional_size(settings, "draft_vocab_size", vocab_size),
+        hidden_size=hidden_size,
+        intermediate_size=checked_size(layer.get("intermediate_size"), "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=optional_size(layer, "num_key_value_heads", num_heads),
+        head_dim=optional_size(layer, "head_dim", max(1, hidden_size // num_heads)),
+        norm_eps=number(layer, "rms_norm_eps", 1e-6),
+        rope=rope_of(layer),
+        max_positions=optional_size(layer, "max_position_embeddings", 2048),
+        own_embedding=own_embedding,
+        **flags,
+    )
+
+
+def check_layer(layer: Mapping[str, Any]) -> None:
+    """Refuse layers that are not one Llama layer.
+
+    Raises:
+        InvalidModel: naming what is not supported.
+    """
+    count = layer.get("num_hidden_layers", 1)
+    if count != 1:
+        raise InvalidModel(f"an EAGLE-3 head with {count!r:.40} layers is not supported, only 1")
+    for name in ("attention_bias", "mlp_bias"):
+        if layer.get(name):
+            raise InvalidModel(f"an EAGLE-3 head with {name} is not supported")
+    if layer.get("model_type", "llama") not in ("llama", "eagle3"):
+        raise InvalidModel(
+            f"an EAGLE-3 head with a layer of type {layer['model_type']!r:.40} is not supported, "
+            "only llama"
+        )
+    if layer.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise InvalidModel(
+            f"an EAGLE-3 head with hidden_act={layer['hidden_act']!r:.40} is not supported, only "
+            "silu"
+        )
+
+
+def optional_size(settings: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a size, or the default where it is missing or null."""
+    value = settings.get(name)
+    return default if value is None else checked_size(value, name)
+
+
+def flag(settings: Mapping[str, Any], name: str) -> bool:
+    """Return a flag; a missing one is False.
+
+    Raises:
+        InvalidModel: it is no boolean.
+    """
+    value = settings.get(name, False)
+    if not isinstance(value, bool | None):
+        raise InvalidModel(f"config.json has {name}={value!r:.40}; it must be true or false")
+    return bool(value)
+
+
+def number(settings: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a positive number of a configuration.
+
+    Raises:
+        InvalidModel: it is none.
+    """
+    value = settings.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
+        raise InvalidModel(f"config.json has {name}={value!r:.40}; it must be a positive number")
+    return float(value)
+
+
+def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings, which older files spread over several fields.
+
+    Raises:
+        InvalidModel: a kind that is not supported.
+    """
+    found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise InvalidModel(f"config.json has rotary settings {found!r:.60}; they must be an object")
+    rope = {name: value for name, value in found.items() if name != "type"}
+    rope["rope_type"] = found.get("rope_type", found.get("type", "default"))
+    if "rope_theta" not in rope:
+        rope["rope_theta"] = number(layer, "rope_theta", 10000.0)
+    number(rope, "rope_theta", 10000.0)
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise InvalidModel(
+            f"rotary embeddings of type {rope['rope_type']!r:.40} are not supported; supported "
+            f"are {', '.join(ROPE_TYPES)}"
+        )
+    return rope
+
+
+def feature_layers_of(
+    settings: Mapping[str, Any], num_target_layers: int | None
+) -> tuple[int, ...]:
+    """Return the layers of the target whose input is read.
+
+    Raises:
+        InvalidModel: they are malformed, or missing and the target is not known.
+    """
+    nested = settings.get("eagle_config")
+    inner = nested.get(LAYER_IDS) if isinstance(nested, Mapping) else None
+    listed, offset = settings.get(LAYER_IDS), 0
+    if listed is None and inner is not None:
+        listed, offset = inner, 1
+    if listed is None:
+        if num_target_layers is None:
+            raise InvalidModel(f"config.json names no layers of the target ({LAYER_IDS})")
+        return default_feature_layers(num_target_layers)
+    valid = isinstance(listed, list) and listed
+    if not valid or not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
+        raise InvalidModel(f"config.json has {LAYER_IDS}={listed!r:.60}; it must list layers")
+    return tuple(i + offset for i in listed)
+
+
+def layer_settings(config: Eagle3Config) -> dict[str, Any]:
+    """Return the fields that describe the decoder layer."""
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope["rope_theta"],
+        "rope_parameters": dict(config.rope),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.target_vocab_size,
+    }
+
+
+def common_settings(config: Eagle3Config) -> dict[str, Any]:
+    """Return the fields that both forms have at the top level; every flag is written."""
+    return {
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        LAYER_IDS: list(config.feature_layers),
+        **{name: getattr(config, name) for name in FLAGS},
+    }
+
+
+def speculators_settings(
+    config: Eagle3Config, *, target: str, target_architecture: str, num_speculative_tokens: int
+) -> dict[str, Any]:
+    """Return the contents of config.json in the form that speculators writes and vLLM reads.
+
+    Args:
+        config: of the head.
+        target: name or folder of the target.
+        target_architecture: its class in transformers.
+        num_speculative_tokens: K that vLLM is to use.
+    """
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_speculative_tokens,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        **common_settings(config),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer_settings(config),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": [target_architecture]},
+        },
+    }
+
+
+def raw_settings(config: Eagle3Config) -> dict[str, Any]:
+    """Return the contents of config.json in the raw form of EAGLE and SGLang."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_settings(config),
+        **common_settings(config),
+        "eagle_config": {
+            LAYER_IDS: [layer - 1 for layer in config.feature_layers],
+            "use_aux_hidden_state": True,
+        },
+    }
