@@ -167,7 +167,7 @@ def test_fed_back_state_is_normed_only_with_norm_output():
 )
 def test_written_heads_are_read_again(tmp_path, form, changes):
     head = random_head(**changes)
-    write_eagle3_head(head, tmp_path, form=form, target="a/target", dtype=torch.float32)
+    write_eagle3_head(head, tmp_path, form=form, target="a/target")
     found = read_eagle3_head(tmp_path)
     assert found.config == head.config
     for name, tensor in head.state_dict().items():

@@ -113,9 +113,7 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
     return head.eval()
 
 
-def check_tensors(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str
-) -> None:
+def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors that are not exactly those of a head.
 
     Raises:
@@ -182,9 +180,8 @@ def write_eagle3_head(
     target: str,
     target_architecture: str = "LlamaForCausalLM",
     num_speculative_tokens: int = 5,
-    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a head: config.json and model.safetensors, the latter last.
+    """Write a head in its own dtype: config.json and model.safetensors, the latter last.
 
     Args:
         head: to write.
@@ -193,7 +190,6 @@ def write_eagle3_head(
         target: name or folder of the target.
         target_architecture: its class in transformers.
         num_speculative_tokens: K that vLLM is to use.
-        dtype: of the weights in the file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -208,11 +204,10 @@ def write_eagle3_head(
         )
     else:
         settings = raw_settings(head.config)
+    dtype = str(head.fc.weight.dtype).removeprefix("torch.")
+    settings |= {"dtype": dtype, "torch_dtype": dtype}
     tensors = {
-        renamed(name, form): (value.to(dtype) if value.is_floating_point() else value)
-        .detach()
-        .cpu()
-        .contiguous()
+        renamed(name, form): value.detach().cpu().contiguous()
         for name, value in head.state_dict().items()
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -196,8 +196,6 @@ def layer_settings(config: Eagle3Config) -> dict[str, Any]:
 def common_settings(config: Eagle3Config) -> dict[str, Any]:
     """Return the fields that both forms have at the top level; every flag is written."""
     return {
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         LAYER_IDS: list(config.feature_layers),

@@ -185,7 +185,9 @@ class Eagle3Head(nn.Module):
         output: Tensor = self.layers[0](embedded, hidden, cos, sin, attend)
         return output
 
-    def rotations(self, positions: Int64[Tensor, "*rows"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotations(
+        self, positions: Int64[Tensor, "*rows"], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the rotary embedding, [*rows, 1, head_dim] each."""
         angles = positions[..., None].float() * self.inv_freq.to(positions.device)
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
