@@ -164,7 +164,7 @@ def target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: st
             f"d2t in {where} maps draft token {first} to {int(target_ids[first])}, outside the "
             f"target's {num_target} tokens (d2t holds offsets: target id minus draft id)"
         )
-    if len(target_ids.unique()) < num_draft:
+    if len(set(target_ids.tolist())) < num_draft:
         raise InvalidModel(
             f"d2t in {where} maps two draft tokens to one target token (d2t holds offsets: target "
             "id minus draft id)"

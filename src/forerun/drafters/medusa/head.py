@@ -51,13 +51,15 @@ class MedusaHeads(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
+        self.heads: list[nn.Sequential] = []
         for index in range(config.num_heads):
             parts: list[nn.Module] = [
                 ResidualBlock(config.hidden_size) for _ in range(config.num_blocks)
             ]
             if config.own_heads:
                 parts.append(nn.Linear(config.hidden_size, config.vocab_size, bias=False))
-            self.add_module(str(index), nn.Sequential(*parts))
+            self.heads.append(nn.Sequential(*parts))
+            self.add_module(str(index), self.heads[-1])
 
     def states(self, hidden: Float[Tensor, "rows width"]) -> list[Float[Tensor, "rows width"]]:
         """Return what every head hands to its output matrix.
@@ -65,14 +67,7 @@ class MedusaHeads(nn.Module):
         Args:
             hidden: the target's states behind its final norm.
         """
-        states = []
-        for head in self.children():
-            assert isinstance(head, nn.Sequential)
-            state = hidden
-            for block in head[: self.config.num_blocks]:
-                state = block(state)
-            states.append(state)
-        return states
+        return [head[: self.config.num_blocks](hidden) for head in self.heads]
 
     def forward(
         self, hidden: Float[Tensor, "rows width"], shared: SharedHead | None = None
@@ -87,5 +82,6 @@ class MedusaHeads(nn.Module):
         if not self.config.own_heads:
             assert shared is not None
             return shared(torch.cat(states)).view(len(states), len(hidden), -1)
-        heads = [head for head in self.children() if isinstance(head, nn.Sequential)]
-        return torch.stack([head[-1](state) for head, state in zip(heads, states, strict=True)])
+        return torch.stack(
+            [head[-1](state) for head, state in zip(self.heads, states, strict=True)]
+        )
