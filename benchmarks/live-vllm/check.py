@@ -27,7 +27,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.readers.live import read_live
+from forerun.diagnose.readers.sources import read_live
 from forerun.models.load import model_folder
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash

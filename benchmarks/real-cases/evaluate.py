@@ -15,7 +15,7 @@ from pathlib import Path
 from mapping import evidence_of
 
 from forerun.diagnose.diagnosis import Diagnosis, diagnose
-from forerun.diagnose.facts import GROUPS
+from forerun.diagnose.evidence import GROUPS
 from forerun.provenance import collect
 
 SETTING = frozenset(

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forerun.diagnose.causes import CAUSES, Cause, Sign
-from forerun.diagnose.experiments import EXPERIMENTS
-from forerun.diagnose.facts import GROUPS
+from forerun.diagnose.causes import CAUSES, EXPERIMENTS, Cause, Sign
+from forerun.diagnose.evidence import GROUPS
 from forerun.diagnose.readers.facts_file import SCHEMA_PATH, described, schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"

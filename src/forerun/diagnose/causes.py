@@ -1,21 +1,36 @@
-"""Causes of slow or wrong speculation: evidence for and against each, and remedies.
+"""Causes of slow or wrong speculation, their scores, and the experiments that tell them apart.
 
-The causes themselves are in `tables/causes.toml`.
+The causes are in `tables/causes.toml`, the experiments in `tables/experiments.toml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import sqrt
 
 import msgspec
 
-from forerun.diagnose.evidence import Evidence, Fact
-from forerun.diagnose.facts import FACTS
+from forerun.diagnose.evidence import FACTS, Evidence, Fact
 from forerun.diagnose.prediction import Effect
 from forerun.diagnose.tables import load_table
 
-__all__ = ["CAUSES", "Cause", "Finding", "Remedy", "Sign"]
+__all__ = [
+    "CAUSES",
+    "EXPERIMENTS",
+    "MIN_ALSO",
+    "MIN_SUPPORT",
+    "Cause",
+    "Experiment",
+    "Finding",
+    "Remedy",
+    "ScoredCause",
+    "Sign",
+    "best_experiment",
+    "experiment_for",
+    "score_causes",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +150,134 @@ CAUSES: Mapping[str, Cause] = {
     for cause in msgspec.convert(load_table("causes")["cause"], tuple[Cause, ...])
 }
 """Every cause by its label, in the order of the documentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """A test that an operator can run.
+
+    Attributes:
+        name: short.
+        how: what to do, in one sentence.
+        minutes: what it takes a person who has the machine; an order of magnitude.
+        yields: facts that are known afterwards.
+    """
+
+    name: str
+    how: str
+    minutes: float
+    yields: tuple[str, ...]
+
+
+EXPERIMENTS = msgspec.convert(load_table("experiments")["experiment"], tuple[Experiment, ...])
+"""Every experiment, in the order of the documentation."""
+
+
+def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
+    """Return the test that tells most about a cause for its time; None where all is known."""
+    spreads = {sign.fact: sign.spread for sign in cause.signs if sign.fact not in evidence}
+    return best_of(lambda item: sum(spreads.get(fact, 0.0) for fact in item.yields))
+
+
+def best_experiment(
+    weights: Mapping[str, float], causes: Iterable[Cause], evidence: Evidence
+) -> Experiment | None:
+    """Return the test that separates the causes best for the time it takes.
+
+    A fact is worth the spread between causes of what it would say of them, weighted by how likely
+    they are.
+
+    Args:
+        weights: how likely each cause is, by label; they add up to 1.
+        causes: all of them.
+        evidence: what is known already.
+    """
+    if not weights:
+        return None
+    signs = {
+        cause.label: {sign.fact: sign.yes - sign.no for sign in cause.signs} for cause in causes
+    }
+
+    def worth(item: Experiment) -> float:
+        total = 0.0
+        for fact in item.yields:
+            if fact not in evidence:
+                moves = [(share, signs[label].get(fact, 0.0)) for label, share in weights.items()]
+                mean = sum(share * move for share, move in moves)
+                total += sqrt(sum(share * (move - mean) ** 2 for share, move in moves))
+        return total
+
+    return best_of(worth)
+
+
+def best_of(worth: Callable[[Experiment], float]) -> Experiment | None:
+    """Return the test of most information for its time; information counts more than time."""
+    ranked = [(worth(item) / sqrt(item.minutes), item) for item in EXPERIMENTS]
+    value, item = max(ranked, key=lambda pair: pair[0])
+    return item if value > 0.0 else None
+
+
+MIN_SUPPORT = 1.3
+"""Evidence for a cause, in nats (nearly a factor of four), below which nothing is said."""
+MIN_ALSO = 0.5
+"""The same for a cause beside one that is supported: what else it may be is worth naming sooner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredCause:
+    """A cause with its score and the evidence for and against it.
+
+    Attributes:
+        cause: which.
+        score: its share of the likelihood of all causes, from 0 to 1.
+        evidence_for: facts that speak for it, the strongest first.
+        evidence_against: facts that speak against it.
+    """
+
+    cause: Cause
+    score: float
+    evidence_for: tuple[Finding, ...]
+    evidence_against: tuple[Finding, ...]
+
+    @property
+    def support(self) -> float:
+        """Summed weight of the evidence for the cause, in nats."""
+        return sum(finding.weight for finding in self.evidence_for)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether enough evidence supports the cause, and more than opposes it."""
+        return self.reaches(MIN_SUPPORT)
+
+    def reaches(self, support: float) -> bool:
+        """Whether the support reaches a threshold after the prior, and exceeds the opposition."""
+        against = -sum(finding.weight for finding in self.evidence_against)
+        return self.support + min(0.0, self.cause.prior) >= support and self.support > against
+
+
+def score_causes(evidence: Evidence, causes: Iterable[Cause]) -> tuple[ScoredCause, ...]:
+    """Score every cause, the likeliest first.
+
+    The weights of facts add up as if facts were independent given the cause, which they are not
+    quite: scores rank causes, and overstate their probabilities.
+    """
+    found = []
+    for cause in causes:
+        findings = [
+            finding for sign in cause.signs if (finding := sign.finding(evidence)) is not None
+        ]
+        findings.sort(key=lambda finding: -abs(finding.weight))
+        found.append((cause.prior + sum(f.weight for f in findings), cause, findings))
+    highest = max(log for log, _, _ in found)
+    total = sum(math.exp(log - highest) for log, _, _ in found)
+    scored = [
+        ScoredCause(
+            cause=cause,
+            score=math.exp(log - highest) / total,
+            evidence_for=tuple(f for f in findings if f.weight > 0.0),
+            evidence_against=tuple(f for f in findings if f.weight < 0.0),
+        )
+        for log, cause, findings in found
+    ]
+    # A cause without support may have no opposition either; it is no finding.
+    return tuple(sorted(scored, key=lambda i: (-i.is_supported, -i.reaches(MIN_ALSO), -i.score)))

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forerun.diagnose.attribution import Attribution, attribute
-from forerun.diagnose.causes import CAUSES, Remedy
+from forerun.diagnose.causes import (
+    CAUSES,
+    MIN_ALSO,
+    Experiment,
+    Remedy,
+    ScoredCause,
+    best_experiment,
+    experiment_for,
+    score_causes,
+)
 from forerun.diagnose.derive.derive import derive
 from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.experiments import Experiment, best_experiment, experiment_for
 from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, outlook_of, predict
-from forerun.diagnose.scoring import MIN_ALSO, ScoredCause, score_causes
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
 

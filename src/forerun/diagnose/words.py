@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from forerun.diagnose.attribution import Attribution
 from forerun.diagnose.diagnosis import Change, Diagnosis, RankedCause
-from forerun.diagnose.evidence import Evidence, Fact
-from forerun.diagnose.facts import FACTS
+from forerun.diagnose.evidence import FACTS, Evidence, Fact
 from forerun.terminal_text import printable
 
 __all__ = ["WATERFALL", "Section", "change_line", "figure_words", "headline", "sections"]

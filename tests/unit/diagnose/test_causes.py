@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forerun.diagnose.causes import CAUSES, Cause, Sign
+from forerun.diagnose.causes import CAUSES, EXPERIMENTS, Cause, Sign, experiment_for, score_causes
 from forerun.diagnose.diagnosis import diagnose
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.experiments import EXPERIMENTS, experiment_for
-from forerun.diagnose.facts import FACTS, GROUPS
-from forerun.diagnose.scoring import score_causes
+from forerun.diagnose.evidence import FACTS, GROUPS, Evidence
 
 ROOT = Path(__file__).parents[3]
 LABELS = set(

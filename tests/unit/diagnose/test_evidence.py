@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.facts import FACTS, GROUPS
+from forerun.diagnose.evidence import FACTS, GROUPS, Evidence
 from forerun.theory.intervals import Interval
 
 

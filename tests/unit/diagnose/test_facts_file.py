@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from forerun.diagnose.evidence import Evidence
-from forerun.diagnose.facts import FACTS
+from forerun.diagnose.evidence import FACTS, Evidence
 from forerun.diagnose.readers.facts_file import SCHEMA_PATH, schema
 from forerun.diagnose.readers.text import read_text
 from forerun.errors import ForerunError

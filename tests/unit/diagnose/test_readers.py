@@ -11,7 +11,7 @@ from forerun.diagnose.derive.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import text
-from forerun.diagnose.readers.sglang_log import num_draft_tokens_of
+from forerun.diagnose.readers.engine_logs import num_draft_tokens_of
 from forerun.diagnose.readers.text import MAX_BYTES, read_text
 from forerun.errors import InvalidRequest
 

@@ -11,10 +11,21 @@ import re
 
 import pytest
 
-from forerun.diagnose.causes import CAUSES, Cause, Finding, Remedy, Sign
+from forerun.diagnose.causes import (
+    CAUSES,
+    EXPERIMENTS,
+    MIN_ALSO,
+    MIN_SUPPORT,
+    Cause,
+    Finding,
+    Remedy,
+    ScoredCause,
+    Sign,
+    best_experiment,
+    experiment_for,
+    score_causes,
+)
 from forerun.diagnose.evidence import Evidence, Fact
-from forerun.diagnose.experiments import EXPERIMENTS, best_experiment, experiment_for
-from forerun.diagnose.scoring import MIN_ALSO, MIN_SUPPORT, ScoredCause, score_causes
 from forerun.theory.intervals import Interval
 
 

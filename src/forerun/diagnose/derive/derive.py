@@ -4,13 +4,160 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from forerun.diagnose.derive.costs import add_costs, add_ratios
-from forerun.diagnose.derive.counts import add_rates
-from forerun.diagnose.derive.observations import add_observations
+from forerun.diagnose.derive.rates_and_costs import add_costs, add_rates, add_ratios
 from forerun.diagnose.evidence import Evidence, Fact, Value
 
-__all__ = ["add_changes", "add_names", "derive"]
+__all__ = ["add_changes", "derive"]
+
+MIN_DRAFTS = 30
+"""Fewer drafts say nothing about what is never accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """A figure and the thresholds above or below which an observation is true.
+
+    Attributes:
+        name: the observation.
+        figure: what it is read off.
+        yes: on this side of it the answer is yes.
+        no: on this side, no; between the two there is no answer.
+    """
+
+    name: str
+    figure: str
+    yes: float
+    no: float
+
+    def answer(self, fact: Fact) -> bool | None:
+        """Return the observation, where the figure and its interval are clear; else None."""
+        low = high = float(fact.value)  # type: ignore[arg-type]  # a number by its kind
+        if fact.interval is not None:
+            low, high = fact.interval.low, fact.interval.high
+        if self.yes > self.no:
+            return True if low >= self.yes else False if high <= self.no else None
+        return True if high <= self.yes else False if low >= self.no else None
+
+
+THRESHOLDS: tuple[Threshold, ...] = (
+    Threshold(name="acceptance_low", figure="alpha_1", yes=0.45, no=0.6),
+    Threshold(name="acceptance_fine", figure="alpha_1", yes=0.7, no=0.5),
+    Threshold(name="acceptance_dropped", figure="reference_ratio", yes=0.85, no=0.95),
+    Threshold(name="acceptance_above_expected", figure="calibration", yes=1.04, no=1.02),
+    Threshold(name="slower_than_plain", figure="speedup", yes=0.97, no=1.0),
+    Threshold(name="slowed_down", figure="slowdown", yes=1.08, no=1.03),
+    Threshold(name="tools_disagree", figure="client_ratio", yes=1.3, no=1.1),
+    Threshold(name="slower_with_context", figure="context_growth", yes=1.3, no=1.15),
+    Threshold(name="graphs_off", figure="graph_hit_share", yes=0.5, no=0.9),
+    Threshold(name="ttft_up", figure="ttft_ratio", yes=1.15, no=1.05),
+    Threshold(name="cache_hits_lower", figure="prefix_hit_loss", yes=0.03, no=0.01),
+    Threshold(name="memory_pressure", figure="num_preemptions", yes=1.0, no=-1.0),
+    Threshold(name="output_repetitive", figure="distinct_4gram_share", yes=0.4, no=0.6),
+    Threshold(name="replay_accepts_more", figure="replay_ratio", yes=0.85, no=0.95),
+    Threshold(name="distribution_differs", figure="pit_p_value", yes=0.001, no=0.05),
+    Threshold(name="output_differs_at_ties", figure="greedy_margin", yes=1.0, no=4.0),
+)
+
+
+def add_observations(evidence: Evidence) -> None:
+    """Add observations that figures decide; direct observations are not changed."""
+    for threshold in THRESHOLDS:
+        fact = evidence.facts.get(threshold.figure)
+        if fact is not None and threshold.name not in evidence:
+            evidence.conclude(
+                threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}"
+            )
+    add_unplaced_rate(evidence)
+    add_nothing_accepted(evidence)
+    add_no_gain(evidence)
+    add_not_drafted(evidence)
+    add_shapes(evidence)
+
+
+def add_unplaced_rate(evidence: Evidence) -> None:
+    """Add whether acceptance is high or low, from a draft acceptance rate at an unknown K."""
+    fact, rate = (
+        evidence.facts.get("draft_acceptance_rate"),
+        evidence.number("draft_acceptance_rate"),
+    )
+    if fact is None or rate is None or "alpha_1" in evidence:
+        return
+    if rate >= 0.7 and "acceptance_fine" not in evidence:
+        evidence.conclude("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
+    if rate <= 0.2 and "acceptance_low" not in evidence:
+        evidence.conclude("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
+
+
+def add_nothing_accepted(evidence: Evidence) -> None:
+    """Add whether practically nothing is accepted, where enough was drafted to decide it."""
+    fact, drafts = evidence.facts.get("draft_acceptance_rate"), evidence.number("num_drafts")
+    drafted, tau = evidence.number("num_drafted"), evidence.number("acceptance_length")
+    if "acceptance_zero" in evidence:
+        return
+    if fact is None:
+        if tau is not None:
+            answer = True if tau <= 1.02 else False if tau >= 1.15 else None
+            evidence.conclude("acceptance_zero", answer, f"tau {tau:.2f}")
+        return
+    seen = drafts if drafts is not None else drafted
+    rate = evidence.number("draft_acceptance_rate") or 0.0
+    first = evidence.number("alpha_1") or 0.0
+    if rate > 0.05 or first > 0.15:
+        evidence.conclude("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
+    elif rate <= 0.02 and first <= 0.1 and (seen is None or seen >= MIN_DRAFTS):
+        evidence.conclude("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
+
+
+def add_no_gain(evidence: Evidence) -> None:
+    """Add whether speculation changes the speed at all."""
+    gain = evidence.number("speedup")
+    if gain is not None and "no_gain" not in evidence:
+        evidence.conclude("no_gain", 0.97 <= gain <= 1.05, f"speedup {gain:.3f}")
+
+
+def add_not_drafted(evidence: Evidence) -> None:
+    """Add whether anything was drafted at all."""
+    drafts, steps = evidence.number("num_drafts"), evidence.number("num_steps")
+    drafted = evidence.number("num_drafted")
+    if "drafts_absent" in evidence:
+        return
+    if drafts or drafted:
+        evidence.conclude("drafts_absent", False, "drafted tokens are counted")
+    elif (drafts == 0 or drafted == 0) and (steps is None or steps >= MIN_DRAFTS):
+        evidence.conclude("drafts_absent", True, "no drafted token is counted")
+    elif "acceptance_length" in evidence or "draft_acceptance_rate" in evidence:
+        evidence.conclude("drafts_absent", False, "acceptance was measured")
+
+
+def add_shapes(evidence: Evidence) -> None:
+    """Add observations that need two figures."""
+    plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
+    if plain and idle and "slow_without_drafts" not in evidence:
+        evidence.conclude(
+            "slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s"
+        )
+    cycle, draft = evidence.number("cycle_s"), evidence.number("draft_s")
+    if cycle and draft is not None and "draft_share_high" not in evidence:
+        evidence.conclude("draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step")
+    sizes = evidence.number("target_vocab_size"), evidence.number("draft_vocab_size")
+    if sizes[0] and sizes[1] and "vocabularies_differ" not in evidence:
+        # Padding to a multiple moves sizes by a few percent; maps that differ, by more.
+        apart = abs(sizes[0] - sizes[1]) / max(sizes[0], sizes[1]) > 0.05
+        evidence.conclude(
+            "vocabularies_differ", apart or None, f"{sizes[0]:g} and {sizes[1]:g} entries"
+        )
+    ratio, tau = evidence.number("client_ratio"), evidence.number("acceptance_length")
+    if ratio and tau and tau > 1.2 and ratio > 1.1:
+        evidence.conclude(
+            "client_ratio_is_tau", abs(ratio / tau - 1) < 0.2, f"{ratio:.2f}, tau {tau:.2f}"
+        )
+    prompt, output = evidence.number("num_prompt_tokens"), evidence.number("num_output_tokens")
+    if prompt and output and "outputs_short" not in evidence:
+        evidence.conclude(
+            "outputs_short", output < 64 and prompt > 8 * output, f"{output:g} tokens"
+        )
 
 
 BILLIONS = re.compile(r"(?<![a-zA-Z0-9.])(\d{1,4}(?:\.\d{1,2})?)[bB](?![a-zA-Z0-9])")

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from forerun.diagnose.evidence import MAX_LIST, MAX_WORD, Evidence, Reading, shown
-from forerun.diagnose.facts import FACTS, FactKind
+from forerun.diagnose.evidence import FACTS, MAX_LIST, MAX_WORD, Evidence, FactKind, Reading, shown
 from forerun.errors import InvalidRequest
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json

@@ -13,14 +13,11 @@ from typing import Protocol, runtime_checkable
 
 from forerun.bounded_documents import parse_json, parse_yaml
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.diagnose.readers.benchmark import BenchmarkOutput
-from forerun.diagnose.readers.documents import Documents
+from forerun.diagnose.readers.documents import BenchmarkOutput, Documents
+from forerun.diagnose.readers.engine_logs import LlamaCppLog, SglangLog, SpecDecodingLog
 from forerun.diagnose.readers.engine_messages import Remarks, TensorRtLlmLog
 from forerun.diagnose.readers.facts_file import KEY, read_facts
-from forerun.diagnose.readers.llamacpp_log import LlamaCppLog
 from forerun.diagnose.readers.prometheus import PrometheusText, is_metric_line
-from forerun.diagnose.readers.sglang_log import SglangLog
-from forerun.diagnose.readers.spec_decoding_log import SpecDecodingLog
 from forerun.diagnose.readers.tally import LineReader
 from forerun.errors import InvalidRequest, UnreadableInput
 

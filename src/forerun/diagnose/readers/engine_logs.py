@@ -1,0 +1,357 @@
+"""Reads the logs of vLLM, LMDeploy, SGLang and llama.cpp."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+from forerun.diagnose.readers.tally import NUMBER, Tally, matched_number, numbers_in
+
+__all__ = ["LlamaCppLog", "SglangLog", "SpecDecodingLog", "num_draft_tokens_of"]
+
+VLLM_LENGTH = re.compile(r"Mean acceptance length: " + NUMBER)
+ACCEPTED = re.compile(r"Accepted: " + NUMBER + " tokens")
+DRAFTED = re.compile(r"Drafted: " + NUMBER + " tokens")
+POSITIONS = re.compile(r"Per-position acceptance rate: ([0-9., ]{1,600})")
+VLLM_THROUGHPUT = re.compile(r"Avg generation throughput: " + NUMBER)
+VLLM_RUNNING = re.compile(r"Running: " + NUMBER)
+HITS = re.compile(r"Prefix cache hit rate: " + NUMBER + "%")
+LMDEPLOY_RATE = re.compile(r"Avg thr \(in/out\): *" + NUMBER + " / " + NUMBER)
+CONFIGURED = re.compile(r"speculative_config=SpeculativeConfig\(method='?(\w{1,30})'?")
+NUM_SPEC = re.compile(r"num_spec(?:ulative)?_tokens['\"]?[=:] ?" + NUMBER)
+# The engine before v1 counted in this shape.
+OLD = re.compile(
+    r"Speculative metrics: Draft acceptance rate: [0-9.]+, System efficiency: [0-9.]+, "
+    r"Number of speculative tokens: (\d{1,4}), Number of accepted tokens: (\d{1,12}), "
+    r"Number of draft tokens: (\d{1,12}), Number of emitted tokens: (\d{1,12})"
+)
+VLLM_METHODS = {
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "draft_model": "draft_model",
+    "mtp": "mtp",
+    "deepseek_mtp": "mtp",
+    "ngram": "ngram",
+    "suffix": "ngram",
+    "medusa": "other",
+    "dflash": "block",
+}
+
+
+PROCESS = re.compile(r"\bpid[=: ] ?(\d{1,10})\b")
+MAX_PROCESSES = 256
+MAX_SHOWN = 6
+MIN_DRAFTED = 100
+"""Draft tokens of a process, for its acceptance to be compared with that of others."""
+SAME_RUN = 0.15
+"""Acceptance of processes that serve one draft differs by less; they are averaged."""
+
+
+class SpecDecodingLog:
+    """Reader of vLLM's log, and of LMDeploy's, which orders the same fields differently.
+
+    Lines name the process that wrote them. Processes whose acceptance differs are separate runs:
+    they are not averaged, and the figures are those of the run that accepts least.
+    """
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.kind = "vLLM log"
+        self._runs: dict[str, Tally] = {}
+        self._old: tuple[float, float, float, float] | None = None
+
+    def read(self, line: str) -> bool:
+        """Read one line; False if it is of another format."""
+        if "SpecDecoding metrics:" in line:
+            return self._read_metrics(line)
+        if rate := VLLM_THROUGHPUT.search(line):
+            running = matched_number(VLLM_RUNNING, line)
+            # An interval in which nothing ran at its end was not busy all along.
+            run = self._run(line)
+            if running:
+                run.mean("tokens_per_s", float(rate.group(1)))
+                run.mean("batch", max(1.0, running))
+            if (hits := matched_number(HITS, line)) is not None:
+                run.facts["prefix_hit_rate"] = hits / 100.0
+            return True
+        if found := OLD.search(line):
+            self._old = tuple(map(float, found.groups()))  # type: ignore[assignment]
+            return True
+        if found := CONFIGURED.search(line):
+            self.tally.set_fact("method", VLLM_METHODS.get(found.group(1), "other"))
+            self.tally.set_fact("k", matched_number(NUM_SPEC, line))
+            return True
+        return False
+
+    def close(self) -> None:
+        """Choose or join runs; of cumulative counters only the last line is used."""
+        self._close_runs()
+        if self._old is None:
+            return
+        k, accepted, drafted, _ = self._old
+        for name, value in (("num_accepted", accepted), ("num_drafted", drafted)):
+            self.tally.count(name, value)
+        self.tally.set_fact("k", k)
+        if k:
+            self.tally.count("num_drafts", drafted / k)
+
+    def _run(self, line: str) -> Tally:
+        """The tally of the process that wrote a line."""
+        found = PROCESS.search(line)
+        name = found.group(1) if found else ""
+        if name not in self._runs and len(self._runs) >= MAX_PROCESSES:
+            name = next(iter(self._runs))
+        return self._runs.setdefault(name, Tally())
+
+    def _close_runs(self) -> None:
+        rates = {
+            name: run.counts["num_accepted"] / run.counts["num_drafted"]
+            for name, run in self._runs.items()
+            if run.counts.get("num_drafted", 0.0) >= MIN_DRAFTED
+        }
+        if len(rates) < 2 or max(rates.values()) - min(rates.values()) < SAME_RUN:
+            for run in self._runs.values():
+                self.tally.include(run)
+            return
+        least = min(rates, key=lambda name: rates[name])
+        self.tally.include(self._runs[least])
+        others = sorted((rate, name) for name, rate in rates.items() if name != least)
+        shown = ", ".join(f"process {name} {rate:.0%}" for rate, name in others[:MAX_SHOWN])
+        self.tally.notes.append(
+            f"{len(rates)} separate runs, which are not averaged: the figures are those of process "
+            f"{least}, which accepts {rates[least]:.0%} of its draft tokens; {shown}"
+            f"{' and others' if len(others) > MAX_SHOWN else ''}. Give the lines of one process to "
+            "diagnose another run"
+        )
+
+    def _read_metrics(self, line: str) -> bool:
+        accepted, drafted = matched_number(ACCEPTED, line), matched_number(DRAFTED, line)
+        found = POSITIONS.search(line)
+        rates = numbers_in(found.group(1)) if found else []
+        if accepted is None or drafted is None:
+            return False
+        run = self._run(line)
+        if "metrics: Draft acceptance rate" in line:
+            self.kind = "LMDeploy log"
+            if rate := LMDEPLOY_RATE.search(line):
+                run.mean("tokens_per_s", float(rate.group(2)))
+        length = matched_number(VLLM_LENGTH, line)
+        drafts = drafts_of(accepted, drafted, length, len(rates))
+        run.count("num_accepted", accepted)
+        run.count("num_drafted", drafted)
+        if drafts:
+            run.count("num_drafts", drafts)
+            run.positions([rate * drafts for rate in rates])
+        return True
+
+
+def drafts_of(
+    accepted: float, drafted: float, length: float | None, num_positions: int
+) -> float | None:
+    """Return the number of drafts of a line that reports acceptance length and tokens only."""
+    if length is not None and length > 1.0 and accepted > 0.0:
+        # Two decimals of a length near 1 say little: there, the number of positions says more.
+        by_length = accepted / (length - 1.0)
+        by_positions = drafted / num_positions if num_positions else by_length
+        return by_length if length > 1.2 else by_positions
+    return drafted / num_positions if num_positions else None
+
+
+SGLANG_LENGTH = re.compile(r"accept len: " + NUMBER)
+RATE = re.compile(r"accept rate: " + NUMBER)
+SGLANG_RUNNING = re.compile(r"#running-req: " + NUMBER)
+SGLANG_THROUGHPUT = re.compile(r"gen throughput \(token/s\): " + NUMBER)
+GRAPH = re.compile(r"(?:cuda|cpu|npu) graph: (True|False)")
+STEPS = re.compile(r"speculative_num_steps=" + NUMBER)
+DRAFT_TOKENS = re.compile(r"speculative_num_draft_tokens=" + NUMBER)
+ALGORITHM = re.compile(r"speculative_algorithm='?([A-Z0-9]{3,20})")
+ADAPTIVE = re.compile(r"Adaptive spec params updated: steps (\d{1,3}) -> (\d{1,3})")
+SGLANG_METHODS = {
+    "EAGLE": "eagle",
+    "EAGLE3": "eagle",
+    "NEXTN": "mtp",
+    "STANDALONE": "draft_model",
+    "NGRAM": "ngram",
+    "DFLASH": "block",
+    "DSPARK": "block",
+}
+MAX_DRAFT_TOKENS = 64
+
+
+class SglangLog:
+    """Reader of SGLang's scheduler lines and start-up arguments."""
+
+    kind = "SGLang log"
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self._pairs: list[tuple[float, float]] = []
+        self._changes: list[tuple[int, int]] = []
+
+    def read(self, line: str) -> bool:
+        """Read one line; False if it is of another format."""
+        if "Decode batch" in line:
+            return self._read_decode(line)
+        if found := ADAPTIVE.search(line):
+            self._changes.append((int(found.group(1)), int(found.group(2))))
+            return True
+        if found := ALGORITHM.search(line):
+            self.tally.set_fact("method", SGLANG_METHODS.get(found.group(1), "other"))
+            self.tally.set_fact("k", matched_number(STEPS, line))
+            if (nodes := matched_number(DRAFT_TOKENS, line)) and "k" not in self.tally.facts:
+                self.tally.set_fact("k", nodes - 1)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Decide the meaning of the accept rate, and hence K, from all lines."""
+        if self._changes:
+            self.tally.set_fact("adaptive_k", True)
+            rising = [after > before for before, after in self._changes]
+            turns = sum(one != other for one, other in pairwise(rising))
+            if len(self._changes) >= 8 and turns >= len(self._changes) // 2:
+                self.tally.set_fact("adaptive_stuck", True)
+        nodes = num_draft_tokens_of(self._pairs)
+        if nodes is not None:
+            self.tally.set_fact("k", nodes - 1)
+
+    def _read_decode(self, line: str) -> bool:
+        running = matched_number(SGLANG_RUNNING, line)
+        weight = max(1.0, running) if running is not None else 1.0
+        length, rate = matched_number(SGLANG_LENGTH, line), matched_number(RATE, line)
+        if length is not None and length >= 1.0:
+            self.tally.mean("acceptance_length", length, weight)
+            if rate:
+                self._pairs.append((length, rate))
+        if running is not None:
+            self.tally.mean("batch", weight)
+        if (speed := matched_number(SGLANG_THROUGHPUT, line)) is not None:
+            self.tally.mean("tokens_per_s", speed)
+        if found := GRAPH.search(line):
+            self.tally.mean("graph_hit_share", float(found.group(1) == "True"))
+        return True
+
+
+def num_draft_tokens_of(pairs: list[tuple[float, float]]) -> int | None:
+    """Return how many tokens a pass verifies, K + 1, from accept lengths and rates.
+
+    The rate once was length / n with the bonus token on both sides, and now is
+    (length - 1) / (n - 1). The n that explains all lines to within their rounding, under either
+    meaning, is taken; None where none does, or where both meanings explain them differently.
+    """
+    fitting = {
+        n
+        for n in range(2, MAX_DRAFT_TOKENS + 1)
+        for bonus in (0, 1)
+        if pairs and all(explains(n, bonus, length, rate) for length, rate in pairs)
+    }
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def explains(n: int, bonus: int, length: float, rate: float) -> bool:
+    """Whether a line fits n tokens per pass, with `bonus` of them left out of the rate."""
+    predicted = (length - bonus) / (n - bonus)
+    return length <= n + 0.005 and abs(predicted - rate) <= 0.005 + 0.006 / n
+
+
+ACCEPTANCE = re.compile(
+    r"draft acceptance(?: rate)? = *[0-9.]+ \( *(\d{1,12}) accepted / *(\d{1,12}) generated\)"
+)
+MEAN_LENGTH = re.compile(r"mean len = *" + NUMBER)
+PER_POSITION = re.compile(r"acc per pos = \(([0-9., ]{1,600})\)")
+STATISTICS = re.compile(
+    r"statistics (\S{1,40}): .*#gen drafts = (\d{1,12}), .*#gen tokens = (\d{1,12}), "
+    r"#acc tokens = (\d{1,12})"
+)
+DURATIONS = re.compile(r"dur\(b,g,a\) = " + NUMBER + ", " + NUMBER + ", " + NUMBER + " ms")
+EVAL = re.compile(r"(prompt )?eval time = *" + NUMBER + r" ms / *(\d{1,12}) (?:tokens|runs)")
+DECODED = re.compile(r"decoded *(\d{1,12}) tokens in *" + NUMBER + " seconds")
+EXAMPLE = re.compile(r"\bn_(draft|predict|drafted|accept) *= *(\d{1,12})")
+EXAMPLE_RATE = re.compile(r"\baccept *= *[0-9.]+%")
+
+
+class LlamaCppLog:
+    """Reader of `llama-server`, `llama-speculative` and `llama-speculative-simple`."""
+
+    kind = "llama.cpp log"
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self._length: tuple[float, float] | None = None
+        self._prompt_ms = self._eval_ms = self._eval_tokens = 0.0
+        self._example: dict[str, float] = {}
+        self._statistics: dict[str, tuple[float, float, float]] = {}
+
+    def read(self, line: str) -> bool:
+        """Read one line; False if it is of another format."""
+        if found := ACCEPTANCE.search(line):
+            self._read_acceptance(line, float(found.group(1)), float(found.group(2)))
+        elif found := PER_POSITION.search(line):
+            self._read_positions(numbers_in(found.group(1)))
+        elif found := STATISTICS.search(line):
+            # Cumulative per drafter: the last line of each counts.
+            name, *counts = found.groups()
+            self._statistics[name] = tuple(map(float, counts))  # type: ignore[assignment]
+        elif found := EVAL.search(line):
+            self._read_time(found)
+        elif found := DECODED.search(line):
+            tokens, seconds = float(found.group(1)), float(found.group(2))
+            self._example.setdefault("predict", tokens)
+            self.tally.mean("tokens_per_s", tokens / max(1e-9, seconds))
+        elif found := EXAMPLE.search(line):
+            self._example[found.group(1)] = float(found.group(2))
+        else:
+            return bool(EXAMPLE_RATE.search(line))
+        return True
+
+    def close(self) -> None:
+        """Add what follows from several lines together."""
+        if self._eval_ms > 0.0 and self._eval_tokens > 1:
+            rate = 1000.0 * self._eval_tokens / self._eval_ms
+            self.tally.set_fact("tokens_per_s", rate)
+            self.tally.set_fact(
+                "prefill_share", self._prompt_ms / (self._prompt_ms + self._eval_ms)
+            )
+            self.tally.set_fact("batch", 1.0)
+        self._close_example()
+        if "num_drafted" not in self.tally.counts:
+            for name, (drafts, drafted, accepted) in self._statistics.items():
+                self.tally.count("num_drafts", drafts)
+                self.tally.count("num_drafted", drafted)
+                self.tally.count("num_accepted", accepted)
+                if name.startswith("ngram"):
+                    self.tally.set_fact("method", "ngram")
+
+    def _close_example(self) -> None:
+        values = self._example
+        if "drafted" in values and "accept" in values:
+            self.tally.count("num_drafted", values["drafted"])
+            self.tally.count("num_accepted", values["accept"])
+            # Every step emits what it accepts and one more.
+            drafts = values.get("predict", 0.0) - values["accept"]
+            if drafts > 0.0:
+                self.tally.count("num_drafts", drafts)
+        if values.get("draft"):
+            self.tally.set_fact("k", values["draft"])
+
+    def _read_acceptance(self, line: str, accepted: float, drafted: float) -> None:
+        self.tally.count("num_accepted", accepted)
+        self.tally.count("num_drafted", drafted)
+        length = matched_number(MEAN_LENGTH, line)
+        self._length = None
+        if length is not None and length > 1.0:
+            drafts = accepted / (length - 1.0)
+            self.tally.count("num_drafts", drafts)
+            self._length = (length, drafts)
+
+    def _read_positions(self, rates: list[float]) -> None:
+        if self._length is not None:
+            self.tally.positions([rate * self._length[1] for rate in rates])
+
+    def _read_time(self, found: re.Match[str]) -> None:
+        is_prompt, milliseconds, tokens = found.groups()
+        if is_prompt:
+            self._prompt_ms += float(milliseconds)
+        else:
+            self._eval_ms += float(milliseconds)
+            self._eval_tokens += float(tokens)
