@@ -49,7 +49,9 @@ def main() -> None:
     with files_run() as files:
         engine.generate([PROMPT], params)
     names = sorted(
-        Path(name).relative_to(PACKAGE).as_posix() for name in files if name.startswith(str(PACKAGE))
+        Path(name).relative_to(PACKAGE).as_posix()
+        for name in files
+        if name.startswith(str(PACKAGE))
     )
     print(*names, sep="\n")
     print(f"{len(names)} files")

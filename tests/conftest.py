@@ -33,7 +33,7 @@ install_import_hook(
     [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in PACKAGE.rglob("*.py")
-        if path.stem not in {"__init__", "config", "triton_kernels"}
+        if path.stem not in {"__init__", "config", "kinds", "triton_kernels"}
     ],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )

@@ -33,12 +33,10 @@ from forerun.control.base import Controller
 from forerun.control.fixed import FixedController
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
-from forerun.plan.simulation.kinds.config import AcceptancePart, Constant, Fixed, Mixed, Uniform
+from forerun.plan.simulation.kinds import AcceptancePart, Constant, Fixed, Mixed, Uniform
 from forerun.plan.simulation.request import SimulatedCycle, SimulatedRequest
-from forerun.plan.simulation.result import Result, result_of
-from forerun.plan.simulation.schedules import Sequential, levels
-from forerun.plan.simulation.server import Server
-from forerun.plan.simulation.tally import SimulationTally
+from forerun.plan.simulation.result import Result, SimulationTally, result_of
+from forerun.plan.simulation.server import Sequential, Server, levels
 from forerun.plan.simulation.times import CycleTimes, Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.probe.profile import load_profile

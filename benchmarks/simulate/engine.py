@@ -33,7 +33,7 @@ from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import SimulatedServerConfig, Slo
 from forerun.plan.simulation.correction import corrected, correction_of
-from forerun.plan.simulation.recorded import workload_of
+from forerun.plan.simulation.workload_file import workload_of
 from forerun.probe.profile import load_profile
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.plan.simulation.config import Phase, Workload
-from forerun.plan.simulation.kinds.config import Bursty, Constant, Poisson, Uniform
+from forerun.plan.simulation.kinds import Bursty, Constant, Poisson, Uniform
 from forerun.plan.simulation.traffic import traffic_of
 
 FOLDER = Path(__file__).parent / "workloads"

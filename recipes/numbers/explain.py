@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.control.fixed import FixedController
+from forerun.plan.simulation.comparison import simulate
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds.config import Constant, Fixed
-from forerun.plan.simulation.simulate import simulate
+from forerun.plan.simulation.kinds import Constant, Fixed
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable

@@ -12,18 +12,19 @@ from rich.console import Console
 
 from forerun.sampling.noise import position_key
 from forerun.sampling.walk import walk
-from forerun.testing.exact import coupling, run
-from forerun.testing.exact.adaptive import goodput_k
-from forerun.testing.exact.chains import emit_chains
-from forerun.testing.exact.coupling import compare_with_plain
-from forerun.testing.exact.histories import Inexact
-from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
-from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, PlantedView
+from forerun.testing.exact import run, walks
+from forerun.testing.exact.chains import ChainVerifier, confident_before, emit_chains
+from forerun.testing.exact.pairs import Inexact, ModelPairs, random_pairs, structured_pairs
+from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, SHAPES, PlantedView, shaped_pairs
 from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult, render
 from forerun.testing.exact.run import run_enumeration
-from forerun.testing.exact.shaped import SHAPES, shaped_pairs
-from forerun.testing.exact.verifiers import ChainVerifier, confident_before
-from forerun.testing.exact.walks import Walker, emit_walks, walk_table
+from forerun.testing.exact.walks import (
+    Walker,
+    compare_with_plain,
+    emit_walks,
+    goodput_k,
+    walk_table,
+)
 from forerun.theory.tree import TokenTree
 
 TREE = TokenTree((-1, -1, 0))
@@ -246,6 +247,6 @@ def test_coupling_with_keys_of_the_step_differs(monkeypatch: pytest.MonkeyPatch)
     def keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
         return [position_key(request_key, num_committed + 7 * d) for d in (0, *tree.depths)]
 
-    monkeypatch.setattr(coupling, "target_keys", keys)
+    monkeypatch.setattr(walks, "target_keys", keys)
     _, different = compare_with_plain(some_pairs(num_pairs=3), TREE, range(3))
     assert different > 0

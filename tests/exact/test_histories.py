@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.testing.exact.histories import Histories, Inexact
-from forerun.testing.exact.verifiers import decisive_tests
+from forerun.testing.exact.chains import decisive_tests
+from forerun.testing.exact.pairs import Histories, Inexact
 
 KEY, OTHER = 1, 2
 
@@ -85,11 +85,11 @@ def test_decisive_tests_of_both_rules() -> None:
 
 
 def test_a_draw_stage_that_is_no_conjunction_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.testing.exact import verifiers
+    from forerun.testing.exact import chains
 
     def by_count(accept: torch.Tensor, uniforms: torch.Tensor, rule: str) -> torch.Tensor:
         return (uniforms < accept).sum(-1)
 
-    monkeypatch.setattr(verifiers, "num_accepted", by_count)
+    monkeypatch.setattr(chains, "num_accepted", by_count)
     with pytest.raises(Inexact, match="no conjunction"):
         decisive_tests("block", 2)

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forerun.control.base import Plan
+from forerun.plan.simulation.comparison import simulate
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds.config import Bursty, Clustered, Listed
-from forerun.plan.simulation.schedules import SCHEDULES
-from forerun.plan.simulation.simulate import simulate
+from forerun.plan.simulation.kinds import Bursty, Clustered, Listed
+from forerun.plan.simulation.server import SCHEDULES
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable

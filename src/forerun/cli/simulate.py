@@ -20,8 +20,8 @@ from forerun.errors import InvalidTrace
 
 if TYPE_CHECKING:
     from forerun.plan.costs import DraftCosts
+    from forerun.plan.simulation.comparison import Oracle
     from forerun.plan.simulation.config import Workload
-    from forerun.plan.simulation.regret import Oracle
     from forerun.plan.simulation.result import PhaseResult, Quantiles, Result
     from forerun.probe.profile import Profile
 

@@ -12,11 +12,11 @@ import pytest
 SCRIPT = """
 import json, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from forerun.diagnose.readers import live
+from forerun.diagnose.readers import sources
 from forerun.errors import InvalidRequest
 
-live.MAX_PAGE_BYTES = 1 << 18
-live.TIMEOUT_S = 1.0
+sources.MAX_PAGE_BYTES = 1 << 18
+sources.TIMEOUT_S = 1.0
 seen = []
 
 class Page(BaseHTTPRequestHandler):
@@ -70,7 +70,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 found = {}
 for name in ("metrics", "still", "redirect", "missing", "html", "huge", "slow"):
     try:
-        evidence = live.read_live(
+        evidence = sources.read_live(
             f"http://127.0.0.1:{server.server_port}/{name}", interval_s=1.0, sleep=lambda _: None
         )
         facts = {fact.name: fact.value for fact in evidence}
@@ -79,7 +79,7 @@ for name in ("metrics", "still", "redirect", "missing", "html", "huge", "slow"):
         found[name] = {"error": str(error)}
 for name, url in (("refused", "http://127.0.0.1:1/metrics"), ("file", "http:///etc/passwd")):
     try:
-        live.read_live(url, interval_s=1.0, sleep=lambda _: None)
+        sources.read_live(url, interval_s=1.0, sleep=lambda _: None)
     except InvalidRequest as error:
         found[name] = {"error": str(error)}
 found["paths"] = seen

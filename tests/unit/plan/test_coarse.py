@@ -11,7 +11,7 @@ from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.coarse import num_steps_of
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds.config import Clustered, Constant, Fixed, Poisson, Uniform
+from forerun.plan.simulation.kinds import Clustered, Constant, Fixed, Poisson, Uniform
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine

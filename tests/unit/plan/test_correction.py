@@ -8,10 +8,10 @@ from forerun.control.base import Plan
 from forerun.control.fixed import FixedController
 from forerun.errors import InvalidTrace
 from forerun.plan.costs import DraftCosts
+from forerun.plan.simulation.comparison import simulate
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
 from forerun.plan.simulation.correction import CostCorrection, corrected, correction_of
-from forerun.plan.simulation.kinds.config import Constant, Fixed, Poisson, Uniform
-from forerun.plan.simulation.simulate import simulate
+from forerun.plan.simulation.kinds import Constant, Fixed, Poisson, Uniform
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable

@@ -10,7 +10,7 @@ import pytest
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.comparison import ControllerComparison
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.kinds.config import Constant, Fixed, Poisson, Together, Uniform
+from forerun.plan.simulation.kinds import Constant, Fixed, Poisson, Together, Uniform
 from forerun.probe.profile import load_profile
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -7,7 +7,7 @@ from tests.records import HEADER, REQUEST, STEP
 
 from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.plan.simulation.config import SimulatedServerConfig
-from forerun.plan.simulation.kinds.config import Constant, Listed, PerPosition, Recorded
+from forerun.plan.simulation.kinds import Constant, Listed, PerPosition, Recorded
 from forerun.plan.simulation.workload_file import load_workload
 from forerun.trace.files import open_trace
 

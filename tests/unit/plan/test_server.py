@@ -9,9 +9,9 @@ import pytest
 from forerun.control.base import Chain, Plan
 from forerun.control.fixed import FixedController
 from forerun.plan.costs import DraftCosts
-from forerun.plan.simulation.comparison import ControllerComparison
+from forerun.plan.simulation.comparison import ControllerComparison, simulate
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
-from forerun.plan.simulation.kinds.config import (
+from forerun.plan.simulation.kinds import (
     Clustered,
     Constant,
     Drifting,
@@ -21,8 +21,7 @@ from forerun.plan.simulation.kinds.config import (
     Recorded,
     Uniform,
 )
-from forerun.plan.simulation.schedules import Early, Pearl
-from forerun.plan.simulation.simulate import simulate
+from forerun.plan.simulation.server import Early, Pearl
 from forerun.plan.simulation.times import Times
 from forerun.plan.simulation.traffic import traffic_of
 from forerun.theory.cost import CostTable

@@ -6,8 +6,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Workload
-from forerun.plan.simulation.draws import key_of, normals, uniforms
-from forerun.plan.simulation.kinds.config import (
+from forerun.plan.simulation.kinds import (
     AcceptancePart,
     Bursty,
     Clustered,
@@ -22,7 +21,7 @@ from forerun.plan.simulation.kinds.config import (
     Recorded,
     Uniform,
 )
-from forerun.plan.simulation.traffic import traffic_of
+from forerun.plan.simulation.traffic import key_of, normals, traffic_of, uniforms
 from forerun.theory.splitmix import INCREMENT, finalise
 
 COUNT = 20_000

@@ -9,7 +9,7 @@ import pytest
 
 from forerun.errors import InvalidRequest
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
-from forerun.plan.simulation.kinds.config import (
+from forerun.plan.simulation.kinds import (
     AcceptancePart,
     Constant,
     Drifting,

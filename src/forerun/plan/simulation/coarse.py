@@ -18,11 +18,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from forerun.plan.simulation.config import Workload
-from forerun.plan.simulation.draws import NDFloats, SimulatedDraw, key_of, normals
-from forerun.plan.simulation.result import Result, result_of
-from forerun.plan.simulation.tally import SimulationTally
+from forerun.plan.simulation.result import Result, SimulationTally, result_of
 from forerun.plan.simulation.times import CycleTimes, Times
-from forerun.plan.simulation.traffic import Traffic
+from forerun.plan.simulation.traffic import NDFloats, SimulatedDraw, Traffic, key_of, normals
 
 __all__ = ["num_steps_of", "simulate_coarsely"]
 

@@ -2,21 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from forerun.control.base import Controller
+from forerun.control.config import CONTROLLER_NAMES
+from forerun.control.named import ControllerInputs, build_controller
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation.coarse import simulate_coarsely
 from forerun.plan.simulation.config import Workload
-from forerun.plan.simulation.controllers import controller_maker
-from forerun.plan.simulation.regret import Oracle, oracle_of
-from forerun.plan.simulation.result import Result
-from forerun.plan.simulation.schedules import SCHEDULES
-from forerun.plan.simulation.simulate import simulate
+from forerun.plan.simulation.request import SimulatedRequest
+from forerun.plan.simulation.result import Result, SimulationTally, result_of
+from forerun.plan.simulation.server import SCHEDULES, Schedule, Sequential, Server
 from forerun.plan.simulation.times import Times
-from forerun.plan.simulation.traffic import traffic_of
+from forerun.plan.simulation.traffic import Traffic, traffic_of
 
-__all__ = ["ControllerComparison"]
+__all__ = ["ControllerComparison", "Oracle", "simulate"]
+
+METHOD = "draft_model"
+"""Name of the simulated drafter."""
+
+
+def controller_maker(name: str, costs: DraftCosts, max_k: int) -> Callable[[], Controller]:
+    """Return a function that builds a controller without estimates, as each run needs one.
+
+    Args:
+        name: "plain", "fixed:K", or a name of `forerun.control`.
+        costs: costs of cycles that it receives.
+        max_k: largest K.
+
+    Raises:
+        InvalidRequest: there is no controller of that name, or its K is out of range.
+    """
+    base, colon, argument = name.partition(":")
+    base, argument = ("fixed", "0") if name == "plain" else (base, argument)
+    kind = next((known for known in CONTROLLER_NAMES if known == base), None)
+    if kind is None:
+        raise InvalidRequest(
+            f"controller {name!r} is unknown; use plain, fixed:K, {', '.join(CONTROLLER_NAMES)}"
+        )
+    k = max_k
+    if argument or colon:
+        if kind != "fixed" or not argument.isdecimal() or int(argument) > max_k:
+            raise InvalidRequest(
+                f"controller {name!r}: only fixed takes a K, from 0 to max_k, which is {max_k}"
+            )
+        k = int(argument)
+    means = ControllerInputs(methods=(METHOD,), num_speculative_tokens=k, costs={METHOD: costs})
+    return lambda: build_controller(kind, means)
+
+
+def simulate(
+    workload: Workload,
+    traffic: Traffic,
+    times: Times,
+    controller: Controller,
+    name: str,
+    schedule: Schedule | None = None,
+) -> Result:
+    """Serve the requests of a workload, cycle by cycle.
+
+    Args:
+        workload: the workload to simulate.
+        traffic: its requests.
+        times: times of cycles, at the workload's temperature.
+        controller: chooses K, called as by the engine.
+        name: name of the controller, for the result.
+        schedule: overlap of drafting and verification; None: no overlap.
+    """
+    tally = SimulationTally(num_phases=len(workload.phases))
+    server = Server(workload.server, times, controller, schedule or Sequential(), tally)
+    server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
+    return result_of(name, tally, workload.slo)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """The best fixed K of every phase.
+
+    All requests of a phase meet the same texts under every controller, so request-seconds of their
+    decode steps can be compared between runs.
+
+    Attributes:
+        ks: by phase.
+        decode_s: request-seconds of decode steps at that K, by phase.
+    """
+
+    ks: tuple[int, ...]
+    decode_s: tuple[float, ...]
+
+    def regret(self, result: Result) -> float:
+        """Return the request-seconds over the oracle's, less 1; negative if it was better."""
+        return result.decode_s / sum(self.decode_s) - 1.0
+
+    def phase_regrets(self, result: Result) -> tuple[float, ...]:
+        """Return the same ratio less 1 by phase."""
+        return tuple(
+            phase.decode_s / best - 1.0 if best else 0.0
+            for phase, best in zip(result.phases, self.decode_s, strict=True)
+        )
+
+
+def oracle_of(fixed: Mapping[int, Result]) -> Oracle:
+    """Return the oracle over runs at fixed K.
+
+    Args:
+        fixed: by K, all of the same workload and seed.
+    """
+    num_phases = len(next(iter(fixed.values())).phases)
+    best = [phase_best(fixed, phase) for phase in range(num_phases)]
+    return Oracle(ks=tuple(k for k, _ in best), decode_s=tuple(seconds for _, seconds in best))
+
+
+def phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
+    """Return the best K and its request-seconds, the smallest K among equals."""
+    costs: Sequence[tuple[float, int]] = sorted(
+        (result.phases[phase].decode_s, k) for k, result in fixed.items()
+    )
+    seconds, k = costs[0]
+    return k, seconds
 
 
 class ControllerComparison:

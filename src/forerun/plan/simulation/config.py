@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.errors import InvalidRequest
-from forerun.plan.simulation.kinds.config import (
+from forerun.plan.simulation.kinds import (
     Acceptance,
     Arrivals,
     Fixed,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.pictures import COLOURS, picture
-from forerun.plan.simulation.regret import Oracle
+from forerun.plan.simulation.comparison import Oracle
 from forerun.plan.simulation.result import Result
 
 if TYPE_CHECKING:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.plan.simulation.config import Phase, Workload
-from forerun.plan.simulation.draws import NDFloats, SimulatedDraw, key_of, normals, uniforms
-from forerun.plan.simulation.kinds.config import (
+from forerun.plan.simulation.kinds import (
     SQRT_3,
     Acceptance,
     Arrivals,
@@ -29,8 +31,51 @@ from forerun.plan.simulation.kinds.config import (
     Uniform,
 )
 from forerun.theory.speedup import conditional_acceptance
+from forerun.theory.splitmix import FACTORS, INCREMENT, MASK, SHIFTS, finalise
 
-__all__ = ["Traffic", "traffic_of"]
+__all__ = ["NDFloats", "SimulatedDraw", "Traffic", "key_of", "normals", "traffic_of", "uniforms"]
+
+NDFloats = NDArray[np.float64]
+
+
+class SimulatedDraw(IntEnum):
+    """The purpose of a random number; different purposes never share one."""
+
+    ARRIVALS = 1
+    BURSTS = 2
+    PROMPTS = 3
+    OUTPUTS = 4
+    ALPHAS = 5
+    KINDS = 6
+    TEXT = 7
+
+
+def key_of(*parts: int) -> int:
+    """Return a 64-bit key made of several numbers, in order."""
+    key = INCREMENT
+    for part in parts:
+        key = finalise(key + part * INCREMENT)
+    return key
+
+
+def uniforms(key: int, count: int) -> NDFloats:
+    """Return `count` numbers in [0, 1) with 53 bits each."""
+    counters = np.arange(1, count + 1, dtype=np.uint64)
+    bits = counters * np.uint64(INCREMENT) + np.uint64(key & MASK)
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    bits ^= bits >> np.uint64(SHIFTS[-1])
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def normals(key: int, count: int) -> NDFloats:
+    """Return `count` standard normal numbers, two from every two uniform ones.
+
+    Source: Box and Muller 1958.
+    """
+    pairs: Any = uniforms(key, 2 * ((count + 1) // 2)).reshape(2, -1)
+    radius, angle = np.sqrt(-2.0 * np.log1p(-pairs[0])), 2.0 * np.pi * pairs[1]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

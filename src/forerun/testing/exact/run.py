@@ -13,24 +13,21 @@ from forerun.sampling.chain import Rule
 from forerun.sampling.history import History
 from forerun.sampling.kernels import sampling_kernels
 from forerun.sampling.tree_rules import TreeRule
-from forerun.testing.exact.adaptive import goodput_k
-from forerun.testing.exact.chains import Emitted, emit_chains
-from forerun.testing.exact.coupling import compare_with_plain
-from forerun.testing.exact.histories import Inexact
-from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
-from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS
-from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
-from forerun.testing.exact.shaped import SHAPES, Shape, View, shaped_pairs
-from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES
-from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees
-from forerun.testing.exact.verifiers import (
+from forerun.testing.exact.chains import (
     ChainVerifier,
+    Emitted,
     certain_before,
     confident_before,
+    emit_chains,
     kernel_accept,
     kernel_final,
 )
-from forerun.testing.exact.walks import Walker, emit_walks
+from forerun.testing.exact.pairs import Inexact, ModelPairs, random_pairs, structured_pairs
+from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, SHAPES, Shape, View, shaped_pairs
+from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
+from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES
+from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees
+from forerun.testing.exact.walks import Walker, compare_with_plain, emit_walks, goodput_k
 from forerun.theory.tree import TokenTree
 
 __all__ = ["run_enumeration"]

@@ -26,8 +26,7 @@ from forerun.sampling.tree_rules import (
     tree_weights,
 )
 from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted
-from forerun.testing.exact.histories import Inexact
-from forerun.testing.exact.pairs import ModelPairs
+from forerun.testing.exact.pairs import Inexact, ModelPairs
 from forerun.theory.tree import TokenTree
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Two steps of the target walk over deterministic and sampled proposals.
+"""Two steps of the target walk, its text against plain decoding, and K chosen by a controller.
 
 The engine's own `walk` is asked about every choice of draft and target tokens. What it emits must
 be the target's draws at the rows it visited and depend on no other row; then a text has the
@@ -17,14 +17,18 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from forerun.sampling.walk import target_keys, walk
-from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted, draft_chain
-from forerun.testing.exact.histories import Histories, Inexact
-from forerun.testing.exact.pairs import ModelPairs
-from forerun.testing.exact.verifiers import ChainVerifier
+from forerun.control.base import Capacity, RequestState
+from forerun.control.goodput import GoodputController
+from forerun.sampling.noise import position_key, request_key
+from forerun.sampling.walk import target_keys, target_tokens, walk
+from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, ChainVerifier, Emitted, draft_chain
+from forerun.testing.exact.pairs import Histories, Inexact, ModelPairs
+from forerun.theory.cost import CostTable
+from forerun.theory.cost_line import CostLine
+from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
 
-__all__ = ["Walker", "emit_walks", "walk_table"]
+__all__ = ["Walker", "compare_with_plain", "emit_walks", "goodput_k", "walk_table"]
 
 Walk = Callable[[TokenTree, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], int]]
 Rows = tuple[int, ...]
@@ -208,3 +212,120 @@ def spell(text: tuple[int, ...], vocab_size: int) -> int:
     for token in text:
         value = value * vocab_size + token
     return value
+
+
+def compare_with_plain(pairs: ModelPairs, tree: TokenTree, seeds: range) -> tuple[int, int]:
+    """Walk every possible draft from every committed length, on the noise of plain decoding.
+
+    If each step, started from what plain decoding has committed, emits what plain decoding emits
+    next, then by induction so does any number of steps, with any drafter, shared noise or not.
+
+    Args:
+        pairs: target distribution given every prefix; the draft's is not needed, for all drafts
+            are tried.
+        tree: topology of the proposals.
+        seeds: request seeds to try.
+
+    Returns:
+        Number of steps compared, and how many of them differed.
+    """
+    num_compared = num_different = 0
+    for seed in seeds:
+        draws = Draws(pairs, request_key(seed, 0))
+        for pair in range(pairs.num_pairs):
+            plain = draws.plain_text(pair)
+            for emitted, expected in draws.steps(pair, plain, tree):
+                num_compared += 1
+                num_different += emitted != expected
+    return num_compared, num_different
+
+
+class Draws:
+    """Target draws of one request by the engine's functions, cached by key and prefix."""
+
+    def __init__(self, pairs: ModelPairs, key: int) -> None:
+        self.pairs = pairs
+        self.key = key
+        self._tokens: dict[tuple[int, int], list[list[int]]] = {}
+
+    def token(self, pair: int, key: int, prefix: tuple[int, ...]) -> int:
+        """Return the token that the target draws after `prefix` with the noise of `key`."""
+        level = len(prefix)
+        if (key, level) not in self._tokens:
+            probs = self.pairs.target[level].float()
+            rows = probs.flatten(0, 1)
+            drawn: Tensor = target_tokens(rows, torch.full((len(rows),), key))
+            self._tokens[key, level] = drawn.reshape(probs.shape[:2]).tolist()
+        return self._tokens[key, level][pair][spell(prefix, self.pairs.vocab_size)]
+
+    def plain_text(self, pair: int) -> tuple[int, ...]:
+        """Return the text of plain decoding to the horizon."""
+        text: tuple[int, ...] = ()
+        for position in range(self.pairs.horizon):
+            key = position_key(self.key, NUM_PROMPT + position)
+            text = (*text, self.token(pair, key, text))
+        return text
+
+    def steps(
+        self, pair: int, plain: tuple[int, ...], tree: TokenTree
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield what each possible step emits and what plain decoding emits there."""
+        nodes = range(len(tree.parents))
+        paths = [tree.path(node) for node in nodes]
+        for start in range(self.pairs.horizon - max(tree.depths)):
+            keys = target_keys(self.key, NUM_PROMPT + start, tree)
+            for drafts in product(range(self.pairs.vocab_size), repeat=len(nodes)):
+                prefixes = [plain[:start]]
+                prefixes += [(*plain[:start], *(drafts[n] for n in path)) for path in paths]
+                draws = [self.token(pair, k, p) for k, p in zip(keys, prefixes, strict=True)]
+                path, final = walk(tree, drafts, draws)
+                emitted = (*(drafts[node] for node in path), final)
+                yield emitted, plain[start : start + len(emitted)]
+
+
+MAX_K = 3
+STATE = RequestState(request_id="r", num_committed=3, max_new=9, temperature=1.0)
+CAPACITY = Capacity(max_rows=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Cheap:
+    """Cost tables for which neither the smallest nor the largest K is best."""
+
+    def at(self, temperature: float) -> CostTable:
+        """Return a table in which a row and a draft token cost a quarter of a step."""
+        line = CostLine(rows=(1, 4), verify_s=(1.0, 1.3), plain_s=1.0, draft_s=0.15)
+        return CostTable(lines=(line,))
+
+
+def goodput_k(num_drafts: int, num_accepted: int) -> int:
+    """Return the K a controller plans after a first step, at least 1."""
+    controller = GoodputController({"draft_model": Cheap()}, MAX_K)
+    controller.decide([STATE], CAPACITY)
+    controller.observe([outcome(num_drafts, num_accepted)])
+    (plan,) = controller.decide([STATE], CAPACITY)
+    return max(1, plan.num_speculative_tokens)
+
+
+def outcome(num_drafts: int, num_accepted: int) -> StepRecord:
+    """Return the record of the first step."""
+    return StepRecord(
+        cycle_id=0,
+        t_s=0.0,
+        request_id=STATE.request_id,
+        step=0,
+        method="draft_model",
+        k_budget=num_drafts,
+        num_drafted=num_drafts,
+        depth_drafted=num_drafts,
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + 1,
+        draft_s=0.15 * num_drafts,
+        verify_s=1.0 + 0.1 * num_drafts,
+        other_s=0.0,
+        batch_rows=num_drafts + 1,
+        num_prefill_rows=0,
+        context_tokens=STATE.num_committed,
+        last_token_source="bonus" if num_accepted == num_drafts else "recovered",
+        expected_accepted=0.0,
+    )
