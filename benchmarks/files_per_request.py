@@ -1,7 +1,7 @@
 """Counts the source files that run between `generate` and the text of one request.
 
-Fewer files mean less to open for a reader who follows a request through the code. Loading is not counted, and
-neither is a first request, which builds the states that later requests use again:
+A reader who follows a request through the code has to open as many. Loading is not counted, and
+neither is a first request, which builds what later requests use again:
 
     python benchmarks/files_per_request.py --target zoo:code-11m --draft zoo:code-2m
 """
