@@ -41,6 +41,7 @@ CLEAN: tuple[str, ...] = (
     "provenance.py",
     "ranges.py",
     "sampling",
+    "server",
     "terminal_text.py",
     "testing",
     "theory",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from forerun.control.base import Chain, Controller, Plan, Tree
     from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
+    from forerun.engine.asynchronous import AsyncEngine
     from forerun.engine.backend import Backend
     from forerun.engine.config import EngineConfig, RequestTerms
     from forerun.engine.engine import Engine
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from forerun.theory.tree import TokenTree
 
 __all__ = [
+    "AsyncEngine",
     "Backend",
     "Chain",
     "Controller",
@@ -55,6 +57,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AsyncEngine": "forerun.engine.asynchronous",
     "Backend": "forerun.engine.backend",
     "Chain": "forerun.control.base",
     "Controller": "forerun.control.base",

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags
+from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def run(options: GenerateOptions) -> int:
     from forerun.cli.writers import choose_writer, print_figures
 
     pair, output, params = options.pair, options.output, options.sampling.params
-    engine = load_engine(pair, num_samples=params.n, max_tokens=params.max_tokens)
+    max_batch = min(params.n, EngineConfig().max_batch)
+    engine = load_engine(pair, max_batch=max_batch, max_tokens=params.max_tokens)
     ids = encode(engine.tokenizer, prompt, chat=options.chat, system=options.system)
     with options.tracing.opened() as trace:  # only now: a trace that is there is replaced
         hashes: dict[str, str | None] = {}

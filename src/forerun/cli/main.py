@@ -43,6 +43,7 @@ COMMANDS = {
     "demo": "compare plain and speculative decoding on the shipped models",
     "bench": "compare drafts and K with plain decoding, on your prompts",
     "generate": "continue a prompt, streaming",
+    "serve": "serve a target over HTTP, as the OpenAI API does",
     "info": "describe a model, its memory and whether a draft fits it",
     "profile": "measure what drafting and verifying cost on this machine",
     "plan": "choose drafter, K and batch, and predict the speedup",

@@ -185,13 +185,20 @@ NOTHING: Mapping[str, Json] = {}
 logger = logging.getLogger("forerun.cli")
 
 
-def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) -> Engine:
+def load_engine(
+    pair: PairFlags,
+    *,
+    max_batch: int,
+    max_tokens: int | None = None,
+    max_waiting: int = EngineConfig().max_waiting,
+) -> Engine:
     """Load the engine that the flags describe.
 
     Args:
         pair: the flags.
-        num_samples: samples of the one request, which run together.
-        max_tokens: its longest output.
+        max_batch: sequences decoded at once.
+        max_tokens: longest output of every request, where that is known.
+        max_waiting: sequences that may wait for a place.
     """
     if (
         pair.draft_names
@@ -205,7 +212,6 @@ def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) ->
             max_tokens - 1,
             max_tokens,
         )
-    max_batch = min(num_samples, EngineConfig().max_batch)
     tree = pair.shape
     is_simple = tree is not None or (not pair.profile and pair.controller in ("auto", "fixed"))
     most = pair.k if tree is None else tree.num_nodes
@@ -214,6 +220,7 @@ def load_engine(pair: PairFlags, *, num_samples: int, max_tokens: int | None) ->
         tree=tree,
         controller=pair.controller if is_simple else "fixed",
         max_batch=max_batch,
+        max_waiting=max_waiting,
         max_context=pair.max_context,
         max_step_rows=max(EngineConfig().max_step_rows, max_batch * (most + 1)),
         runner=pair.runner,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from forerun.control.base import Tree
+from forerun.control.base import Plan, Tree
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.errors import InvalidRequest
 from forerun.models.runner.config import RUNNERS, Runner
@@ -187,6 +187,8 @@ class RequestTerms:
             drafting exceed it, be it drafting for this request or for others in the batch.
         tags: labels, such as its task; a controller expects the same acceptance of requests with
             the same tags.
+        plan: what every step of it drafts, cut to the engine's K; `Plan()` decodes it plainly. None
+            leaves it to the controller.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -197,6 +199,7 @@ class RequestTerms:
     tenant: str | None = None
     tpot_target_s: float | None = None
     tags: tuple[str, ...] = ()
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""

@@ -213,6 +213,7 @@ class Intake:
                 ends_at_s=arrived_at_s + (terms.deadline_s or math.inf),
                 tpot_target_s=terms.tpot_target_s,
                 tags=terms.tags,
+                plan=terms.plan,
             )
             for index in range(params.n)
         ]

@@ -116,6 +116,8 @@ class StreamChunk:
         token_ids: new tokens.
         sources: provenance of the new tokens.
         finish_reason: set on the last chunk.
+        stop_reason: on the last chunk the stop string or token id that matched, if one did.
+        logprobs: one entry per new token where logprobs were asked for, without the texts.
     """
 
     request_id: str
@@ -124,6 +126,8 @@ class StreamChunk:
     token_ids: tuple[int, ...]
     sources: tuple[TokenSource, ...]
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 def request_records(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.engine.results import (
     Completion,
@@ -56,6 +57,7 @@ class Sequence:
         ends_at_s: its deadline.
         tpot_target_s: most seconds per output token, see `RequestTerms`.
         tags: labels, see `RequestTerms`.
+        plan: of every step, see `RequestTerms`.
         draft: for the calls of its drafter.
         num_cached: prompt tokens whose KV was found when it first joined the batch.
         num_preemptions: how often it had to give up its place.
@@ -86,6 +88,7 @@ class Sequence:
     ends_at_s: float = math.inf
     tpot_target_s: float | None = None
     tags: tuple[str, ...] = ()
+    plan: Plan | None = None
     num_cached: int = 0
     num_preemptions: int = 0
     kv_invalid: bool = False
@@ -163,6 +166,9 @@ class Sequence:
         if self.stop is None and not self.params.include_stop_str_in_output:
             end -= held_back(text, self.params.stop)
         end = max(end, self.num_shown)
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = tuple(self.logprobs[self.num_streamed :])
         chunk = StreamChunk(
             request_id=self.request_id,
             index=self.index,
@@ -170,6 +176,8 @@ class Sequence:
             token_ids=tuple(self.ids[self.num_prompt + self.num_streamed :]),
             sources=tuple(self.sources[self.num_streamed :]),
             finish_reason=self.stop.finish_reason if self.stop else None,
+            stop_reason=self.stop.stop_reason if self.stop else None,
+            logprobs=logprobs,
         )
         self.num_shown, self.num_streamed = end, self.num_output
         return chunk

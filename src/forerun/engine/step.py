@@ -110,12 +110,12 @@ class Stepper:
         """Plan for the sequences that may draft: the prompt is read and the drafter not paused."""
         if self.drafter is None:
             return
-        asked = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]
-        if not asked:
-            return
+        free = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]
+        asked = [entry for entry in free if entry.sequence.plan is None]
         states = [state_of(entry.sequence, now_s) for entry in asked]
-        plans = self.controller.decide(states, self.capacity)
-        for entry, plan in zip(asked, plans, strict=True):
+        plans = iter(self.controller.decide(states, self.capacity) if states else ())
+        for entry in free:
+            plan = entry.sequence.plan or next(plans)
             entry.plan = bounded(plan, self.max_nodes, entry.sequence.max_new - 1)
 
     def _propose(self, scheduled: Seq[ScheduledSequence]) -> None:

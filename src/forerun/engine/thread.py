@@ -8,6 +8,7 @@ a lock. What a step yields goes into the queue of its request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -46,6 +47,8 @@ class Ticket:
         self._num_left = num_samples
         self._abort = abort
         self._chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
+        self._wake: Callable[[], None] | None = None
+        self._wake_at_end: Callable[[], None] | None = None
         self._ended = threading.Event()
         self._output: RequestOutput | None = None
         self._error: ForerunError | None = None
@@ -60,9 +63,31 @@ class Ticket:
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
         """Yield chunks until the request ends, without blocking the event loop."""
-        chunks = iter(self)
-        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-            yield chunk
+        ready = asyncio.Event()
+        self._wake = waker(ready)
+        while True:
+            ready.clear()  # before the queue is emptied: what comes later sets it again
+            with contextlib.suppress(Empty):
+                while (chunk := self._chunks.get_nowait()) is not None:
+                    yield chunk
+                self._chunks.put(None)  # for a second iteration
+                if self._error is not None:
+                    raise self._error
+                return
+            await ready.wait()
+
+    async def wait(self) -> RequestOutput:
+        """Return what `result` returns, without blocking the event loop; chunks are left alone.
+
+        Raises:
+            NumericalError: the target returned NaN for the request.
+            EngineStopped: the engine ended before the request did.
+        """
+        ready = asyncio.Event()
+        self._wake_at_end = waker(ready)
+        if not self._ended.is_set():
+            await ready.wait()
+        return self.result()
 
     def result(self, timeout_s: float | None = None) -> RequestOutput:
         """Wait for the request to end and return its output, which an abort may have cut short.
@@ -87,6 +112,8 @@ class Ticket:
     def put(self, chunk: StreamChunk) -> bool:
         """Pass a chunk on; returns whether it was the request's last."""
         self._chunks.put(chunk)
+        if self._wake is not None:
+            self._wake()
         self._num_left -= chunk.finish_reason is not None
         return self._num_left == 0
 
@@ -98,6 +125,20 @@ class Ticket:
             self._output = outcome
         self._ended.set()
         self._chunks.put(None)
+        for wake in (self._wake, self._wake_at_end):
+            if wake is not None:
+                wake()
+
+
+def waker(ready: asyncio.Event) -> Callable[[], None]:
+    """Return a function that sets an event of the running event loop from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
+            loop.call_soon_threadsafe(ready.set)
+
+    return wake
 
 
 class EngineThread:
@@ -183,7 +224,7 @@ class EngineThread:
         ids = intake.check(prompt, params, mask)
         terms = intake.check_terms(terms)
         with self._lock:
-            self._check_running()
+            self.check_running()
             intake.check_open(params.n, self._num_unfinished)
             request_id = request_id or self._unused_id()
             if request_id in self._tickets:
@@ -207,7 +248,12 @@ class EngineThread:
                 "in this process, or fork before the engine is loaded"
             )
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """Raise where a request could not be queued.
+
+        Raises:
+            EngineStopped: the engine was closed or not started, or an error ended it.
+        """
         if not self._is_open:
             raise EngineStopped(self._why_stopped()) from self._cause
 

@@ -7,14 +7,19 @@ process runs this very file and imports no more than Jinja, so it starts in a te
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TemplateRefused", "render_template"]
+__all__ = ["TemplateProcess", "TemplateRefused", "without_none"]
 
 MAX_SECONDS = 5
 MAX_BYTES = 1 << 30
@@ -25,59 +30,104 @@ class TemplateRefused(ValueError):
     """A chat template raised an error or exceeded a limit."""
 
 
-def render_template(
-    template: str, variables: Mapping[str, Any], max_seconds: int = MAX_SECONDS
-) -> str:
-    """Render a chat template as transformers does.
+class TemplateProcess:
+    """A child process that renders chat templates; it starts with the first and may be used again.
 
-    Args:
-        template: Jinja source.
-        variables: JSON values the template may use, such as `messages`.
-        max_seconds: of processor time.
-
-    Raises:
-        TemplateRefused: the template is malformed, raises, or takes more than `max_seconds`,
-            `MAX_BYTES` of memory or `MAX_CHARACTERS` of output.
+    A template that exceeds a limit ends the child, and the next one starts another. Any thread may
+    call it; calls wait for each other. The child ends with this object or with this process.
     """
-    request = {
-        "template": template,
-        "variables": dict(variables),
-        "max_seconds": max_seconds,
-        "path": [folder for folder in sys.path if folder],
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", str(Path(__file__).resolve())],
-            input=json.dumps(request).encode(),
-            capture_output=True,
-            check=False,
-            timeout=4 * max_seconds + 10,  # on a busy machine a second of work takes several
-        )
-        found = json.loads(done.stdout) if done.returncode == 0 else {}
-    except (subprocess.TimeoutExpired, ValueError):
-        found = {}
-    if "text" in found:
-        return str(found["text"])
-    limit = f"it took more than {max_seconds} s, or its process was killed"
-    raise TemplateRefused(str(found.get("error", limit)))
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def render(
+        self, template: str, variables: Mapping[str, Any], max_seconds: int = MAX_SECONDS
+    ) -> str:
+        """Render a chat template as transformers does.
+
+        Args:
+            template: Jinja source.
+            variables: JSON values the template may use, such as `messages`.
+            max_seconds: of processor time.
+
+        Raises:
+            TemplateRefused: the template is malformed, raises, or takes more than `max_seconds`,
+                `MAX_BYTES` of memory or `MAX_CHARACTERS` of output.
+        """
+        request = {"template": template, "variables": dict(variables), "max_seconds": max_seconds}
+        with self._lock:
+            answer = self._ask(json.dumps(request).encode() + b"\n", max_seconds)
+        if "text" in answer:
+            return str(answer["text"])
+        limit = f"it took more than {max_seconds} s, or its process was killed"
+        raise TemplateRefused(str(answer.get("error", limit)))
+
+    def _ask(self, line: bytes, max_seconds: int) -> dict[str, Any]:
+        """Return the answer of the child; empty where it was killed."""
+        child = self._running()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        # On a busy machine a second of work takes several.
+        alarm = threading.Timer(4 * max_seconds + 10, child.kill)
+        alarm.start()
+        try:
+            child.stdin.write(line)
+            child.stdin.flush()
+            answer: dict[str, Any] = json.loads(child.stdout.readline())
+        except (OSError, ValueError):
+            end(child)
+            return {}
+        finally:
+            alarm.cancel()
+        if "error" in answer:  # what the template left in memory is gone with the process
+            end(child)
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """The child of this very process; a fork must not share it."""
+        if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
+            self._owner = os.getpid()
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", str(Path(__file__).resolve())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            weakref.finalize(self, end, self._child)
+            path = [folder for folder in sys.path if folder]
+            assert self._child.stdin is not None
+            self._child.stdin.write(json.dumps(path).encode() + b"\n")
+        return self._child
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """End a child process; no effect once it has ended."""
+    child.kill()
+    with contextlib.suppress(OSError):  # closing flushes what it did not read
+        child.communicate()
 
 
 def serve() -> None:
-    """Render the template in the request on stdin and write the result to stdout, as JSON."""
+    """Render templates: a line with a request on stdin is answered by a line on stdout, as JSON."""
     import resource
 
-    request = json.load(sys.stdin)
-    seconds = request["max_seconds"]
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    sys.path[:] = request["path"]
-    try:
-        answer = {"text": rendered(request["template"], request["variables"])}
-    except MemoryError:
-        answer = {"error": f"it took more than {MAX_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # noqa: BLE001 (a template may raise anything)
-        answer = {"error": f"{type(error).__name__}: {error!s:.500}"}
-    json.dump(answer, sys.stdout)
+    sys.path[:] = json.loads(sys.stdin.readline())
+    for line in sys.stdin:
+        request = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        used_s = math.ceil(used.ru_utime + used.ru_stime)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (used_s + request["max_seconds"], hard))
+        try:
+            answer = {"text": rendered(request["template"], request["variables"])}
+        except MemoryError:
+            answer = {"error": f"it took more than {MAX_BYTES >> 20} MiB of memory"}
+        except Exception as error:  # noqa: BLE001 (a template may raise anything)
+            answer = {"error": f"{type(error).__name__}: {error!s:.500}"}
+        print(json.dumps(answer), flush=True)
 
 
 def rendered(template: str, variables: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ there. Only chat templates, which few runs render, are left to transformers.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from forerun.cache import cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, InvalidRequest
-from forerun.models.chat_template import TemplateRefused, render_template, without_none
+from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
 from forerun.models.tokenizers import Messages, Renderer, Tokenizer, TokenizerDefinition
 
 __all__ = ["adopt", "read_tokenizer"]
@@ -70,17 +71,18 @@ def definition_of(backend: Any) -> TokenizerDefinition:
 def renderer(backend: Any) -> Renderer:
     """Return a function that renders a tokenizer's chat template within limits."""
     template = backend.get_chat_template()
+    process = TemplateProcess()
 
-    def render(messages: Messages, with_answer_begun: bool) -> str:
+    def render(messages: Messages, given: Mapping[str, Any]) -> str:
         variables = {
-            **{name: str(token) for name, token in backend.special_tokens_map.items()},
-            "messages": without_none(messages),
             "tools": None,
             "documents": None,
-            "add_generation_prompt": with_answer_begun,
+            **given,
+            **{name: str(token) for name, token in backend.special_tokens_map.items()},
+            "messages": without_none(messages),
         }
         try:
-            return render_template(template, variables)
+            return process.render(template, variables)
         except TemplateRefused as error:
             raise InvalidRequest(f"the chat template refuses the conversation: {error}") from error
 

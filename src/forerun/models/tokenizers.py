@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -22,10 +24,11 @@ __all__ = [
 ]
 
 
-Messages = list[dict[str, str]]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+Messages = list[dict[str, Any]]
 """A conversation: each message with "role" and "content"."""
-Renderer = Callable[[Messages, bool], str]
-"""From a conversation to text, and whether the beginning of an answer follows."""
+Renderer = Callable[[Messages, Mapping[str, Any]], str]
+"""From a conversation, and variables of the template beside it, to text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,11 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, with_answer_begun: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        with_answer_begun: bool = True,
+        variables: Mapping[str, Any] = NOTHING,
     ) -> str:
         """Render a conversation as a prompt text; encode it without special tokens.
 
@@ -88,6 +95,7 @@ class Tokenizer:
             messages: each with "role" and "content".
             with_answer_begun: whether it ends where the assistant's next words go, or where the
                 last message ends.
+            variables: of the template beside the messages, such as "tools".
 
         Raises:
             InvalidRequest: the tokenizer has no chat template, or the template refuses the
@@ -95,7 +103,8 @@ class Tokenizer:
         """
         if not self.definition.has_chat_template:
             raise InvalidRequest("this model has no chat template; give a plain prompt")
-        return self._render([dict(message) for message in messages], with_answer_begun)
+        given = {**variables, "add_generation_prompt": with_answer_begun}
+        return self._render([dict(message) for message in messages], given)
 
     @cached_property
     def _render(self) -> Renderer:

@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 
 from forerun.models import chat_template
-from forerun.models.chat_template import TemplateRefused, render_template
+from forerun.models.chat_template import TemplateProcess, TemplateRefused
 from forerun.models.tokenizer_files import adopt
 
 MESSAGES = [
@@ -51,7 +51,7 @@ LOOP = (
 def test_a_template_that_loops_is_stopped():
     start_s = time.monotonic()
     with pytest.raises(TemplateRefused, match="more than 1 s"):
-        render_template(LOOP, {}, max_seconds=1)
+        TemplateProcess().render(LOOP, {}, max_seconds=1)
     assert time.monotonic() - start_s < 14
 
 
@@ -71,7 +71,27 @@ def test_a_template_that_loops_is_stopped():
 )
 def test_a_template_that_fails_says_why(template, message):
     with pytest.raises(TemplateRefused, match=message):
-        render_template(template, {"messages": []}, max_seconds=3)
+        TemplateProcess().render(template, {"messages": []}, max_seconds=3)
+
+
+def test_one_process_renders_again_and_again():
+    process = TemplateProcess()
+    found = []
+    for n in range(3):
+        assert process.render("{{ n }}\u2028\n", {"n": n}) == f"{n}\u2028"
+        found.append(process._child.pid)
+    assert len(set(found)) == 1
+    with pytest.raises(TemplateRefused, match="more than 1 s"):
+        process.render(LOOP, {}, max_seconds=1)
+    assert process.render("{{ n }}", {"n": 4}) == "4"
+    assert process._child.pid != found[0]
+
+
+def test_the_limit_counts_the_time_of_one_template():
+    process = TemplateProcess()
+    for _ in range(4):  # more than the limit together
+        short = "{% for i in range(1500) %}{% for j in range(1500) %}{% endfor %}{% endfor %}a"
+        assert process.render(short, {}, max_seconds=1) == "a"
 
 
 def test_the_folder_of_the_caller_is_not_searched(tmp_path, monkeypatch):
@@ -79,7 +99,7 @@ def test_the_folder_of_the_caller_is_not_searched(tmp_path, monkeypatch):
     (tmp_path / "jinja2.py").write_text("raise SystemExit('planted')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    assert render_template("{{ 1 + 1 }}", {}) == "2"
+    assert TemplateProcess().render("{{ 1 + 1 }}", {}) == "2"
 
 
 def test_the_environment_is_also_used_here():

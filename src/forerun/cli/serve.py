@@ -1,0 +1,73 @@
+"""`forerun serve`: an OpenAI-compatible HTTP server over one target and its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from forerun.cli.command import Command, Exit, is_flag
+from forerun.cli.flags import PairFlags
+from forerun.engine.config import EngineConfig
+from forerun.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["COMMAND", "ServeOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options of `forerun serve`."""
+
+    pair: PairFlags = field(default_factory=PairFlags)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    served_model_name: str | None = None
+    """Name that requests use for the target; by default the name it was started with."""
+    max_batch: int = EngineConfig().max_batch
+    """Sequences decoded at once; the others wait."""
+    max_waiting: int = 256
+    """Sequences that may wait; one more is refused with status 429."""
+
+    @property
+    def model(self) -> str:
+        """The name that requests use for the target."""
+        return self.served_model_name or self.pair.target
+
+
+def run(options: ServeOptions) -> int:
+    """Serve until a signal; returns the exit code."""
+    from forerun.cli.session import load_engine
+    from forerun.engine.asynchronous import AsyncEngine
+    from forerun.server.app import create_app
+    from forerun.server.run import open_socket, serve
+
+    listener = open_socket(options.server)  # before weights are read: the port may be in use
+    engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
+    app = create_app(AsyncEngine(engine), options.model, options.server)
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"{options.model} is served at http://{host}:{port}/v1", flush=True)
+    serve(app, listener, options.server)
+    return Exit.GOOD
+
+
+def with_target(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments with a first word that is no flag as the target."""
+    if arguments and not is_flag(arguments[0]):
+        return ["--model", *arguments]
+    return arguments
+
+
+COMMAND = Command(
+    options=ServeOptions,
+    run=run,
+    description="Serve a target over HTTP, as the OpenAI API does: forerun serve TARGET [flags]",
+    lists={"--draft": ",", "--profile": ","},
+    rewrite=with_target,
+    examples=(
+        "forerun serve zoo:code-11m",
+        "forerun serve path/to/target --draft path/to/draft --port 8001 --max-batch 16",
+    ),
+)

@@ -1,0 +1,99 @@
+"""An engine for asyncio: requests as asynchronous iterators over an engine on a thread of its own.
+
+A reader that is slower than the engine does not slow it: its chunks wait in the request's ticket,
+which holds at most one context of them, and the rows of the request are free as soon as it is
+decoded. What limits the load is the queue: beyond `max_waiting` sequences a request is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from forerun.engine.backend import BackendStats, Capabilities
+from forerun.engine.config import RequestTerms
+from forerun.engine.intake import Prompt
+from forerun.engine.results import StreamChunk
+from forerun.engine.thread import EngineThread, Ticket
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.mask import TokenMask
+
+__all__ = ["AsyncEngine"]
+
+
+class AsyncEngine(EngineThread):
+    """Runs an engine on its own thread for callers in an event loop.
+
+    Example:
+        async with AsyncEngine(engine) as running:
+            async for chunk in running.generate("def add(a, b):"):
+                print(chunk.text, end="")
+    """
+
+    async def __aenter__(self) -> AsyncEngine:
+        """Start the engine's thread."""
+        self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close the engine's thread without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    async def enqueue(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
+    ) -> Ticket:
+        """Queue a request as `submit` does; its prompt is encoded outside of the event loop.
+
+        Raises:
+            InvalidRequest: the prompt or a parameter cannot be honoured.
+            QueueFull: as many sequences wait as may.
+            EngineStopped: the engine was closed, or an error ended it.
+        """
+        queueing = asyncio.ensure_future(
+            asyncio.to_thread(self.submit, prompt, params, None, terms, mask)
+        )
+        try:
+            return await asyncio.shield(queueing)
+        except asyncio.CancelledError:
+            queueing.add_done_callback(abort_unused)
+            raise
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        terms: RequestTerms | None = None,
+        mask: TokenMask | None = None,
+    ) -> AsyncIterator[StreamChunk]:
+        """Yield the chunks of one prompt; an iterator that is closed or cancelled frees its rows.
+
+        Raises:
+            InvalidRequest: the prompt or a parameter cannot be honoured.
+            QueueFull: as many sequences wait as may.
+            NumericalError: the target returned NaN for the request.
+            EngineStopped: the engine ended before the request did.
+        """
+        ticket = await self.enqueue(prompt, params, terms, mask)
+        try:
+            async for chunk in ticket:
+                yield chunk
+        finally:
+            ticket.abort()
+
+    def stats(self) -> BackendStats:
+        """Return counts since the engine was made; those of one moment may be of two steps."""
+        return self.engine.stats()
+
+    def capabilities(self) -> Capabilities:
+        """Return what the engine supports."""
+        return self.engine.capabilities()
+
+
+def abort_unused(queueing: asyncio.Future[Ticket]) -> None:
+    """Abort a request whose caller was cancelled while it was being queued."""
+    if not queueing.cancelled() and queueing.exception() is None:
+        queueing.result().abort()

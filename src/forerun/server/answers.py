@@ -1,0 +1,205 @@
+"""Responses in the form of the OpenAI API, with the figures of speculation beside the usage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
+import msgspec
+
+from forerun.bench.summary import drafting_only
+from forerun.engine.results import Completion, RequestOutput, StreamChunk, TokenLogprobs
+from forerun.models.tokenizers import Tokenizer
+from forerun.server.protocol import ChatRequest, GenerationRequest
+from forerun.theory.acceptance import AcceptanceCounts
+
+__all__ = ["DONE", "Answer", "event", "usage_of"]
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream."""
+
+Json = dict[str, Any]
+
+
+def event(data: Json) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class Answer:
+    """The response to one request: of `/v1/chat/completions` or `/v1/completions`.
+
+    Args:
+        request_id: of the response.
+        model: name of the model.
+        body: of the request.
+        tokenizer: of the target, for the texts of single tokens.
+    """
+
+    def __init__(
+        self, request_id: str, model: str, body: GenerationRequest, tokenizer: Tokenizer
+    ) -> None:
+        self.body = body
+        self.tokenizer = tokenizer
+        self.is_chat = isinstance(body, ChatRequest)
+        prefix, kind = (
+            ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
+        )
+        self.head = {
+            "id": f"{prefix}-{request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.chunk_head = {**self.head, "object": kind + ".chunk"} if self.is_chat else self.head
+        self._num_characters: dict[int, int] = {}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the body of a response that is not streamed."""
+        choices = [
+            self._choice(place * self.body.n + completion.index, completion)
+            for place, output in enumerate(outputs)
+            for completion in output.completions
+        ]
+        return msgspec.json.encode({**self.head, "choices": choices, "usage": usage_of(outputs)})
+
+    def first(self, num_choices: int) -> bytes:
+        """Return the events that begin a stream: of a conversation, the role of each choice."""
+        if not self.is_chat:
+            return b""
+        return b"".join(
+            event({**self.chunk_head, "choices": [choice_of(at, {"delta": delta})]})
+            for at in range(num_choices)
+            for delta in [{"role": "assistant", "content": ""}]
+        )
+
+    def chunk(self, at: int, chunk: StreamChunk) -> bytes:
+        """Return the event of a chunk; empty where it has no text yet and nothing else to say."""
+        body = self.body
+        extras = body.return_token_ids or body.return_token_sources or chunk.logprobs is not None
+        if not chunk.text and chunk.finish_reason is None and not extras:
+            return b""
+        text: Json = {"delta": {"content": chunk.text}} if self.is_chat else {"text": chunk.text}
+        choice = choice_of(at, text, chunk.finish_reason, chunk.stop_reason)
+        if chunk.logprobs is not None:
+            choice["logprobs"] = self._logprobs(at, chunk.logprobs)
+        choice |= self._tokens(chunk)
+        return event({**self.chunk_head, "choices": [choice]})
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the event that has the usage of a stream."""
+        return event({**self.chunk_head, "choices": [], "usage": usage_of(outputs)})
+
+    def _choice(self, at: int, completion: Completion) -> Json:
+        text: Json = {"text": completion.text}
+        if self.is_chat:
+            text = {"message": {"role": "assistant", "content": completion.text}}
+        choice = choice_of(at, text, completion.finish_reason, completion.stop_reason)
+        if completion.logprobs is not None:
+            choice["logprobs"] = self._logprobs(at, completion.logprobs)
+        return choice | self._tokens(completion)
+
+    def _tokens(self, result: StreamChunk | Completion) -> Json:
+        """What is returned of each token beside the text, where the request asks for it."""
+        found: Json = {}
+        if self.body.return_token_ids:
+            found["token_ids"] = result.token_ids
+        if self.body.return_token_sources:
+            found["token_sources"] = [source.value for source in result.sources]
+        return found
+
+    def _logprobs(self, at: int, entries: Sequence[TokenLogprobs]) -> Json:
+        return self._chat_logprobs(entries) if self.is_chat else self._flat_logprobs(at, entries)
+
+    def _chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
+        return {
+            "content": [
+                {
+                    **self._token(entry.token_id, entry.logprob),
+                    "top_logprobs": [self._token(*alternative) for alternative in entry.top],
+                }
+                for entry in entries
+            ]
+        }
+
+    def _token(self, token: int, logprob: float) -> Json:
+        found = {"token": self._text(token), "logprob": logprob}
+        return found | {"bytes": list(self.tokenizer.token_bytes(token))}
+
+    def _flat_logprobs(self, at: int, entries: Sequence[TokenLogprobs]) -> Json:
+        offset = self._num_characters.get(at, 0)
+        texts, offsets = [], []
+        for entry in entries:
+            texts.append(self._text(entry.token_id))
+            offsets.append(offset)
+            offset += len(texts[-1])
+        self._num_characters[at] = offset
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                {self._text(token): logprob for token, logprob in entry.top} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        """The text of one token; special tokens by their names."""
+        if token in self.tokenizer.added:
+            return self.tokenizer.added[token][0]
+        content = self.tokenizer.token_bytes(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:  # a part of a character, named as the OpenAI API names it
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def choice_of(
+    at: int,
+    text: Json,
+    finish_reason: str | None = None,
+    stop_reason: str | int | None = None,
+) -> Json:
+    """Return one choice of a response; an end that the OpenAI API has no name for is "length"."""
+    if finish_reason in ("deadline", "abort"):
+        finish_reason, stop_reason = "length", finish_reason
+    ends = {"finish_reason": finish_reason, "stop_reason": stop_reason}
+    return {"index": at, **text, "logprobs": None, **ends}
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Json:
+    """Return the usage of a response: tokens, and what speculation made of them.
+
+    The figures of speculation are those of the steps that drafted; `num_plain_steps` counts the
+    others.
+    """
+    completions = [completion for output in outputs for completion in output.completions]
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(completion.token_ids) for completion in completions)
+    cached = sum(output.completions[0].num_cached_tokens for output in outputs)
+    counts = reduce(add, (c.acceptance for c in completions), AcceptanceCounts())
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "speculative_decoding": speculation_of(counts),
+    }
+
+
+def speculation_of(counts: AcceptanceCounts) -> Json:
+    """Return the figures of speculation of some steps."""
+    drafted = drafting_only(counts)
+    return {
+        "num_steps": drafted.num_steps,
+        "num_plain_steps": counts.num_steps - drafted.num_steps,
+        "num_drafted": drafted.num_drafted,
+        "num_accepted": drafted.num_accepted,
+        "acceptance_length": drafted.acceptance_length,
+        "draft_acceptance_rate": drafted.draft_acceptance_rate,
+        "acceptance_rate_per_position": drafted.acceptance_rate_per_position,
+        "drafted_per_position": drafted.drafted_per_position,
+    }

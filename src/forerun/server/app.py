@@ -1,0 +1,224 @@
+"""The HTTP application: routes over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+import forerun
+from forerun.engine.asynchronous import AsyncEngine
+from forerun.engine.config import RequestTerms
+from forerun.engine.intake import Prompt
+from forerun.errors import ForerunError, InvalidRequest
+from forerun.server.answers import DONE, Answer
+from forerun.server.config import ServerConfig
+from forerun.server.connection import Disconnected, EventStream, while_connected
+from forerun.server.errors import ModelNotServed, error_body, response_for, status_of
+from forerun.server.generation import Generation
+from forerun.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+
+__all__ = ["ServerState", "create_app"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerState:
+    """What the routes share; `request.app.state.server` is one.
+
+    Attributes:
+        engine: runs while the application does.
+        model: the name that requests use for the target.
+        config: settings of the server.
+        started_at_s: seconds since 1970.
+    """
+
+    engine: AsyncEngine
+    model: str
+    config: ServerConfig
+    started_at_s: float
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            ModelNotServed: the name is not that of the target.
+        """
+        if name is not None and name != self.model:
+            raise ModelNotServed(f"the model {name!r:.200} is not served; there is {self.model!r}")
+
+
+def create_app(engine: AsyncEngine, model: str, config: ServerConfig | None = None) -> FastAPI:
+    """Return the application over an engine, which it starts and closes.
+
+    Args:
+        engine: not started yet.
+        model: the name that requests use for the target.
+        config: settings of the server.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with engine:
+            yield
+
+    app = FastAPI(
+        title="forerun",
+        version=forerun.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.server = ServerState(
+        engine=engine, model=model, config=config or ServerConfig(), started_at_s=time.time()
+    )
+    for kind in (ForerunError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, response_for)
+    add_generation(app)
+    add_tokens(app)
+    add_status(app)
+    return app
+
+
+def add_generation(app: FastAPI) -> None:
+    """Add the routes that generate text."""
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
+        return await answered(body, body.prompts, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        server: ServerState = request.app.state.server
+        tokenizer = server.engine.engine.tokenizer
+        messages = [message.for_template() for message in body.messages]
+
+        def prompt() -> list[int]:
+            text = tokenizer.render_chat(messages, variables=body.template_variables)
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        server.check_model(body.model)  # before the template is rendered
+        return await answered(body, [await asyncio.to_thread(prompt)], request)
+
+
+async def answered(
+    body: GenerationRequest, prompts: Sequence[Prompt], request: Request
+) -> Response:
+    """Generate what a request asks for, at once or as a stream."""
+    server: ServerState = request.app.state.server
+    server.check_model(body.model)
+    engine = server.engine
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true")
+    params = body.sampling(server.config.max_logprobs)
+    plan = body.plan(engine.capabilities(), engine.engine.config.max_nodes)
+    terms = RequestTerms(priority=body.priority, deadline_s=body.deadline_s, plan=plan)
+    generation = await Generation.begin(engine, prompts, params, terms)
+    answer = Answer(uuid.uuid4().hex, server.model, body, engine.engine.tokenizer)
+    if body.stream:
+        events = stream_of(generation, answer)
+        return EventStream(events, generation.close, server.config.write_timeout_s)
+    try:
+        outputs = await while_connected(request.receive, generation.outputs())
+    except Disconnected:
+        return Response(status_code=499)
+    finally:
+        generation.close()
+    return Response(answer.whole(outputs), media_type="application/json")
+
+
+async def stream_of(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
+    """Yield the events of a stream; an error ends it with an event of its own."""
+    options = answer.body.stream_options
+    try:
+        if first := answer.first(len(generation.tickets) * generation.num_samples):
+            yield first
+        async for at, chunk in generation.chunks():
+            if data := answer.chunk(at, chunk):
+                yield data
+        if options is not None and options.include_usage:
+            yield answer.usage(await generation.outputs())
+    except ForerunError as error:
+        yield b"data: " + error_body(str(error), status_of(error)) + b"\n\n"
+    yield DONE
+
+
+def add_tokens(app: FastAPI) -> None:
+    """Add the routes between text and tokens."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """Return the ids of a prompt or of a conversation."""
+        server: ServerState = request.app.state.server
+        server.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give a prompt or messages, and not both")
+        tokenizer = server.engine.engine.tokenizer
+
+        def encoded() -> list[int]:
+            if body.prompt is not None:
+                return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            messages = [message.for_template() for message in body.messages or ()]
+            return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+        tokens = await asyncio.to_thread(encoded)
+        found = {"count": len(tokens), "max_model_len": server.engine.engine.max_context}
+        if body.return_token_strs:
+            return {**found, "tokens": tokens, "token_strs": [tokenizer.piece(t) for t in tokens]}
+        return {**found, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+        """Return the text of some ids, special tokens left out."""
+        server: ServerState = request.app.state.server
+        server.check_model(body.model)
+        vocab_size = server.engine.engine.target.vocab_size
+        outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(f"token {outside} is outside 0..{vocab_size - 1}")
+        return {"prompt": server.engine.engine.tokenizer.decode(body.tokens)}
+
+
+def add_status(app: FastAPI) -> None:
+    """Add the routes that describe the server."""
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """Return the one model that is served."""
+        server: ServerState = request.app.state.server
+        model = {
+            "id": server.model,
+            "object": "model",
+            "created": int(server.started_at_s),
+            "owned_by": "forerun",
+            "max_model_len": server.engine.engine.max_context,
+            "drafters": server.engine.capabilities().methods,
+        }
+        return {"object": "list", "data": [model]}
+
+    @app.get("/health")
+    async def health(request: Request) -> dict[str, str]:
+        """Answer with status 200 while the engine runs, else with 503."""
+        server: ServerState = request.app.state.server
+        server.engine.check_running()
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Return the version of forerun."""
+        return {"version": forerun.__version__}

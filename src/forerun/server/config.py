@@ -1,0 +1,51 @@
+"""Settings of the server; torch-free, so that the command line can read them cheaply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.ranges import Range, check_ranges
+
+__all__ = ["ServerConfig"]
+
+RANGES = (
+    Range("port", 0, 65535, integer=True),
+    Range("max_body_bytes", 1024, integer=True),
+    Range("max_requests", 1, integer=True),
+    Range("max_logprobs", 0, integer=True),
+    Range("body_timeout_s", 0, above_low=True),
+    Range("write_timeout_s", 0, above_low=True),
+    Range("drain_s", 0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of the HTTP server; those of the engine are in EngineConfig.
+
+    Attributes:
+        host: address to listen on; one that is not of this machine alone needs API keys.
+        port: TCP port; 0 takes a free one.
+        max_body_bytes: longest body of a request; longer ones are refused with status 413.
+        max_requests: requests that may be worked on at once, over all keys.
+        max_logprobs: most alternatives per token that a request may ask for.
+        body_timeout_s: seconds that a client may take to send the body.
+        write_timeout_s: seconds after which a client that reads nothing is disconnected.
+        drain_s: seconds that requests may go on after SIGTERM.
+
+    Raises:
+        InvalidRequest: a value is out of range; the message names it.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body_bytes: int = 4 << 20
+    max_requests: int = 512
+    max_logprobs: int = 20
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_ranges(self, *RANGES)

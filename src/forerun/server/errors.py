@@ -1,0 +1,103 @@
+"""Errors in the form of the OpenAI API: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from forerun.errors import EngineStopped, ForerunError, InvalidRequest, QueueFull, UnreadableInput
+
+__all__ = ["ModelNotServed", "error_body", "error_response", "response_for", "status_of"]
+
+logger = logging.getLogger("forerun.server")
+
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+MAX_SHOWN = 200
+MAX_PROBLEMS = 5
+RETRY_AFTER_S = 1
+
+
+class ModelNotServed(InvalidRequest):
+    """A request names another model than the one that is served."""
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of an error; 500 for one that nothing foresaw."""
+    if isinstance(error, HTTPException):
+        return error.status_code
+    statuses: tuple[tuple[type[Exception], int], ...] = (
+        (ModelNotServed, 404),
+        (InvalidRequest, 400),
+        (UnreadableInput, 400),
+        (RequestValidationError, 400),
+        (QueueFull, 429),
+        (EngineStopped, 503),
+    )
+    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+
+
+def error_body(
+    message: str, status: int, *, param: str | None = None, code: str | None = None
+) -> bytes:
+    """Return the JSON of an error."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    )
+
+
+def error_response(
+    message: str,
+    status: int,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Return a response with an error."""
+    return Response(
+        error_body(message, status, param=param, code=code),
+        status_code=status,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+async def response_for(request: Request, error: Exception) -> Response:
+    """Return the response for an exception; one that nothing foresaw is logged, not shown."""
+    status = status_of(error)
+    if isinstance(error, RequestValidationError):
+        message, param = validation_message(error)
+        return error_response(message, status, param=param)
+    if isinstance(error, HTTPException):
+        return error_response(str(error.detail), status, headers=error.headers)
+    if status == 429:
+        return error_response(
+            str(error), status, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)}
+        )
+    if isinstance(error, ForerunError):
+        code = "model_not_found" if isinstance(error, ModelNotServed) else None
+        return error_response(str(error), status, code=code)
+    logger.error("unexpected %s", type(error).__name__, exc_info=error)
+    return error_response("an error that the server did not foresee; see its log", status)
+
+
+def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
+    """Return what is wrong with a body, and the first field that is wrong."""
+    problems: dict[str, str] = {}
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"][1:])
+        if problem["type"] == "json_invalid":
+            return f"the body is no JSON: {problem['ctx']['error']}", None
+        if problem["type"] == "extra_forbidden":
+            said = "is not a known field"
+        else:
+            said = f"{problem['msg']} (given: {str(problem.get('input'))[:MAX_SHOWN]})"
+        problems.setdefault(path, said)
+    shown = [f"{path or 'the body'}: {said}" for path, said in problems.items()][:MAX_PROBLEMS]
+    return "; ".join(shown), next(iter(problems), "") or None

@@ -1,0 +1,298 @@
+"""Bodies of requests, with the names of the OpenAI API and of vLLM.
+
+Types are checked here; the values of sampling parameters are checked by `SamplingParams`, so that
+the server refuses the same values with the same messages as the library.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from forerun.control.base import Chain, Plan, Tree
+from forerun.engine.backend import Capabilities
+from forerun.errors import InvalidRequest
+from forerun.sampling.config import SamplingParams
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "SpeculationChoice",
+    "TokenizeRequest",
+]
+
+SAME_NAMES = (
+    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed "
+    "min_tokens stop_token_ids ignore_eos include_stop_str_in_output allowed_token_ids "
+    "bad_token_ids n"
+).split()
+"""Fields that SamplingParams calls the same."""
+
+
+class Body(BaseModel):
+    """Base of all bodies: an unknown field and a value of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """What a stream contains beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class TreeShape(Body):
+    """A draft tree: at most so many nodes, levels, and children of a node."""
+
+    num_nodes: Annotated[int, Field(ge=1)]
+    depth: Annotated[int, Field(ge=1)]
+    width: Annotated[int, Field(ge=1)]
+
+
+class SpeculationChoice(Body):
+    """How one request is drafted: by which drafter, and how far."""
+
+    drafter: str | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None
+    tree: TreeShape | None = None
+
+
+class JsonSchemaFormat(Body):
+    """A JSON schema with the name that the OpenAI API asks for."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the text: free, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """A constraint on the text, as vLLM names them; one of them."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+
+class GenerationRequest(Body):
+    """The fields that `/v1/completions` and `/v1/chat/completions` share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    allowed_token_ids: list[int] | None = None
+    bad_token_ids: list[int] = []
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculation: Literal["auto", "off"] | str | SpeculationChoice = "auto"
+    deadline_s: float | None = None
+    priority: int = 0
+    return_token_ids: bool = False
+    return_token_sources: bool = False
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token that are asked for; None for no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int | None:
+        """Most output tokens; None goes to the end of the context."""
+        return self.max_tokens
+
+    def sampling(self, max_logprobs: int) -> SamplingParams:
+        """Return the sampling parameters.
+
+        Raises:
+            InvalidRequest: a value cannot be honoured.
+        """
+        if self.num_logprobs is not None and self.num_logprobs > max_logprobs:
+            raise InvalidRequest(
+                f"{self.num_logprobs} log-probabilities per token are asked for; this server "
+                f"returns at most {max_logprobs}"
+            )
+        values = {name: getattr(self, name) for name in SAME_NAMES}
+        return SamplingParams(
+            **values,
+            stop=self.stop or (),  # type: ignore[arg-type]  # lists become tuples there
+            logit_bias=self.logit_bias,  # type: ignore[arg-type]  # and keys integers
+            max_tokens=self.longest,
+            logprobs=self.num_logprobs,
+        )
+
+    def plan(self, capabilities: Capabilities, most: int) -> Plan | None:
+        """Return the plan that `speculation` asks for; None leaves it to the controller.
+
+        Args:
+            capabilities: of the engine, which names the drafters.
+            most: K of the engine.
+
+        Raises:
+            InvalidRequest: there is no such drafter, or it drafts fewer tokens.
+        """
+        asked = self.speculation
+        if asked == "auto":
+            return None
+        if asked == "off":
+            return Plan()
+        if isinstance(asked, str):
+            asked = SpeculationChoice(drafter=asked)
+        return plan_of(asked, capabilities.methods, most)
+
+
+def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], most: int) -> Plan:
+    """Return the plan of an explicit choice, see `GenerationRequest.plan`."""
+    if asked.tree is not None and asked.num_speculative_tokens is not None:
+        raise InvalidRequest("speculation names num_speculative_tokens and a tree; give one")
+    if not methods:
+        raise InvalidRequest("speculation names a drafter, but this server decodes plainly")
+    method = methods[0] if asked.drafter is None else asked.drafter
+    if method not in methods:
+        raise InvalidRequest(
+            f"speculation names the drafter {method!r}; there are {', '.join(methods)}, "
+            '"auto" and "off"'
+        )
+    shape: Chain | Tree
+    if asked.tree is not None:
+        shape = Tree(**asked.tree.model_dump())
+    else:
+        given = asked.num_speculative_tokens
+        shape = Chain(num_tokens=most if given is None else given)
+    if shape.num_nodes > most:
+        raise InvalidRequest(
+            f"speculation asks for {shape.num_nodes} draft tokens; this server drafts at most "
+            f"{most}: ask for fewer, or start it with a larger --num-speculative-tokens"
+        )
+    return Plan(method=method, shape=shape) if shape.num_nodes else Plan()
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: Literal[False] = False
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token that are asked for; None for no log-probabilities."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, also where one is given."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return prompt  # type: ignore[return-value]  # a list of prompts
+
+
+class TextPart(Body):
+    """A part of a message; there are parts of text alone."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it, its parts of text joined."""
+        message = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        return message
+
+
+class ChatRequest(GenerationRequest):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token that are asked for; None for no log-probabilities."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise InvalidRequest("top_logprobs needs logprobs to be true")
+            return None
+        return self.top_logprobs or 0
+
+    @property
+    def longest(self) -> int | None:
+        """Most output tokens; None goes to the end of the context."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.tools and self.tool_choice != "none":
+            variables["tools"] = self.tools
+        return variables
+
+
+class TokenizeRequest(Body):
+    """Body of `/tokenize`: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,71 @@
+"""Runs the application until a signal: it stops accepting, and requests may end in time."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from forerun.errors import InvalidRequest
+from forerun.server.config import ServerConfig
+
+__all__ = ["open_socket", "serve", "uvicorn_config"]
+
+MAX_HEADER_BYTES = 32 << 10
+KEEP_ALIVE_S = 15
+BACKLOG = 256
+
+
+def open_socket(config: ServerConfig) -> socket.socket:
+    """Return a listening socket at the configured address.
+
+    Raises:
+        InvalidRequest: the address is in use, or not of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose "
+            "another --port (0 takes a free one) or --host"
+        ) from error
+
+
+def serve(app: ASGIApp, listener: socket.socket, config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT; running requests may then go on for `drain_s` seconds.
+
+    Args:
+        app: the application.
+        listener: from `open_socket`; it is closed.
+        config: settings of the server.
+    """
+    server = uvicorn.Server(uvicorn_config(app, config))
+    # uvicorn raises the signal once more when it has drained, for handlers that were there before.
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """Return the settings of uvicorn: bounded headers, no log of requests, no other protocols."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, int(config.drain_s)),
+    )
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
