@@ -31,7 +31,7 @@ from forerun.trace.schema import (
     Damage,
 )
 
-__all__ = ["Piece", "read_columns"]
+__all__ = ["Piece", "read_columns", "table_of"]
 
 STEP_TYPES: Mapping[str, pa.DataType] = {
     **dict.fromkeys(

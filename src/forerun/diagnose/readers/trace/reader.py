@@ -14,12 +14,12 @@ from forerun.diagnose.evidence import MAX_WORD, Evidence, Reading
 from forerun.diagnose.readers.trace.contrasts import add_contrasts
 from forerun.diagnose.readers.trace.figures import add_figures
 from forerun.diagnose.readers.trace.totals import TraceTotals
-from forerun.theory.record import RequestRecord, TraceHeader
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import ngrams
-from forerun.trace.columns import Piece, read_columns
+from forerun.trace.columns import Piece, read_columns, table_of
 from forerun.trace.schema import Damage
 
-__all__ = ["read_trace_evidence"]
+__all__ = ["evidence_of_steps", "read_trace_evidence"]
 
 METHODS = {"draft_model": "draft_model", "suffix": "ngram"}
 """Ours under the names of the vocabulary."""
@@ -168,8 +168,35 @@ def read_trace_evidence(path: Path) -> Evidence:
         if read.limit:
             break
         read.totals.add(block)
-    evidence = Evidence(readings=[reading_of(read, path.name)])
-    source = f"trace {path.name}"
+    return evidence_of(read, path.name, f"trace {path.name}")
+
+
+def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
+    """Return the evidence of steps in memory, whole cycles in order.
+
+    Args:
+        steps: of a server that runs.
+        name: what facts give as their source.
+    """
+    read = TraceRead()
+    for table in table_of(steps):
+        read.totals.add(table)
+    evidence = evidence_of(read, name, name)
+    method = read.totals.methods.most_common(1)
+    if method:
+        evidence.conclude("method", METHODS.get(method[0][0], "other"), name)
+    return evidence
+
+
+def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
+    """Return the facts that follow from what was read.
+
+    Args:
+        read: the totals.
+        name: of the reading.
+        source: what facts give as their source.
+    """
+    evidence = Evidence(readings=[reading_of(read, name)])
     add_figures(evidence, read.totals, read.requests, source)
     add_contrasts(evidence, read.totals, read.requests, source)
     add_setup(evidence, read.headers, read.totals.methods, source)

@@ -1,0 +1,333 @@
+"""Watches an engine for the live page: an observer that costs next to nothing per step.
+
+On the engine's thread a step is only put into a bounded queue. Figures, texts and the diagnosis are
+made from it by the thread that reads a snapshot, so a page that nobody reads costs nothing more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import forerun
+from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.readers.trace.reader import evidence_of_steps
+from forerun.diagnose.words import change_line, headline
+from forerun.engine.engine import Engine
+from forerun.engine.observing import ObservedStep
+from forerun.engine.sequence import Sequence
+from forerun.models.tokenizers import Detokenizer, Tokenizer
+from forerun.server.live_figures import WINDOW_S, LiveFigures
+from forerun.server.live_types import (
+    LiveCause,
+    LiveDiagnosis,
+    LiveLoad,
+    LivePiece,
+    LiveRequest,
+    LiveSetup,
+    LiveSnapshot,
+    LiveTotals,
+    Origin,
+)
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.record import StepRecord
+
+__all__ = ["LiveView"]
+
+MAX_QUEUED_STEPS = 8192
+"""Steps that wait for a reader; without one the oldest are dropped."""
+MAX_DIAGNOSED = 3000
+"""Latest steps of requests that a diagnosis rests on."""
+MIN_DIAGNOSED = 50
+DIAGNOSIS_INTERVAL_S = 15.0
+MAX_REQUESTS = 8
+MAX_PROMPT_TOKENS = 60
+"""Tokens at the end of a prompt that are shown."""
+MAX_CHARACTERS = 4000
+"""Of an output; of a longer one the end is shown."""
+MAX_CAUSES = 3
+MAX_CHANGES = 3
+
+
+def origins_of(record: StepRecord) -> Iterator[Origin]:
+    """Yield where each token that a step emitted came from."""
+    if not record.num_drafted:
+        yield from ["plain"] * record.num_emitted
+        return
+    yield from ["accepted"] * (record.num_emitted - 1)
+    yield (
+        "recovered"
+        if record.last_token_source == "recovered"
+        else ("bonus" if record.last_token_source == "bonus" else "accepted")
+    )
+
+
+@dataclass(slots=True, eq=False)
+class WatchedRequest:
+    """One of the latest sequences, with its steps and the text that was already made of them."""
+
+    sequence: Sequence
+    steps: deque[StepRecord] = field(default_factory=deque)
+    pieces: deque[LivePiece] = field(default_factory=deque)
+    num_read: int = 0
+    num_characters: int = 0
+    detokenizer: Detokenizer | None = None
+
+    def read(self, tokenizer: Tokenizer) -> None:
+        """Turn the steps since the last call into text by origin."""
+        if self.detokenizer is None:
+            self.detokenizer = Detokenizer(tokenizer)
+        sequence = self.sequence
+        while self.steps:
+            record = self.steps.popleft()
+            start = sequence.num_prompt + self.num_read
+            self.num_read += record.num_emitted
+            tokens = sequence.ids[start : start + record.num_emitted]
+            for token, origin in zip(tokens, origins_of(record), strict=False):
+                self._append(self.detokenizer.append(token), origin)
+        while self.num_characters > MAX_CHARACTERS:
+            self.num_characters -= len(self.pieces.popleft().text)
+
+    def _append(self, text: str, origin: Origin) -> None:
+        if not text:
+            return
+        self.num_characters += len(text)
+        if self.pieces and self.pieces[-1].origin == origin:
+            text = self.pieces.pop().text + text
+        self.pieces.append(LivePiece(text=text, origin=origin))
+
+
+class LiveView:
+    """A step observer whose snapshots are what the live page shows.
+
+    Example:
+        view = LiveView(engine, target="zoo:code-40m")
+        engine.observers.append(view)
+        view.snapshot()
+
+    Args:
+        engine: the one that is observed; only its counts are read from other threads.
+        target: name of its target, for display.
+        shows_texts: whether snapshots carry prompts and outputs.
+        clock: monotonic seconds.
+    """
+
+    wants_logits = False
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        target: str,
+        shows_texts: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.target = target
+        self.shows_texts = shows_texts
+        self.clock = clock
+        self.figures = LiveFigures()
+        self._started_s = clock()
+        self._queue: deque[tuple[StepRecord, ...]] = deque(maxlen=MAX_QUEUED_STEPS)
+        self._watched: dict[str, WatchedRequest] = {}
+        self._recent: deque[StepRecord] = deque(maxlen=MAX_DIAGNOSED)
+        self._reading = threading.Lock()
+        self._diagnosing = threading.Lock()
+        self._diagnosis: LiveDiagnosis | None = None
+        self._diagnosed_s = -DIAGNOSIS_INTERVAL_S
+        self._num_new = 0
+
+    # ------------------------------------------------------------------ on the engine's own thread
+
+    def observe(self, step: ObservedStep) -> None:
+        """Queue the records of a step, and note which requests they belong to."""
+        for entry in step.prefilling:
+            self._watch(entry.sequence)
+        if not step.records:
+            return
+        self._queue.append(tuple(step.records))
+        watched = self._watched
+        for entry, record in zip(step.emitting, step.records, strict=True):
+            found = watched.get(record.request_id)
+            if found is None or found.sequence is not entry.sequence:
+                found = self._watch(entry.sequence)
+            if self.shows_texts:
+                found.steps.append(record)
+
+    def _watch(self, sequence: Sequence) -> WatchedRequest:
+        found = self._watched.get(sequence.key)
+        if found is not None and found.sequence is sequence:
+            return found
+        self._watched.pop(sequence.key, None)
+        found = self._watched[sequence.key] = WatchedRequest(sequence)
+        if len(self._watched) > MAX_REQUESTS:
+            del self._watched[next(iter(self._watched))]
+        return found
+
+    # -------------------------------------------------------------------------------- on any thread
+
+    def snapshot(self) -> LiveSnapshot:
+        """Return what is known now; may be called from any thread but the engine's."""
+        with self._reading:
+            self._drain()
+            now_s = self.clock()
+            figures = self.figures
+            counts = figures.counts
+            drafting_step, plain_step = figures.step_times()
+            return LiveSnapshot(
+                uptime_s=now_s - self._started_s,
+                window_s=float(min(WINDOW_S, len(figures.slices))),
+                setup=self._setup(),
+                totals=self._totals(),
+                load=self._load(),
+                tokens_per_s=figures.tokens_per_s(now_s),
+                speedup=figures.speedup,
+                num_plain_steps=figures.num_plain_steps,
+                acceptance_length=counts.acceptance_length,
+                positions=tuple(figures.positions()),
+                drafting_step=drafting_step,
+                plain_step=plain_step,
+                history=tuple(piece.point(now_s) for piece in figures.slices),
+                requests=tuple(self._requests(now_s)),
+                shows_texts=self.shows_texts,
+                diagnosis=self._diagnosis,
+            )
+
+    def _drain(self) -> None:
+        """Count the steps that the engine has queued since the last call."""
+        for _ in range(MAX_QUEUED_STEPS):
+            try:
+                records = self._queue.popleft()
+            except IndexError:
+                return
+            self.figures.add(records)
+            self._recent.extend(records)
+            self._num_new += len(records)
+
+    def _setup(self) -> LiveSetup:
+        capabilities = self.engine.capabilities()
+        return LiveSetup(
+            engine="forerun",
+            version=forerun.__version__,
+            target=self.target,
+            methods=capabilities.methods,
+            max_context=capabilities.max_context,
+        )
+
+    def _totals(self) -> LiveTotals:
+        stats = self.engine.stats()
+        return LiveTotals(
+            num_steps=stats.num_steps,
+            num_drafted=stats.num_drafted,
+            num_accepted=stats.num_accepted,
+            num_emitted=stats.num_emitted,
+        )
+
+    def _load(self) -> LiveLoad:
+        scheduler, config = self.engine.scheduler, self.engine.config
+        running = list(scheduler.running)
+        num_tokens = sum(len(sequence.ids) for sequence in running)
+        max_tokens = config.max_kv_tokens or config.max_batch * self.engine.max_context
+        return LiveLoad(
+            num_running=len(running),
+            num_waiting=len(scheduler.waiting),
+            max_running=config.max_batch,
+            max_waiting=config.max_waiting,
+            num_kv_tokens=num_tokens,
+            max_kv_tokens=max_tokens,
+            kv_share=min(1.0, num_tokens / max_tokens),
+        )
+
+    def _requests(self, now_s: float) -> Iterator[LiveRequest]:
+        for found in reversed(list(self._watched.values())):
+            sequence = found.sequence
+            # The copy is taken at once, while the engine's thread may be counting.
+            counts = AcceptanceCounts(
+                sequence.acceptance.num_drafted, Counter(dict(sequence.acceptance.steps))
+            )
+            num_steps = counts.num_steps
+            yield LiveRequest(
+                request_id=sequence.key,
+                state=state_of(sequence),
+                age_s=max(0.0, now_s - sequence.arrived_at_s),
+                num_prompt_tokens=sequence.num_prompt,
+                num_output_tokens=sequence.num_output,
+                num_drafted=counts.num_drafted,
+                acceptance_length=sequence.num_output / num_steps if num_steps else None,
+                draft_acceptance_rate=counts.draft_acceptance_rate,
+                ttft_s=ttft_of(sequence),
+                tokens_per_s=rate_of(sequence, now_s),
+                pieces=self._pieces(found) if self.shows_texts else (),
+            )
+
+    def _pieces(self, found: WatchedRequest) -> tuple[LivePiece, ...]:
+        tokenizer, sequence = self.engine.tokenizer, found.sequence
+        found.read(tokenizer)
+        end = sequence.num_prompt
+        prompt = tokenizer.decode(sequence.ids[max(0, end - MAX_PROMPT_TOKENS) : end])
+        shortened = "… " if end > MAX_PROMPT_TOKENS else ""
+        return (LivePiece(text=shortened + prompt, origin="prompt"), *found.pieces)
+
+    def diagnose(self) -> None:
+        """Diagnose the latest steps if there are new ones and the last time is long enough ago.
+
+        It takes some ten milliseconds; call it on a thread on which nothing waits.
+        """
+        if not self._diagnosing.acquire(blocking=False):
+            return
+        try:
+            with self._reading:
+                self._drain()
+                now_s = self.clock()
+                is_due = now_s - self._diagnosed_s >= DIAGNOSIS_INTERVAL_S
+                if not (is_due and self._num_new and len(self._recent) >= MIN_DIAGNOSED):
+                    return
+                self._diagnosed_s, self._num_new = now_s, 0
+                steps = list(self._recent)
+            self._diagnosis = diagnosis_of(steps)
+        finally:
+            self._diagnosing.release()
+
+
+def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
+    """Return what `forerun diagnose` concludes from these steps."""
+    found = diagnose(evidence_of_steps(steps, "the latest steps"))
+    changes = {change.remedy.change: change for item in found.causes for change in item.changes}
+    helpful = [change for change in changes.values() if change.prediction is not None]
+    return LiveDiagnosis(
+        verdict=found.verdict,
+        headline=headline(found),
+        causes=tuple(
+            LiveCause(
+                label=item.scored.cause.label, score=item.scored.score, what=item.scored.cause.what
+            )
+            for item in found.causes[:MAX_CAUSES]
+        ),
+        changes=tuple(change_line(change) for change in helpful[:MAX_CHANGES]),
+        num_steps=len(steps),
+    )
+
+
+def state_of(sequence: Sequence) -> str:
+    """Return "reading" the prompt, "decoding", or the reason of the end."""
+    if sequence.stop is not None:
+        return sequence.stop.finish_reason
+    return "decoding" if sequence.num_output else "reading"
+
+
+def ttft_of(sequence: Sequence) -> float | None:
+    """Return the seconds from arrival to the first token."""
+    first_s = sequence.first_token_at_s
+    return None if first_s is None else max(0.0, first_s - sequence.arrived_at_s)
+
+
+def rate_of(sequence: Sequence, now_s: float) -> float | None:
+    """Return tokens per second after the first token."""
+    first_s = sequence.first_token_at_s
+    if first_s is None or sequence.num_output < 2:
+        return None
+    end_s = now_s if sequence.finished_at_s is None else sequence.finished_at_s
+    return (sequence.num_output - 1) / (end_s - first_s) if end_s > first_s else None

@@ -1,0 +1,249 @@
+"""Figures of the latest steps in bounded memory: one slice per second with activity."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+
+from forerun.server.live_types import (
+    LiveEstimate,
+    LivePoint,
+    LivePosition,
+    LiveStepTimes,
+)
+from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.ratio import DiscountedRatio
+from forerun.theory.record import StepRecord
+
+__all__ = ["LiveFigures"]
+
+HISTORY_S = 120
+"""Seconds with activity that are kept."""
+WINDOW_S = 60
+"""The latest of them, over which acceptance and times are averaged."""
+RECENT_S = 10.0
+"""Seconds over which the rate of tokens is averaged."""
+PLAIN_MEMORY = 0.998
+"""Weight that a plain step keeps in the baseline after one more."""
+MIN_PLAIN_STEPS = 4
+NUM_COLD = 1
+"""Plain steps that are not measured after drafting, which leaves the target's weights uncached."""
+Z = 1.96
+
+
+@dataclass(slots=True)
+class PartTimes:
+    """Sums of the parts of several steps."""
+
+    num_steps: int = 0
+    num_sequences: int = 0
+    num_emitted: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+
+    def add(self, cycle: Sequence[StepRecord], num_emitted: int) -> None:
+        """Count the step of an engine."""
+        record = cycle[0]
+        self.num_steps += 1
+        self.num_sequences += len(cycle)
+        self.num_emitted += num_emitted
+        self.draft_s += record.draft_s
+        self.verify_s += record.verify_s
+        self.other_s += record.other_s
+
+    def merge(self, other: PartTimes) -> None:
+        """Add the sums of other steps."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def means(self) -> LiveStepTimes:
+        """Return the sums divided by the number of steps."""
+        return LiveStepTimes(
+            num_steps=self.num_steps,
+            num_sequences=self.num_sequences / self.num_steps,
+            num_emitted=self.num_emitted / self.num_steps,
+            draft_s=self.draft_s / self.num_steps,
+            verify_s=self.verify_s / self.num_steps,
+            other_s=self.other_s / self.num_steps,
+        )
+
+
+@dataclass(slots=True)
+class TimeSlice:
+    """What was done in the steps that began within one second.
+
+    Attributes:
+        second: of the monotonic clock.
+        num_cycles: steps of the engine.
+        num_records: steps of requests.
+        num_emitted: tokens.
+        sum_k: sum of K over steps of requests.
+        decode_s: of the decode steps whose batch size has a plain baseline.
+        as_plain_s: what plain decoding would take for their tokens.
+        counts: drafting steps of requests by outcome.
+        methods: steps of requests by drafter.
+        times: of decode steps, by whether they drafted and by batch size, see `bucket_of`.
+    """
+
+    second: int
+    num_cycles: int = 0
+    num_records: int = 0
+    num_emitted: int = 0
+    sum_k: int = 0
+    decode_s: float = 0.0
+    as_plain_s: float = 0.0
+    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    methods: Counter[str] = field(default_factory=Counter)
+    times: dict[tuple[bool, int], PartTimes] = field(default_factory=dict)
+
+    def add_record(self, record: StepRecord) -> None:
+        """Count one step of a request."""
+        self.num_records += 1
+        self.num_emitted += record.num_emitted
+        self.sum_k += record.k_budget
+        if record.num_drafted:
+            depth, accepted = record.depth_drafted, record.num_accepted
+            self.counts.add(depth, accepted, num_drafted=record.num_drafted)
+            self.methods[record.method] += 1
+        else:
+            self.methods["plain"] += 1
+
+    def point(self, now_s: float) -> LivePoint:
+        """Return the slice as a point of the history."""
+        drafted = self.counts.num_steps > 0
+        return LivePoint(
+            age_s=max(0.0, now_s - self.second),
+            tokens_per_s=float(self.num_emitted),
+            num_running=self.num_records / self.num_cycles,
+            acceptance_length=self.counts.acceptance_length if drafted else None,
+            num_speculative_tokens=self.sum_k / self.num_records,
+            speedup=self.as_plain_s / self.decode_s if self.decode_s > 0.0 else None,
+            methods=dict(self.methods),
+        )
+
+
+class LiveFigures:
+    """Averages the latest steps; memory does not grow with the number of steps.
+
+    The speedup compares the time of all decode steps, those that measure the baseline included,
+    with the time that plain steps at a like batch size would take for the same tokens.
+    """
+
+    def __init__(self) -> None:
+        self.slices: deque[TimeSlice] = deque(maxlen=HISTORY_S)
+        self.num_plain_steps = 0
+        self._baselines: dict[int, DiscountedRatio] = {}
+        self._num_plain_in_a_row = 0
+        self._latest_baseline: DiscountedRatio | None = None
+
+    def add(self, records: Iterable[StepRecord]) -> None:
+        """Count steps, in order; the records of one cycle must come in one call."""
+        for _, cycle in groupby(records, key=lambda record: record.cycle_id):
+            self._add_cycle(list(cycle))
+
+    def _add_cycle(self, cycle: Sequence[StepRecord]) -> None:
+        first = cycle[0]
+        second = math.floor(first.t_s)
+        if not self.slices or self.slices[-1].second != second:
+            self.slices.append(TimeSlice(second))
+        current = self.slices[-1]
+        current.num_cycles += 1
+        for record in cycle:
+            current.add_record(record)
+        drafts = any(record.num_drafted for record in cycle)
+        self._num_plain_in_a_row = 0 if drafts else self._num_plain_in_a_row + 1
+        if first.num_prefill_rows:
+            return
+        num_emitted = sum(record.num_emitted for record in cycle)
+        place = drafts, bucket_of(len(cycle))
+        current.times.setdefault(place, PartTimes()).add(cycle, num_emitted)
+        self._compare(current, cycle, num_emitted, drafts=drafts)
+
+    def _compare(
+        self, current: TimeSlice, cycle: Sequence[StepRecord], num_emitted: int, *, drafts: bool
+    ) -> None:
+        """Measure the baseline with a plain step, and compare the step with it."""
+        first = cycle[0]
+        seconds = first.draft_s + first.verify_s + first.other_s
+        size = bucket_of(len(cycle))
+        if not drafts and self._num_plain_in_a_row > NUM_COLD:
+            baseline = self._baselines.setdefault(size, DiscountedRatio(PLAIN_MEMORY))
+            baseline.observe(float(num_emitted), seconds)
+            self.num_plain_steps += 1
+        known = self._baselines.get(size)
+        if known is None or known.num_pairs < MIN_PLAIN_STEPS or seconds <= 0.0:
+            return
+        as_plain_s = num_emitted * known.ratio
+        current.decode_s += seconds
+        current.as_plain_s += as_plain_s
+        self._latest_baseline = known
+
+    @property
+    def speedup(self) -> LiveEstimate | None:
+        """Return the speedup in the window and its error over seconds; None without a baseline."""
+        paid = DiscountedRatio(1.0)
+        for piece in self.window:
+            if piece.decode_s > 0.0:
+                paid.observe(piece.decode_s, piece.as_plain_s)
+        baseline = self._latest_baseline
+        if baseline is None or not math.isfinite(paid.relative_error):
+            return None
+        value = paid.ratio
+        error = Z * math.hypot(paid.relative_error, baseline.relative_error)
+        return LiveEstimate(
+            value=value, low=max(0.0, value * (1.0 - error)), high=value * (1.0 + error)
+        )
+
+    @property
+    def window(self) -> list[TimeSlice]:
+        """Return the slices that are averaged."""
+        return list(self.slices)[-WINDOW_S:]
+
+    @property
+    def counts(self) -> AcceptanceCounts:
+        """Return the counts of drafting steps in the window."""
+        total = AcceptanceCounts()
+        for piece in self.window:
+            total.num_drafted += piece.counts.num_drafted
+            total.steps.update(piece.counts.steps)
+        return total
+
+    def positions(self) -> Iterator[LivePosition]:
+        """Yield acceptance by position in the window."""
+        counts = self.counts
+        pairs = zip(counts.drafted_per_position, counts.accepted_per_position, strict=True)
+        for position, (drafted, accepted) in enumerate(pairs, start=1):
+            yield LivePosition(position=position, num_drafted=drafted, num_accepted=accepted)
+
+    def step_times(self) -> tuple[LiveStepTimes | None, LiveStepTimes | None]:
+        """Return the mean times of the window's decode steps with a draft and without one.
+
+        Both are of the batch sizes at which most drafting steps, or else most steps, were made:
+        steps of different batch sizes cannot be compared.
+        """
+        totals: dict[tuple[bool, int], PartTimes] = {}
+        for piece in self.window:
+            for place, times in piece.times.items():
+                totals.setdefault(place, PartTimes()).merge(times)
+        if not totals:
+            return None, None
+        _, size = max(totals, key=lambda place: (place[0], totals[place].num_steps))
+        drafting, plain = totals.get((True, size)), totals.get((False, size))
+        return drafting and drafting.means(), plain and plain.means()
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Return the rate over the last seconds, idle ones included."""
+        recent = [piece for piece in self.slices if piece.second > now_s - RECENT_S]
+        if not recent:
+            return 0.0
+        seconds = max(1.0, min(RECENT_S, now_s - recent[0].second))
+        return sum(piece.num_emitted for piece in recent) / seconds
+
+
+def bucket_of(num_sequences: int) -> int:
+    """Return one number for all batch sizes between two powers of two."""
+    return num_sequences.bit_length()

@@ -1,0 +1,166 @@
+"""The live view of an engine: requests, the origin of their tokens, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from tests import tiny
+from tests.records import STEP
+
+from forerun.engine.engine import Engine
+from forerun.engine.thread import EngineThread
+from forerun.sampling.config import SamplingParams
+from forerun.server import live
+from forerun.server.live import LiveView, origins_of
+from forerun.server.live_types import LiveSnapshot
+
+PARAMS = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    target = tiny.tabular(0)
+    return tiny.engine_over(target, tiny.drafting(tiny.cousin(target, 1), tiny.VOCAB_SIZE))
+
+
+@pytest.fixture
+def view(engine: Engine) -> LiveView:
+    found = LiveView(engine, target="tiny")
+    engine.observers.append(found)
+    return found
+
+
+def test_origins_of_a_step():
+    assert list(origins_of(STEP)) == ["accepted", "accepted", "recovered"]
+    full = replace(STEP, num_accepted=4, num_emitted=5, last_token_source="bonus")
+    assert list(origins_of(full)) == ["accepted"] * 4 + ["bonus"]
+    cut = replace(STEP, num_emitted=2, last_token_source="accepted")
+    assert list(origins_of(cut)) == ["accepted"] * 2
+    assert list(origins_of(replace(STEP, num_drafted=0, num_emitted=1))) == ["plain"]
+
+
+def test_a_snapshot_before_any_step(view):
+    found = view.snapshot()
+    assert found.requests == ()
+    assert found.speedup is None
+    assert found.diagnosis is None
+    assert found.totals.num_steps == 0
+
+
+def test_requests_show_their_text_by_origin(engine, view):
+    output = engine.generate([[1, 2, 3]], PARAMS)[0]
+    request = view.snapshot().requests[0]
+    assert request.state == "length"
+    assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 24)
+    assert request.pieces[0].origin == "prompt"
+    assert "".join(piece.text for piece in request.pieces[1:]) == output.text
+    counts = output.completions[0].acceptance
+    assert request.num_drafted == counts.num_drafted
+    assert {piece.origin for piece in request.pieces} <= {
+        *("prompt", "accepted", "recovered", "bonus", "plain")
+    }
+
+
+def test_the_text_is_the_same_however_often_it_is_read(engine, view):
+    engine.add_request([1, 2, 3], PARAMS, request_id="read")
+    while engine.has_unfinished:
+        engine.step()
+        view.snapshot()
+    text = engine.take_output("read").text
+    request = view.snapshot().requests[0]
+    assert "".join(piece.text for piece in request.pieces[1:]) == text
+
+
+def test_totals_are_those_of_the_engine(engine, view):
+    engine.generate([[1], [2]], PARAMS)
+    found, stats = view.snapshot(), engine.stats()
+    assert found.totals.num_emitted == stats.num_emitted == 48
+    assert found.totals.num_accepted == stats.num_accepted
+    assert sum(row.num_accepted for row in found.positions) == stats.num_accepted
+
+
+def test_only_the_latest_requests_are_kept(engine, view):
+    for n in range(1, 30):
+        engine.generate([[n % 5]], PARAMS)
+    found = view.snapshot()
+    assert len(found.requests) == live.MAX_REQUESTS
+    ages = [request.age_s for request in found.requests]
+    assert ages == sorted(ages)
+
+
+def test_steps_without_a_reader_are_bounded(engine, view, monkeypatch):
+    monkeypatch.setattr(view, "_queue", type(view._queue)(maxlen=4))
+    engine.generate([[1, 2, 3]], PARAMS)
+    found = view.snapshot()
+    assert len(view._queue) == 0
+    assert sum(point.num_running > 0 for point in found.history) >= 1
+
+
+def test_texts_can_be_kept_off_the_page(engine):
+    view = LiveView(engine, target="tiny", shows_texts=False)
+    engine.observers.append(view)
+    engine.generate([[1, 2, 3]], PARAMS)
+    found = view.snapshot()
+    assert found.requests[0].pieces == ()
+    assert not found.shows_texts
+    assert not any(watched.steps for watched in view._watched.values())
+
+
+def test_a_long_text_is_shortened_at_its_beginning(engine, view, monkeypatch):
+    monkeypatch.setattr(live, "MAX_CHARACTERS", 20)
+    output = engine.generate([[1, 2, 3]], PARAMS)[0]
+    text = "".join(piece.text for piece in view.snapshot().requests[0].pieces[1:])
+    assert len(text) <= 20
+    assert output.text.endswith(text)
+
+
+def test_a_diagnosis_comes_after_enough_steps(engine, view):
+    view.diagnose()
+    assert view.snapshot().diagnosis is None
+    engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
+    view.diagnose()
+    found = view.snapshot().diagnosis
+    assert found is not None
+    assert found.verdict in ("healthy", "problem", "insufficient evidence")
+    assert found.headline
+    assert found.num_steps >= live.MIN_DIAGNOSED
+
+
+def test_a_diagnosis_is_made_at_a_low_rate(engine, view):
+    now_s = [0.0]
+    view.clock = lambda: now_s[0]
+    calls = []
+    original = live.diagnosis_of
+
+    def counted(steps):
+        calls.append(len(steps))
+        return original(steps)
+
+    engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "diagnosis_of", counted)
+        for second in range(31):
+            now_s[0] = float(second)
+            engine.generate([[1]], PARAMS)
+            view.diagnose()
+    assert len(calls) == 3
+
+
+def test_snapshots_from_another_thread_while_the_engine_runs(engine, view):
+    with EngineThread(engine) as running:
+        tickets = [running.submit([n % 5], PARAMS) for n in range(60)]
+        for _ in range(200):
+            view.snapshot()
+        texts = [ticket.result(30.0).text for ticket in tickets]
+    found = view.snapshot()
+    assert found.totals.num_emitted == 60 * 24
+    shown = {r.request_id: "".join(p.text for p in r.pieces[1:]) for r in found.requests}
+    assert shown == {f"request-{n}": texts[n] for n in range(52, 60)}
+
+
+def test_a_snapshot_is_json_of_its_types(engine, view):
+    engine.generate([[1, 2, 3]], PARAMS)
+    body = msgspec.json.encode(view.snapshot())
+    assert msgspec.json.decode(body, type=LiveSnapshot).totals.num_emitted == 24

@@ -1,0 +1,132 @@
+"""Figures of the live page: averages over the latest steps, in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.records import STEP
+
+from forerun.server.live_figures import HISTORY_S, WINDOW_S, LiveFigures
+
+
+def drafting(cycle_id: int, *, t_s: float = 10.0, seconds: float = 0.02, request_id: str = "r"):
+    return replace(
+        STEP,
+        cycle_id=cycle_id,
+        t_s=t_s,
+        request_id=request_id,
+        draft_s=seconds / 2,
+        verify_s=seconds / 2,
+        other_s=0.0,
+    )
+
+
+def plain(cycle_id: int, *, t_s: float = 10.0, seconds: float = 0.01):
+    return replace(
+        drafting(cycle_id, t_s=t_s),
+        method="plain",
+        k_budget=0,
+        num_drafted=0,
+        depth_drafted=0,
+        num_accepted=0,
+        num_emitted=1,
+        draft_s=0.0,
+        verify_s=seconds,
+    )
+
+
+def test_no_steps_give_no_figures():
+    figures = LiveFigures()
+    assert figures.speedup is None
+    assert figures.step_times() == (None, None)
+    assert list(figures.positions()) == []
+    assert figures.tokens_per_s(10.0) == 0.0
+    assert figures.counts.acceptance_length is None
+
+
+def test_speedup_is_the_time_of_plain_steps_for_the_same_tokens():
+    figures = LiveFigures()
+    for second in range(20):
+        figures.add([plain(1000 * second + n, t_s=second) for n in range(6)])
+        figures.add([drafting(1000 * second + 10 + n, t_s=second) for n in range(94)])
+    # a plain step takes 10 ms for a token, a drafting one 20 ms for three
+    decode_s = 6 * 0.01 + 94 * 0.02
+    as_plain_s = (6 + 94 * 3) * 0.01
+    found = figures.speedup
+    assert found is not None
+    assert found.value == pytest.approx(as_plain_s / decode_s, rel=0.005)
+    assert found.low <= found.value <= found.high
+
+
+def test_the_first_plain_step_after_a_draft_is_not_measured():
+    figures = LiveFigures()
+    for n in range(0, 100, 2):
+        figures.add([drafting(n), plain(n + 1, seconds=5.0)])
+    assert figures.num_plain_steps == 0
+    assert figures.speedup is None
+
+
+def test_steps_that_read_prompts_are_not_timed():
+    figures = LiveFigures()
+    figures.add([replace(drafting(1), num_prefill_rows=30)])
+    assert figures.step_times() == (None, None)
+    assert figures.counts.num_steps == 1
+
+
+def test_a_cycle_of_several_requests_is_timed_once():
+    figures = LiveFigures()
+    figures.add([drafting(1), drafting(1, request_id="s")])
+    times, _ = figures.step_times()
+    assert times is not None
+    assert times.num_steps == 1
+    assert times.num_sequences == 2
+    assert times.num_emitted == 6
+    assert times.draft_s + times.verify_s == pytest.approx(0.02)
+
+
+def test_times_with_and_without_a_draft_are_of_like_batch_sizes():
+    figures = LiveFigures()
+    figures.add([drafting(1), plain(2, seconds=0.01)])
+    figures.add([plain(3, seconds=0.5), replace(plain(3, seconds=0.5), request_id="s")])
+    _, times = figures.step_times()
+    assert times is not None
+    assert times.num_sequences == 1
+    assert times.verify_s == pytest.approx(0.01)
+
+
+def test_acceptance_by_position():
+    figures = LiveFigures()
+    figures.add([drafting(1), replace(drafting(2), num_accepted=0, num_emitted=1)])
+    assert [(p.position, p.num_drafted, p.num_accepted) for p in figures.positions()] == [
+        (1, 2, 1),
+        (2, 2, 1),
+        (3, 2, 0),
+        (4, 2, 0),
+    ]
+    assert figures.counts.acceptance_length == 2.0
+
+
+def test_memory_is_bounded_and_old_seconds_are_left_out():
+    figures = LiveFigures()
+    for second in range(3 * HISTORY_S):
+        figures.add([drafting(second, t_s=second + 0.5)])
+    assert len(figures.slices) == HISTORY_S
+    assert figures.counts.num_steps == WINDOW_S
+
+
+def test_rate_counts_idle_seconds():
+    figures = LiveFigures()
+    figures.add([drafting(n, t_s=20.0) for n in range(10)])
+    assert figures.tokens_per_s(21.0) == pytest.approx(30.0)
+    assert figures.tokens_per_s(25.0) == pytest.approx(6.0)
+    assert figures.tokens_per_s(40.0) == 0.0
+
+
+def test_points_name_the_drafter_of_every_step():
+    figures = LiveFigures()
+    figures.add([drafting(1), plain(2), replace(drafting(3), method="suffix")])
+    point = figures.slices[-1].point(now_s=12.0)
+    assert point.methods == {"draft_model": 1, "plain": 1, "suffix": 1}
+    assert point.age_s == 2.0
+    assert point.num_speculative_tokens == pytest.approx(8 / 3)
