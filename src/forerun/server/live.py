@@ -1,7 +1,7 @@
 """Watches an engine for the live page: an observer that costs next to nothing per step.
 
 On the engine's thread a step is only put into a bounded queue. Figures, texts and the diagnosis are
-made from it by the thread that reads a snapshot, so a page that nobody reads costs nothing more.
+made from it by the thread that reads a snapshot, so it costs nothing more while no page is open.
 """
 
 from __future__ import annotations
@@ -52,17 +52,13 @@ MAX_CAUSES = 3
 MAX_CHANGES = 3
 
 
-def origins_of(record: StepRecord) -> Iterator[Origin]:
-    """Yield where each token that a step emitted came from."""
+def origins_of(record: StepRecord) -> list[Origin]:
+    """Return where each token that a step emitted came from."""
     if not record.num_drafted:
-        yield from ["plain"] * record.num_emitted
-        return
-    yield from ["accepted"] * (record.num_emitted - 1)
-    yield (
-        "recovered"
-        if record.last_token_source == "recovered"
-        else ("bonus" if record.last_token_source == "bonus" else "accepted")
-    )
+        return ["plain"] * record.num_emitted
+    last: dict[str, Origin] = {"recovered": "recovered", "bonus": "bonus"}
+    accepted: list[Origin] = ["accepted"] * (record.num_emitted - 1)
+    return [*accepted, last.get(record.last_token_source, "accepted")]
 
 
 @dataclass(slots=True, eq=False)

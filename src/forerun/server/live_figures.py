@@ -26,9 +26,12 @@ WINDOW_S = 60
 """The latest of them, over which acceptance and times are averaged."""
 RECENT_S = 10.0
 """Seconds over which the rate of tokens is averaged."""
-PLAIN_MEMORY = 0.998
-"""Weight that a plain step keeps in the baseline after one more."""
-MIN_PLAIN_STEPS = 4
+PLAIN_MEMORY = 0.95
+"""Weight that a second with plain steps keeps in the baseline after one more.
+
+Steps of one second are slow or fast together, so that seconds, not steps, show the error.
+"""
+MIN_PLAIN_SECONDS = 3
 NUM_COLD = 1
 """Plain steps that are not measured after drafting, which leaves the target's weights uncached."""
 Z = 1.96
@@ -86,6 +89,7 @@ class TimeSlice:
         as_plain_s: what plain decoding would take for their tokens.
         counts: drafting steps of requests by outcome.
         methods: steps of requests by drafter.
+        measured: tokens and seconds of the plain steps that the baseline rests on, by batch size.
         times: of decode steps, by whether they drafted and by batch size, see `bucket_of`.
     """
 
@@ -98,6 +102,7 @@ class TimeSlice:
     as_plain_s: float = 0.0
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     methods: Counter[str] = field(default_factory=Counter)
+    measured: dict[int, tuple[float, float]] = field(default_factory=dict)
     times: dict[tuple[bool, int], PartTimes] = field(default_factory=dict)
 
     def add_record(self, record: StepRecord) -> None:
@@ -149,6 +154,7 @@ class LiveFigures:
         first = cycle[0]
         second = math.floor(first.t_s)
         if not self.slices or self.slices[-1].second != second:
+            self._end_slice()
             self.slices.append(TimeSlice(second))
         current = self.slices[-1]
         current.num_cycles += 1
@@ -163,19 +169,25 @@ class LiveFigures:
         current.times.setdefault(place, PartTimes()).add(cycle, num_emitted)
         self._compare(current, cycle, num_emitted, drafts=drafts)
 
+    def _end_slice(self) -> None:
+        """Add the plain steps of the last second to the baselines."""
+        for size, (num_emitted, seconds) in self.slices[-1].measured.items() if self.slices else ():
+            baseline = self._baselines.setdefault(size, DiscountedRatio(PLAIN_MEMORY))
+            baseline.observe(num_emitted, seconds)
+
     def _compare(
         self, current: TimeSlice, cycle: Sequence[StepRecord], num_emitted: int, *, drafts: bool
     ) -> None:
-        """Measure the baseline with a plain step, and compare the step with it."""
+        """Measure a plain step for the baseline, and compare the step with the baseline."""
         first = cycle[0]
         seconds = first.draft_s + first.verify_s + first.other_s
         size = bucket_of(len(cycle))
         if not drafts and self._num_plain_in_a_row > NUM_COLD:
-            baseline = self._baselines.setdefault(size, DiscountedRatio(PLAIN_MEMORY))
-            baseline.observe(float(num_emitted), seconds)
+            tokens_so_far, so_far_s = current.measured.get(size, (0.0, 0.0))
+            current.measured[size] = (tokens_so_far + num_emitted, so_far_s + seconds)
             self.num_plain_steps += 1
         known = self._baselines.get(size)
-        if known is None or known.num_pairs < MIN_PLAIN_STEPS or seconds <= 0.0:
+        if known is None or known.num_pairs < MIN_PLAIN_SECONDS or seconds <= 0.0:
             return
         as_plain_s = num_emitted * known.ratio
         current.decode_s += seconds
@@ -233,7 +245,10 @@ class LiveFigures:
             return None, None
         _, size = max(totals, key=lambda place: (place[0], totals[place].num_steps))
         drafting, plain = totals.get((True, size)), totals.get((False, size))
-        return drafting and drafting.means(), plain and plain.means()
+        return (
+            None if drafting is None else drafting.means(),
+            None if plain is None else plain.means(),
+        )
 
     def tokens_per_s(self, now_s: float) -> float:
         """Return the rate over the last seconds, idle ones included."""

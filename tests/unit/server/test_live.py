@@ -33,12 +33,12 @@ def view(engine: Engine) -> LiveView:
 
 
 def test_origins_of_a_step():
-    assert list(origins_of(STEP)) == ["accepted", "accepted", "recovered"]
+    assert origins_of(STEP) == ["accepted", "accepted", "recovered"]
     full = replace(STEP, num_accepted=4, num_emitted=5, last_token_source="bonus")
-    assert list(origins_of(full)) == ["accepted"] * 4 + ["bonus"]
+    assert origins_of(full) == ["accepted"] * 4 + ["bonus"]
     cut = replace(STEP, num_emitted=2, last_token_source="accepted")
-    assert list(origins_of(cut)) == ["accepted"] * 2
-    assert list(origins_of(replace(STEP, num_drafted=0, num_emitted=1))) == ["plain"]
+    assert origins_of(cut) == ["accepted"] * 2
+    assert origins_of(replace(STEP, num_drafted=0, num_emitted=1)) == ["plain"]
 
 
 def test_a_snapshot_before_any_step(view):
