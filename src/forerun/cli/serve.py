@@ -48,7 +48,11 @@ def run(options: ServeOptions) -> int:
     app = create_app(AsyncEngine(engine), options.model, options.server)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    print(f"{options.model} is served at http://{host}:{port}/v1", flush=True)
+    print(
+        f"{options.model} is served at http://{host}:{port}/v1; what speculation does is shown at "
+        f"http://{host}:{port}/",
+        flush=True,
+    )
     serve(app, listener, options.server)
     return Exit.GOOD
 

@@ -24,6 +24,8 @@ from forerun.server.config import ServerConfig
 from forerun.server.connection import Disconnected, EventStream, while_connected
 from forerun.server.errors import ModelNotServed, error_body, response_for, status_of
 from forerun.server.generation import Generation
+from forerun.server.live import LiveView
+from forerun.server.page_routes import page_router
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -90,6 +92,9 @@ def create_app(engine: AsyncEngine, model: str, config: ServerConfig | None = No
     add_generation(app)
     add_tokens(app)
     add_status(app)
+    view = LiveView(engine.engine, target=model)
+    engine.engine.observers.append(view)
+    app.include_router(page_router(view))
     return app
 
 
