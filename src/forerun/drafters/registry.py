@@ -14,6 +14,7 @@ from typing import Any
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import DrafterName, NamedDrafter
+from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.self_draft import SelfDraft
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
@@ -95,7 +96,16 @@ def whole_number(text: str, argument: str) -> int:
 MAX_DIGITS = 12
 """Of a number behind a colon; Python itself refuses to parse more than 4,300."""
 
-_checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = []
+
+
+def eagle3(folder: Path, target: LanguageModel) -> Drafter:
+    """Load the EAGLE-3 head in a folder; see `load_eagle3`."""
+    from forerun.drafters.eagle3.load import load_eagle3  # costs a second, and few engines need it
+
+    return load_eagle3(folder, target)
+
+
+_checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = [(is_eagle3, eagle3)]
 
 
 def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None:

@@ -1,0 +1,57 @@
+"""Loading of an EAGLE-3 head for a target: every contradiction is an error before anything drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from forerun.drafters.eagle3.checkpoint import read_eagle3_head
+from forerun.drafters.eagle3.config import Eagle3Config
+from forerun.drafters.eagle3.drafter import Eagle3Drafter
+from forerun.drafters.eagle3.model import Eagle3Model, store_for
+from forerun.errors import IncompatibleDraft
+from forerun.models.base import LanguageModel
+from forerun.models.stored import StoredModel
+
+__all__ = ["check_target", "load_eagle3"]
+
+
+def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
+    """Load the EAGLE-3 head in a folder for a loaded target.
+
+    Raises:
+        InvalidModel: the folder is damaged or of an unsupported kind.
+        IncompatibleDraft: the head was made for another target.
+        NotEnoughMemory: there is no room for its keys and values.
+    """
+    head = read_eagle3_head(folder, num_target_layers=target.num_layers)
+    check_target(head.config, target, str(folder))
+    dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
+    head = head.to(device=target.device, dtype=dtype).requires_grad_(False)
+    model = Eagle3Model(head, target, store_for(head, target, dtype))
+    return Eagle3Drafter(model, head.config.feature_layers, target.vocab_size)
+
+
+def check_target(config: Eagle3Config, target: LanguageModel, where: str) -> None:
+    """Refuse a head whose sizes are not those of the target.
+
+    Raises:
+        IncompatibleDraft: naming the first size that differs.
+    """
+    sizes = {
+        "hidden size": (config.target_hidden_size, target.hidden_size),
+        "vocabulary": (config.target_vocab_size, target.vocab_size),
+    }
+    for name, (wanted, given) in sizes.items():
+        if wanted != given:
+            raise IncompatibleDraft(
+                f"the EAGLE-3 head in {where} was made for a target with {name} {wanted}, this "
+                f"target has {given}: use a head that was trained for this target"
+            )
+    outside = [i for i in config.feature_layers if not 0 <= i <= target.num_layers]
+    if outside:
+        raise IncompatibleDraft(
+            f"the EAGLE-3 head in {where} reads layer {outside[0]} of its target, this target has "
+            f"{target.num_layers} layers: use a head that was trained for this target"
+        )
