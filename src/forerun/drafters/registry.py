@@ -97,7 +97,6 @@ MAX_DIGITS = 12
 """Of a number behind a colon; Python itself refuses to parse more than 4,300."""
 
 
-
 def eagle3(folder: Path, target: LanguageModel) -> Drafter:
     """Load the EAGLE-3 head in a folder; see `load_eagle3`."""
     from forerun.drafters.eagle3.load import load_eagle3  # costs a second, and few engines need it

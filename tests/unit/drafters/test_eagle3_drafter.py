@@ -110,7 +110,9 @@ def test_proposals_equal_a_slow_loop(network, target, changes, params):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("limits", [{}, {"max_context": 34, "max_kv_tokens": 60}], ids=["roomy", "preempted"])
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_context": 34, "max_kv_tokens": 60}], ids=["roomy", "preempted"]
+)
 def test_text_is_that_of_plain_decoding(network, target, params, limits):
     plain = tiny.engine_over(target).generate(PROMPTS, params)
     head = heads.eagle3_head(target)
@@ -140,7 +142,13 @@ def test_long_prompts_are_read_in_chunks(monkeypatch, target):
 
 def test_it_conforms(target):
     head = heads.eagle3_head(target)
-    check_drafter(lambda: heads.eagle3_drafter(target, head), target, tiny.tokenizer(), max_tokens=8, num_sampled=4)
+    check_drafter(
+        lambda: heads.eagle3_drafter(target, head),
+        target,
+        tiny.tokenizer(),
+        max_tokens=8,
+        num_sampled=4,
+    )
 
 
 def test_requests_without_features_are_decoded_plainly(target, caplog):

@@ -1,4 +1,4 @@
-"""Loading of an EAGLE-3 head for a target: every contradiction is an error before anything drafts."""
+"""Loading of an EAGLE-3 head for a target: contradictions are errors before anything drafts."""
 
 from __future__ import annotations
 
