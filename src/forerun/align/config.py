@@ -12,9 +12,11 @@ from forerun.sampling.config import SamplingParams, draft_params
 
 __all__ = [
     "AlignConfig",
+    "AttachedConfig",
     "DataConfig",
     "EvaluationConfig",
     "Export",
+    "Method",
     "ObjectiveConfig",
     "ObjectiveName",
     "TeacherConfig",
@@ -25,6 +27,8 @@ __all__ = [
 ObjectiveName = Literal["ce", "fkl", "rkl", "jsd", "tv", "nla", "lk"]
 TeacherKind = Literal["auto", "model", "hidden", "sampled", "top-k"]
 Export = Literal["hf", "vllm", "sglang"]
+Method = Literal["draft_model", "eagle3", "medusa"]
+"""What is trained: a model of its own, or a head that reads the target's hidden states."""
 
 TRAINING_RANGES = (
     Range("num_steps", 1, integer=True),
@@ -43,6 +47,10 @@ EVALUATION_RANGES = (
     Range("num_speculative_tokens", 1, integer=True),
     Range("num_evaluations", 1, integer=True),
     Range("max_prompts", 2, integer=True),
+)
+ATTACHED_RANGES = (
+    Range("num_passes", 1, integer=True),
+    Range("pass_decay", 0, 1, above_low=True),
 )
 OBJECTIVE_RANGES = (Range("beta", 0, 1), Range("eta", 0))
 DATA_RANGES = (Range("samples_per_prompt", 1, integer=True),)
@@ -121,6 +129,36 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedConfig:
+    """Shape and training of a head on the target (methods eagle3 and medusa)."""
+
+    num_passes: int = 5
+    """Tokens that a row learns to predict: passes of the unroll, or Medusa heads."""
+    pass_decay: float = 0.8
+    """Weight of a pass over that of the one before it; 1 weighs all alike."""
+    draft_vocab_size: int | None = None
+    """eagle3: tokens that can be drafted, the most frequent of the responses. By default as many
+    as cover 99.5% of them."""
+    feature_layers: tuple[int, ...] = ()
+    """eagle3: layers of the target whose input is read; by default 2, L/2 and L - 3."""
+    intermediate_size: int | None = None
+    """eagle3: width of the feed-forward; by default the target's."""
+    num_heads: int | None = None
+    """eagle3: attention heads; by default the target's."""
+    num_kv_heads: int | None = None
+    """eagle3: key/value heads; by default the target's."""
+    num_blocks: int = 1
+    """medusa: residual blocks per head."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_ranges(self, *ATTACHED_RANGES)
+        sizes = ("draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        check_ranges(self, *(Range(name, 1, integer=True) for name in (*given, "num_blocks")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
     """How the draft is trained."""
 
@@ -176,8 +214,10 @@ class AlignConfig:
 
     target: str
     """Folder, hub name or zoo: name of the target."""
+    method: Method = "draft_model"
+    """draft_model: a model of its own; eagle3, medusa: a head on the target's hidden states."""
     draft: str | None = None
-    """The draft to start from; None if `init` is given."""
+    """The draft or head to start from; None if `init` is given, or for a fresh head."""
     init: Path | None = None
     """config.json of a draft to make from nothing, in the target's vocabulary."""
     dtype: str = "auto"
@@ -191,6 +231,7 @@ class AlignConfig:
     data: DataConfig
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    attached: AttachedConfig = field(default_factory=AttachedConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(controller="fixed"))
@@ -200,6 +241,15 @@ class AlignConfig:
     """Repository of the Hugging Face hub, such as me/my-draft, that the draft is uploaded to."""
 
     @property
+    def is_attached(self) -> bool:
+        """Whether what is trained reads the target's hidden states."""
+        return self.method != "draft_model"
+
+    @property
     def draft_temperature(self) -> float:
-        """The temperature at which the deployed draft proposes tokens, and is trained."""
-        return draft_params(self.sampling).temperature
+        """The temperature at which the deployed draft proposes tokens, and is trained.
+
+        A head for greedy decoding learns the distribution at temperature 1, which tells more.
+        """
+        deployed = draft_params(self.sampling).temperature
+        return deployed or float(self.is_attached)

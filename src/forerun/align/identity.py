@@ -33,6 +33,7 @@ FREE = {
     "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens"),  # see the two hashes
     "teacher": ("teacher_device", "cache_dir", "max_cache_bytes"),
     "objective": (),
+    "attached": (),
     "training": FREE_SETTINGS,
     "evaluation": (),
 }
@@ -65,7 +66,8 @@ def start_hash(config: AlignConfig) -> str:
     """Return the hash of the draft, or of the config.json, that training starts from."""
     if config.draft is not None:
         return content_hash(config.draft)
-    assert config.init is not None
+    if config.init is None:
+        return "none"  # a fresh head, whose shape is in the settings
     try:
         return hashlib.sha256(config.init.read_bytes()).hexdigest()
     except OSError as error:
@@ -75,7 +77,7 @@ def start_hash(config: AlignConfig) -> str:
 def deciding(config: AlignConfig) -> dict[str, str]:
     """Return the settings that decide the result, by stage and name."""
     settings = settings_of(config)
-    return {"dtype": config.dtype} | {
+    return {"dtype": config.dtype, "method": config.method} | {
         f"{stage}.{name}": as_text(value)
         for stage, free in FREE.items()
         for name, value in settings[stage].items()

@@ -25,7 +25,16 @@ from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.stored import StoredModel
 
-__all__ = ["HuggingFaceModel", "adapt", "quiet_transformers", "read_weights", "sharing"]
+__all__ = [
+    "MODULE_NAMES",
+    "HuggingFaceModel",
+    "ModuleNames",
+    "adapt",
+    "captured",
+    "quiet_transformers",
+    "read_weights",
+    "sharing",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +124,7 @@ class HuggingFaceModel(StoredModel):
             )
         if not features:
             return ModelOutput(logits=outputs.logits[0])
-        stacked = torch.stack([features[layer] for layer in batch.feature_layers], dim=1)
+        stacked = torch.stack([features[layer][0] for layer in batch.feature_layers], dim=1)
         return ModelOutput(logits=outputs.logits[0], features=stacked)
 
     @torch.inference_mode()
@@ -192,18 +201,18 @@ def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[in
         wanted: layers whose input is wanted; their number stands for what leaves the last one.
 
     Yields:
-        By layer, one row per row of the pass; filled when the pass is over.
+        By layer, as the network has it, batch dimension first; filled when the pass is over.
     """
     found: dict[int, Tensor] = {}
 
     def entering(layer: int) -> Callable[[nn.Module, Any, Any], None]:
         def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-            found[layer] = (args[0] if args else kwargs["hidden_states"])[0]
+            found[layer] = args[0] if args else kwargs["hidden_states"]
 
         return note
 
     def leaving(_: nn.Module, __: Any, output: Any) -> None:
-        found[len(layers)] = (output[0] if isinstance(output, tuple) else output)[0]
+        found[len(layers)] = output[0] if isinstance(output, tuple) else output
 
     handles = [
         layers[layer].register_forward_pre_hook(entering(layer), with_kwargs=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
+from forerun.align.data.sample import Sample
 from forerun.align.progress import OnProgress
 from forerun.align.teachers.base import ALONE, ProcessShare, Teacher
 from forerun.align.teachers.cache import CacheIdentity, RowCache
+from forerun.align.teachers.features import CachedFeatures, OnlineFeatures
 from forerun.align.teachers.filling import CacheFiller, RowSizes, allowed_bytes
 from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
 from forerun.align.teachers.sampled import SampledTeacher
@@ -25,7 +27,15 @@ from forerun.models.content_hash import template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 
-__all__ = ["PARTIAL", "LearnedObjective", "TeacherSource", "check_objective", "make_teacher"]
+__all__ = [
+    "PARTIAL",
+    "LearnedObjective",
+    "TeacherSource",
+    "check_feature_teacher",
+    "check_objective",
+    "feature_teacher",
+    "make_teacher",
+]
 
 logger = logging.getLogger("forerun.preparation")
 
@@ -167,6 +177,61 @@ def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeac
     )
 
 
+def feature_teacher(
+    config: TeacherConfig,
+    layers: tuple[int, ...],
+    source: TeacherSource,
+    samples: Sequence[Sample],
+) -> OnlineFeatures | CachedFeatures:
+    """Build the teacher of a head that reads the target's features.
+
+    A head learns the distribution at the deployed temperature, and at 1 where that is 0: it tells
+    more than the one most likely token.
+
+    Args:
+        config: "hidden" caches features, "model" reruns the target; "auto" caches what fits.
+        layers: whose input the head reads.
+        source: the target and its deployment.
+        samples: that will be learned.
+
+    Raises:
+        InvalidRequest: such a teacher has no features.
+    """
+    check_feature_teacher(config.teacher)
+    source = replace(source, sampling=at_temperature(source.sampling))
+    sizes = feature_sizes(layers, source)
+    fits = sizes.total_bytes(sum(len(sample.token_ids) for sample in samples)) <= allowed_bytes(
+        source.cache_dir, config.max_cache_bytes
+    )
+    if config.teacher == "model" or (config.teacher == "auto" and not fits):
+        return OnlineFeatures(load(source), layers, source.sampling)
+    settings = {"dtype": str(state_dtype(source)), "layers": ",".join(map(str, layers))}
+    return CachedFeatures(
+        filler=filler_of("features", settings, sizes, config, source),
+        layers=layers,
+        sampling=source.sampling,
+        device=probs_device(source),
+    )
+
+
+def check_feature_teacher(kind: TeacherKind) -> None:
+    """Refuse a teacher without features.
+
+    Raises:
+        InvalidRequest: it has none.
+    """
+    if kind in PARTIAL:
+        raise InvalidRequest(
+            f'an attached head reads the target\'s hidden states, which teacher "{kind}" does not '
+            'have; use "hidden", "model" or "auto"'
+        )
+
+
+def at_temperature(sampling: SamplingParams) -> SamplingParams:
+    """Return the sampling parameters under which heads learn: temperature 1 instead of 0."""
+    return replace(sampling, temperature=1.0) if sampling.greedy else sampling
+
+
 def filler_of(
     kind: str,
     settings: Mapping[str, str | int | float],
@@ -205,6 +270,17 @@ def state_sizes(source: TeacherSource) -> RowSizes:
     settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
     return RowSizes.of_states(
         width=settings.get("word_embed_proj_dim") or architecture.hidden_size,
+        vocab_size=architecture.vocab_size,
+        itemsize=state_dtype(source).itemsize,
+    )
+
+
+def feature_sizes(layers: tuple[int, ...], source: TeacherSource) -> RowSizes:
+    """Return the disk space that features of this target take, from its configuration."""
+    _, architecture = read_config(read_checkpoint(model_folder(source.target)))
+    return RowSizes.of_features(
+        num_layers=len(layers),
+        width=architecture.hidden_size,
         vocab_size=architecture.vocab_size,
         itemsize=state_dtype(source).itemsize,
     )

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.progress import OnProgress
 from forerun.align.teachers.base import ProcessShare, one_per_row, passes
 from forerun.align.teachers.cache import RowCache, key_of
@@ -25,8 +25,10 @@ __all__ = ["CacheFiller", "RowSizes", "allowed_bytes", "check_room"]
 MAX_TOKENS = 4096
 """Tokens of one pass over the target."""
 
-MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows hidden"]], Mapping[str, Tensor]]
+MakeColumns = Callable[[TargetModel, Sample, Float[Tensor, "rows *states"]], Mapping[str, Tensor]]
 """What is kept of a sample, from the target's hidden states at its learned rows."""
+ReadRows = Callable[[TargetModel, PackedBatch], Float[Tensor, "learned ..."]]
+"""What a pass of the target gives for the learned rows of a batch."""
 
 
 class CacheFiller:
@@ -58,8 +60,18 @@ class CacheFiller:
         self.on_progress = on_progress
         self.share = share
 
-    def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> TargetModel | None:
+    def fill(
+        self,
+        samples: Sequence[Sample],
+        make_columns: MakeColumns,
+        read: ReadRows = TargetModel.hidden,
+    ) -> TargetModel | None:
         """Compute and store the rows that are lacking.
+
+        Args:
+            samples: whose rows are wanted.
+            make_columns: what is kept of a sample.
+            read: how a pass of the target gives the learned rows.
 
         Returns:
             The target if it had to be loaded.
@@ -80,7 +92,7 @@ class CacheFiller:
         target = self.load()
         check_samples(lacking, target)
         try:
-            self._run(target, lacking, make_columns)
+            self._run(target, lacking, make_columns, read)
         finally:  # keep what was computed, also after an error
             self.cache.flush()
         self.share.wait()
@@ -88,13 +100,17 @@ class CacheFiller:
         return target
 
     def _run(
-        self, target: TargetModel, samples: Sequence[Sample], make_columns: MakeColumns
+        self,
+        target: TargetModel,
+        samples: Sequence[Sample],
+        make_columns: MakeColumns,
+        read: ReadRows,
     ) -> None:
         parts = [*self.share.of([*passes(samples, MAX_TOKENS)])]
         num_rows = sum(samples[index].num_learned for part, kept in parts for index in part if kept)
         num_done = 0
         for part, kept in parts:
-            states = target.hidden(one_per_row(samples, part))
+            states = read(target, one_per_row(samples, part))
             if not kept:
                 continue
             lengths = [samples[index].num_learned for index in part]
@@ -105,7 +121,7 @@ class CacheFiller:
             self.on_progress(num_done, num_rows)
 
 
-def check_finite(sample: Sample, hidden: Float[Tensor, "rows hidden"]) -> None:
+def check_finite(sample: Sample, hidden: Float[Tensor, "rows *states"]) -> None:
     """Refuse hidden states that are not finite.
 
     Raises:
@@ -143,6 +159,17 @@ class RowSizes:
         return cls(
             what="last hidden states",
             row_bytes=width * itemsize,
+            fixed_bytes=(width + 1) * vocab_size * itemsize,
+        )
+
+    @classmethod
+    def of_features(
+        cls, *, num_layers: int, width: int, vocab_size: int, itemsize: int
+    ) -> RowSizes:
+        """Return the sizes for features of some layers, last hidden states, and the head."""
+        return cls(
+            what=f"features of {num_layers} layers and last hidden states",
+            row_bytes=(num_layers + 1) * width * itemsize,
             fixed_bytes=(width + 1) * vocab_size * itemsize,
         )
 

@@ -30,6 +30,7 @@ __all__ = [
     "HeadRows",
     "HiddenTeacher",
     "ModelTeacher",
+    "find_head",
 ]
 
 
@@ -119,20 +120,8 @@ class HiddenTeacher:
             InvalidCache: the folder holds the cache of something else.
         """
         target = self._filler.fill(samples, states_column)
-        self._head = self._find_head(target).to(self._device)
+        self._head = find_head(self._filler, target).to(self._device)
         self._samples = samples
-
-    def _find_head(self, target: TargetModel | None) -> TargetHead:
-        """Return the head from the cache folder, or from the target if it is not there."""
-        folder, share = self._filler.cache.folder, self._filler.share
-        head = read_head(folder)
-        share.wait()  # no process writes before all have read
-        if head is None:
-            head = (target or self._filler.load()).head
-            if share.index == 0:
-                write_head(folder, head)
-            share.wait()
-        return head
 
     def rows(self, batch: PackedBatch) -> HeadRows:
         """Return the distributions at the learned rows of a batch.
@@ -154,6 +143,24 @@ def states_column(
 ) -> dict[str, Tensor]:
     """Return hidden states as the column of a cache."""
     return {STATES: hidden.cpu()}
+
+
+def find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
+    """Return the target's head from the folder of a cache, or from the target if it is not there.
+
+    Args:
+        filler: of the cache.
+        target: if it is loaded.
+    """
+    folder, share = filler.cache.folder, filler.share
+    head = read_head(folder)
+    share.wait()  # no process writes before all have read
+    if head is None:
+        head = (target or filler.load()).head
+        if share.index == 0:
+            write_head(folder, head)
+        share.wait()
+    return head
 
 
 def write_head(folder: Path, head: TargetHead) -> None:

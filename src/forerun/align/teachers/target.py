@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from forerun.align.data.sample import PackedBatch, Sample, packed_inputs
 from forerun.align.teachers.base import ProcessShare
-from forerun.errors import InvalidRequest, NotEnoughMemory
+from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
 from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint
-from forerun.models.huggingface import read_weights
+from forerun.models.huggingface import MODULE_NAMES, captured, read_weights
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.models.memory import available_bytes, readable
 
@@ -26,7 +26,9 @@ __all__ = [
     "TargetHead",
     "TargetModel",
     "adopt_target",
+    "check_layers",
     "check_samples",
+    "embedding_table",
     "head_of",
     "load_sharded",
     "load_target",
@@ -39,6 +41,7 @@ class TargetModel:
     Args:
         body: token ids and positions to hidden states after the final norm; rows of several samples
             are recognised by their positions, which begin at 0 with each.
+        layers: decoder layers of the body.
         head: hidden states to logits.
         model_type: of its configuration.
         max_positions: longest text the target was made for.
@@ -49,12 +52,14 @@ class TargetModel:
         self,
         *,
         body: nn.Module,
+        layers: nn.ModuleList,
         head: TargetHead,
         model_type: str,
         max_positions: int,
         device: torch.device,
     ) -> None:
         self.body = body
+        self.layers = layers
         self.head = head
         self.model_type = model_type
         self.max_positions = max_positions
@@ -68,6 +73,31 @@ class TargetModel:
         states: Tensor = outputs.last_hidden_state
         return states[on_device.predicts.to(states.device)]
 
+    @torch.no_grad()
+    def layer_states(
+        self, batch: PackedBatch, layers: tuple[int, ...]
+    ) -> Float[Tensor, "rows width states hidden"]:
+        """Return the residual stream entering some layers, and the last hidden state, of all rows.
+
+        Args:
+            batch: rows of samples.
+            layers: the number of layers stands for what leaves the last one, before the final norm.
+
+        Raises:
+            UnsupportedFeatures: the target has no such layer, or its head reads another width.
+        """
+        check_layers(layers, len(self.layers))
+        on_device = batch.to(self.device)
+        with captured(self.layers, layers) as found:
+            outputs = self.body(**packed_inputs(on_device, self.model_type))
+        states: list[Tensor] = [*(found[layer] for layer in layers), outputs.last_hidden_state]
+        if len({state.shape[-1] for state in states}) > 1:
+            raise UnsupportedFeatures(
+                f"the head of this {self.model_type} target reads {states[-1].shape[-1]} values "
+                f"per row, its layers {states[0].shape[-1]}; heads for it cannot be trained"
+            )
+        return torch.stack([state.to(self.device) for state in states], dim=2)
+
 
 def adopt_target(model: Any) -> TargetModel:
     """Use a transformers model as a teacher's target, frozen and in evaluation mode.
@@ -79,11 +109,48 @@ def adopt_target(model: Any) -> TargetModel:
     architecture = read_architecture(type(model).__name__, model.config.to_dict())
     return TargetModel(
         body=model.get_decoder(),
+        layers=model.get_submodule(MODULE_NAMES[architecture.name].layers),
         head=head_of(model),
         model_type=model.config.model_type,
         max_positions=architecture.max_positions,
         device=model.device,
     )
+
+
+def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
+    """Refuse layers that a target does not have.
+
+    Raises:
+        UnsupportedFeatures: naming them.
+    """
+    missing = [layer for layer in layers if not 0 <= layer <= num_layers]
+    if missing:
+        raise UnsupportedFeatures(
+            f"feature_layers names {missing}, but the target has {num_layers} layers: give numbers "
+            f"from 0 (embeddings) to {num_layers} (what leaves the last layer)"
+        )
+
+
+@torch.no_grad()
+def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
+    """Return the embedding of every token as it enters the residual stream of a target.
+
+    Args:
+        model: a causal language model of transformers, of a supported family.
+
+    Raises:
+        UnsupportedFeatures: embeddings are projected before they enter the first layer.
+    """
+    settings: Mapping[str, Any] = model.config.to_dict()
+    if settings.get("word_embed_proj_dim", model.config.hidden_size) != model.config.hidden_size:
+        raise UnsupportedFeatures(
+            f"the embeddings of this {model.config.model_type} target are projected before its "
+            "first layer; heads that share them cannot be trained"
+        )
+    embedding = model.get_submodule(MODULE_NAMES[type(model).__name__].embedding)
+    tokens = torch.arange(model.config.vocab_size, device=embedding.weight.device)
+    table: Tensor = embedding(tokens) * settings.get("embedding_multiplier", 1.0)
+    return table
 
 
 def check_samples(samples: Sequence[Sample], target: TargetModel) -> None:
@@ -244,6 +311,7 @@ def split(model: Any, device: torch.device, number: int) -> TargetModel:
     head = replace(target.head.to(device), weight=weight)
     return TargetModel(
         body=target.body,
+        layers=target.layers,
         head=head,
         model_type=target.model_type,
         max_positions=target.max_positions,

@@ -1,0 +1,131 @@
+"""Features of packed rows are those of the samples alone, computed in the loop or cached."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests import tiny
+from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
+
+from forerun.align.teachers.base import Teacher
+from forerun.align.teachers.choose import feature_teacher
+from forerun.align.teachers.features import FeatureTeacherRows, OnlineFeatures
+from forerun.align.teachers.target import adopt_target, embedding_table
+from forerun.errors import CacheTooLarge, InvalidRequest, UnsupportedFeatures
+from forerun.sampling.config import SamplingParams
+
+KINDS = ("model", "hidden")
+SHARING = [family for family in tiny.FAMILIES if family != "opt-projected"]
+
+
+def check(network, packing, batch, rows) -> None:
+    """Hidden states as transformers gives them for every sample alone."""
+    compared = 0
+    for row, start in ((batch.positions == 0) & (batch.samples >= 0)).nonzero().tolist():
+        ids = packing.samples[int(batch.samples[row, start])].token_ids
+        with torch.no_grad():
+            outputs = network(torch.tensor([ids]), output_hidden_states=True)
+        end = start + len(ids) - 1  # the last token predicts nothing
+        for layer in range(network.config.num_hidden_layers):  # behind the last one it is normed
+            expected = outputs.hidden_states[layer][0, : len(ids) - 1]
+            found = rows.features[row, start:end, layer]
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
+        if "olmo" not in network.config.model_type:
+            torch.testing.assert_close(
+                rows.last[row, start:end],
+                outputs.hidden_states[-1][0, : len(ids) - 1],
+                atol=2e-5,
+                rtol=2e-4,
+            )
+        compared += 1
+    assert compared == len(packing.samples)
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_packed_features_are_what_the_samples_have_alone(family):
+    network = tiny.network(family)
+    packing, batch = all_rows(texts())
+    target = adopt_target(copy.deepcopy(network))
+    layers = (0, 1, len(target.layers))
+    rows = OnlineFeatures(target, layers, SamplingParams()).rows(batch)
+    check(network, packing, batch, rows)
+    expected = expected_logits(network, packing, batch).softmax(-1)
+    found = rows.distribution(slice(0, len(rows))).target_probs
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
+    ids = torch.tensor([packing.samples[0].token_ids])
+    with torch.no_grad():
+        hidden = network(ids, output_hidden_states=True).hidden_states[0][0]
+    if network.config.model_type not in ("gpt2", "opt"):  # those add learned positions
+        torch.testing.assert_close(embedding_table(network)[ids[0]], hidden)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_gives_what_the_target_gives(kind, on_disk):
+    packing, batch = all_rows(texts())
+    teacher = feature_teacher(caching(kind), (0, 1), on_disk.source, packing.samples)
+    assert isinstance(teacher, Teacher)
+    teacher.prepare(packing.samples)
+    rows = teacher.rows(batch)
+    assert isinstance(rows, FeatureTeacherRows)
+    check(on_disk.network, packing, batch, rows)
+
+
+def test_a_cache_is_used_again(on_disk, monkeypatch):
+    packing, batch = all_rows(texts())
+    first = feature_teacher(caching("hidden"), (0, 1), on_disk.source, packing.samples)
+    first.prepare(packing.samples)
+
+    def refuse(*arguments, **named):
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr("forerun.align.teachers.choose.load_target", refuse)
+    again = feature_teacher(caching("hidden"), (0, 1), on_disk.source, packing.samples)
+    again.prepare(packing.samples)
+    assert torch.equal(again.rows(batch).features, first.rows(batch).features)
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_written(on_disk):
+    packing, _ = all_rows(texts())
+    small = caching("hidden", max_cache_bytes=1000)
+    teacher = feature_teacher(small, (0, 1), on_disk.source, packing.samples)
+    with pytest.raises(CacheTooLarge, match="features of 2 layers and last hidden states of"):
+        teacher.prepare(packing.samples)
+    assert not list(on_disk.source.cache_dir.glob("*/rows-*"))
+    chosen = feature_teacher(
+        caching("auto", max_cache_bytes=1000), (0, 1), on_disk.source, packing.samples
+    )
+    assert isinstance(chosen, OnlineFeatures)
+
+
+def test_greedy_deployments_learn_the_whole_distribution(on_disk):
+    packing, batch = all_rows(texts())
+    greedy = on_disk.with_(sampling=SamplingParams(temperature=0))
+    teacher = feature_teacher(caching("model"), (0, 1), greedy, packing.samples)
+    expected = expected_logits(on_disk.network, packing, batch).softmax(-1)
+    found = teacher.rows(batch).distribution(slice(0, packing.num_learned)).target_probs
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "top-k"])
+def test_teachers_without_features_are_refused(kind, on_disk):
+    packing, _ = all_rows(texts())
+    with pytest.raises(InvalidRequest, match="reads the target's hidden states"):
+        feature_teacher(caching(kind), (0, 1), on_disk.source, packing.samples)
+
+
+def test_layers_that_do_not_exist_are_refused():
+    target = adopt_target(tiny.network())
+    _, batch = all_rows(texts())
+    with pytest.raises(UnsupportedFeatures, match=r"names \[9\], but the target has 2 layers"):
+        OnlineFeatures(target, (1, 9), SamplingParams()).rows(batch)
+
+
+def test_projected_embeddings_are_refused():
+    network = tiny.network("opt-projected")
+    with pytest.raises(UnsupportedFeatures, match="embeddings of this opt target are projected"):
+        embedding_table(network)
+    _, batch = all_rows(texts())
+    with pytest.raises(UnsupportedFeatures, match="the head of this opt target reads 16 values"):
+        OnlineFeatures(adopt_target(network), (1,), SamplingParams()).rows(batch)
