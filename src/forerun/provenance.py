@@ -15,7 +15,7 @@ import torch
 
 import forerun
 from forerun.drafters.config import parse_drafter
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import weight_files
 from forerun.models.content_hash import tokenizer_hash, weights_hash
 from forerun.models.load import model_folder
 from forerun.theory.record import TraceHeader
@@ -104,7 +104,7 @@ def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
 
 def content_hash(model: str) -> str:
     """Hash of a model's weight files, by name or folder."""
-    return weights_hash(read_checkpoint(model_folder(model)).weight_files)
+    return weights_hash(weight_files(model_folder(model)))
 
 
 def version_of(package: str) -> str:

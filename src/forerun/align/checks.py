@@ -9,7 +9,7 @@ from forerun.align.config import AlignConfig
 from forerun.align.data.selection import shares_of
 from forerun.align.export.hub import check_repo
 from forerun.align.objectives.named import Objective
-from forerun.align.teachers.choose import PARTIAL, check_objective
+from forerun.align.teachers.choose import PARTIAL, check_feature_teacher, check_objective
 from forerun.align.texts import PromptSplit
 from forerun.align.workspace import Workspace
 from forerun.errors import InvalidRequest
@@ -34,9 +34,38 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
     if config.push_to_hub is not None:
         check_repo(config.push_to_hub)
     check_weights(config, objective)
+    if config.is_attached:
+        check_attached(config, objective)
+        return
     if objective.needs_teacher:
         check_objective(config.teacher.teacher, objective, config.sampling)
         check_server(config)
+
+
+def check_attached(config: AlignConfig, objective: Objective) -> None:
+    """Refuse settings that only a model of its own can have.
+
+    Raises:
+        InvalidRequest: naming the first.
+    """
+    check_feature_teacher(config.teacher.teacher)
+    method = config.method
+    reasons = {
+        "--on-policy-share": (config.data.on_policy_share, "a head writes no text of its own"),
+        "--lora-rank": (config.training.lora_rank, "a head has no adapters: it is trained whole"),
+        "--init": (config.init, "a head's shape is set by flags such as --intermediate-size"),
+        "--length-aware": (config.objective.length_aware, "use --pass-decay"),
+    }
+    for flag, (value, reason) in reasons.items():
+        if value:
+            raise InvalidRequest(f"{flag} does not go with --method {method}: {reason}")
+    if not objective.needs_teacher:
+        raise InvalidRequest(
+            f"--objective {objective.name} reads text alone, but --method {method} learns the "
+            "target's distributions; take another objective, such as fkl"
+        )
+    if method == "medusa" and config.draft is not None:
+        raise InvalidRequest("--draft does not go with --method medusa: its heads are made fresh")
 
 
 def check_place(config: AlignConfig, workspace: Workspace) -> None:

@@ -16,7 +16,7 @@ from forerun.align.evaluation.ledger import ledger_of
 from forerun.align.export.hub import push_draft
 from forerun.align.export.write import describe_pair, export_draft
 from forerun.align.identity import DEFAULTS
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives.named import objective_of
 from forerun.align.plots import plot_survival, plot_training
 from forerun.align.progress import read_metrics
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
@@ -81,7 +81,7 @@ def report_of(
     }
     return AlignReport(
         draft=selector.workspace.draft,
-        objective=make_objective(config.objective, config.draft_temperature).name,
+        objective=objective_of(config).name,
         data=data,
         judged=judged,
         ledger=ledger_of(judged[0].after, sampled, config.evaluation.in_domain),

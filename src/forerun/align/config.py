@@ -51,6 +51,11 @@ EVALUATION_RANGES = (
 ATTACHED_RANGES = (
     Range("num_passes", 1, integer=True),
     Range("pass_decay", 0, 1, above_low=True),
+    Range("draft_vocab_size", 1, integer=True, optional=True),
+    Range("intermediate_size", 1, integer=True, optional=True),
+    Range("num_heads", 1, integer=True, optional=True),
+    Range("num_kv_heads", 1, integer=True, optional=True),
+    Range("num_blocks", 1, integer=True),
 )
 OBJECTIVE_RANGES = (Range("beta", 0, 1), Range("eta", 0))
 DATA_RANGES = (Range("samples_per_prompt", 1, integer=True),)
@@ -153,9 +158,6 @@ class AttachedConfig:
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         check_ranges(self, *ATTACHED_RANGES)
-        sizes = ("draft_vocab_size", "intermediate_size", "num_heads", "num_kv_heads")
-        given = [name for name in sizes if getattr(self, name) is not None]
-        check_ranges(self, *(Range(name, 1, integer=True) for name in (*given, "num_blocks")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

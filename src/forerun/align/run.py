@@ -10,22 +10,19 @@ Under `accelerate launch` every process trains; the main one alone generates, ju
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 
 from forerun.align.checks import check_domain, check_settings, warn_of_few_prompts
 from forerun.align.conclusion import export, finished, hand_over, judged_at, report_of
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
-from forerun.align.data.sample import Sample
 from forerun.align.evaluation.judge import Judge
 from forerun.align.identity import (
     DEFAULTS,
@@ -34,18 +31,17 @@ from forerun.align.identity import (
     identity_of,
     of_training,
 )
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives.named import objective_of
 from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
 from forerun.align.report import AlignReport, DataSummary
+from forerun.align.round_data import RoundData
 from forerun.align.selection import DraftSelector
-from forerun.align.teachers.base import ProcessShare, Teacher
-from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
-from forerun.align.training.draft import Draft, DraftConfig, load_draft
-from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.processes import make_accelerator
+from forerun.align.training.attached import load_attached
+from forerun.align.training.draft import DraftConfig, TrainedDraft, load_draft
+from forerun.align.training.processes import from_main, make_accelerator
 from forerun.align.training.trainer import Trainer
-from forerun.align.workspace import Workspace, check_hashes, exclusive_access, lock_for
+from forerun.align.workspace import Workspace, exclusive_access, lock_for
 from forerun.engine.engine import Engine
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
@@ -55,8 +51,6 @@ from forerun.theory.cost import CostTable
 __all__ = ["Alignment", "CostsOf", "align"]
 
 logger = logging.getLogger("forerun.align")
-
-MadeT = TypeVar("MadeT")
 
 CostsOf = Callable[[Path, float, str], CostTable | None]
 """What a draft folder costs beside the target, at a temperature; None where that is not known. The
@@ -105,7 +99,7 @@ class Alignment:
         self.accelerator = accelerator
         self.costs = costs
         self.workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
-        self.objective = make_objective(config.objective, config.draft_temperature)
+        self.objective = objective_of(config)
         self.phases = Phases(console if self.is_main else None)
 
     def run(self) -> AlignReport | None:
@@ -116,7 +110,7 @@ class Alignment:
         check_domain(self.config.evaluation.in_domain, prompts)
         if self.is_main:
             warn_of_few_prompts(prompts)
-        identity = identity_of(self.config, prompts, self._from_main(self._target_hash))
+        identity = identity_of(self.config, prompts, from_main(self.accelerator, self._target_hash))
         check_folder(self.workspace, identity)
         report = finished(self.workspace, identity, predicted=self.costs is not None)
         if report is not None:
@@ -128,7 +122,7 @@ class Alignment:
         self, tokenizer: Tokenizer, prompts: PromptSplit, identity: Mapping[str, str]
     ) -> AlignReport | None:
         """Run all phases under the lock of the folder."""
-        draft = load_draft(self._draft_config())
+        draft = None if self.config.is_attached else load_draft(self._draft_config())
         engine = self._engine() if self.is_main else None
         texts = TrainingTexts(
             config=self.config,
@@ -140,10 +134,14 @@ class Alignment:
         )
         if self.is_main:
             claim_folder(self.config, self.workspace, identity)
+        data = RoundData(self.config, self.accelerator, self.workspace, self.phases, texts)
+        if draft is None:
+            draft = load_attached(self.config, data.steady)
+            data.feature_layers = draft.feature_layers
         trainer = self._trainer(draft, identity)
         self._snapshot(draft, trainer, 0)
         selector = self._selector(engine, prompts, identity) if engine is not None else None
-        packing = self._train(trainer, draft, texts, selector)
+        packing = self._train(trainer, draft, data, selector)
         return None if selector is None else self._conclude(selector, prompts, packing, identity)
 
     def _target_hash(self) -> str:
@@ -202,19 +200,12 @@ class Alignment:
         )
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
-    def _trainer(self, draft: Draft, identity: Mapping[str, str]) -> Trainer:
+    def _trainer(self, draft: TrainedDraft, identity: Mapping[str, str]) -> Trainer:
         """Build the trainer and resume from its checkpoint if there is one."""
         config = self.config
-        module = DraftLoss(
-            draft.model,
-            self.objective,
-            config.draft_temperature,
-            config.evaluation.num_speculative_tokens if config.objective.length_aware else None,
-            draft.read_rows,
-        )
         trainer = Trainer(
             config=config.training,
-            module=module,
+            module=draft.loss(self.objective, config),
             teacher=None,
             accelerator=self.accelerator,
             folder=self.workspace.training,
@@ -248,10 +239,13 @@ class Alignment:
         return self.costs(self.workspace.snapshot(0), temperature, target_hash)
 
     def _train(
-        self, trainer: Trainer, draft: Draft, texts: TrainingTexts, selector: DraftSelector | None
+        self,
+        trainer: Trainer,
+        draft: TrainedDraft,
+        data: RoundData,
+        selector: DraftSelector | None,
     ) -> Packing:
         """Train all rounds that are not done; returns the data of the last one."""
-        steady = self._from_main(lambda: self._steady(texts))
         packing: Packing | None = None
         rounds = list(enumerate(pairwise(self.schedule)))
         log = MetricsLog(self.workspace.metrics, self.workspace.root / "tensorboard")
@@ -259,9 +253,9 @@ class Alignment:
             for number, (start, until) in rounds:
                 if trainer.step > until:
                     continue
-                if packing is None or "draft" in texts.shares:
-                    packing = self._packing(texts, steady, start, number)
-                    trainer.teacher = self._teacher(packing, texts.target_hash)
+                if packing is None or data.changes:
+                    packing = data.packing(start, number, len(rounds))
+                    trainer.teacher = data.teacher(packing)
                 self._round(trainer, packing, until, selector, log)
                 self._snapshot(draft, trainer, until)
                 if selector is not None:
@@ -270,54 +264,6 @@ class Alignment:
                 self.accelerator.wait_for_everyone()
         assert packing is not None  # the last round is never skipped
         return packing
-
-    def _steady(self, texts: TrainingTexts) -> list[Sample]:
-        with self.phases.bar("responses", "responses") as on_progress:
-            return texts.steady(on_progress)
-
-    def _packing(
-        self, texts: TrainingTexts, steady: Sequence[Sample], start: int, number: int
-    ) -> Packing:
-        """Return the packed data of a round, the same in every process."""
-
-        def mixed() -> list[Sample]:
-            own: list[Sample] = []
-            if "draft" in texts.shares:
-                with self.phases.bar("responses", "the draft's own") as on_progress:
-                    snapshot = self.workspace.snapshot(start)
-                    check_hashes(snapshot)
-                    own = texts.of_draft(snapshot, number, len(self.schedule) - 1, on_progress)
-            return texts.mixed([*steady, *own], seed=number)
-
-        training = self.config.training
-        return Packing(
-            self._from_main(mixed), window=training.window, seed=training.training_seed + number
-        )
-
-    def _teacher(self, packing: Packing, target_hash: str) -> Teacher | None:
-        """Return the teacher of a round; all processes fill its cache together."""
-        if not self.objective.needs_teacher:
-            return None
-        with self.phases.bar("teacher", "the target's distributions") as on_progress:
-            source = TeacherSource(
-                target=self.config.target,
-                target_hash=target_hash,
-                sampling=self.config.sampling,
-                cache_dir=self.workspace.cache,
-                device=self.config.teacher.teacher_device or self.config.device,
-                dtype=self.config.dtype,
-                on_progress=on_progress,
-                share=ProcessShare(
-                    index=self.accelerator.process_index,
-                    number=self.accelerator.num_processes,
-                    wait=self.accelerator.wait_for_everyone,
-                ),
-            )
-            teacher = make_teacher(self.config.teacher, self.objective, source, packing.num_learned)
-            teacher.prepare(packing.samples)
-        if teacher.truncated and self.is_main:
-            logger.warning("the distributions are truncated to the tokens that the server named")
-        return teacher
 
     def _round(
         self,
@@ -344,7 +290,7 @@ class Alignment:
 
             trainer.run(packing, until, on_step)
 
-    def _snapshot(self, draft: Draft, trainer: Trainer, step: int) -> None:
+    def _snapshot(self, draft: TrainedDraft, trainer: Trainer, step: int) -> None:
         """Save the draft after a step, unless there is a snapshot of that step."""
         if self.workspace.snapshot(step).exists() or trainer.step != step:
             return
@@ -384,11 +330,3 @@ class Alignment:
         )
         hand_over(self.config, self.workspace, report, packing)
         return report
-
-    def _from_main(self, make: Callable[[], MadeT]) -> MadeT:
-        """Compute a value in the main process and return it in every process."""
-        made = [make() if self.is_main else None]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(made)
-        assert made[0] is not None
-        return made[0]

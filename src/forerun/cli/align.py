@@ -14,9 +14,11 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.align.config import (
     AlignConfig,
+    AttachedConfig,
     DataConfig,
     EvaluationConfig,
     Export,
+    Method,
     ObjectiveConfig,
     TeacherConfig,
     TrainingConfig,
@@ -61,8 +63,10 @@ class AlignOptions:
 
     target: Model = "zoo:code-11m"
     """Target: folder, hub name or zoo: name."""
+    method: Method = "draft_model"
+    """draft_model: a model of its own; eagle3, medusa: a head on the target's hidden states."""
     draft: str | None = None
-    """The draft to start from; or give --init."""
+    """The draft to start from; or give --init. For eagle3 a head; by default a fresh one."""
     init: Path | None = None
     """config.json of a draft to make from nothing, in the target's vocabulary."""
     out: Path = Path("aligned")
@@ -77,6 +81,7 @@ class AlignOptions:
     sampling: SamplingFlags = field(default_factory=lambda: SamplingFlags(max_tokens=128))
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    attached: AttachedConfig = field(default_factory=AttachedConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationFlags = field(default_factory=EvaluationFlags)
     dtype: str = "auto"
@@ -97,12 +102,14 @@ class AlignOptions:
         """The options of an earlier alignment, starting from the draft it kept."""
         return cls(
             target=config.target,
+            method=config.method,
             draft=str(draft),
             refresh=refresh,
             data=DataFlags(**values_of(config.data, DataConfig)),
             sampling=SamplingFlags(**values_of(config.sampling, SamplingParams)),
             teacher=config.teacher,
             objective=config.objective,
+            attached=config.attached,
             training=config.training,
             evaluation=EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
             dtype=config.dtype,
@@ -118,10 +125,11 @@ class AlignOptions:
         """
         if self.data.prompts is NO_PROMPTS:
             raise InvalidRequest("no prompts: give --prompts FILE or DIR")
-        if (self.draft is None) == (self.init is None):
+        if self.method == "draft_model" and (self.draft is None) == (self.init is None):
             raise InvalidRequest("give either --draft, to start from one, or --init, to make one")
         return AlignConfig(
             target=self.target,
+            method=self.method,
             draft=self.draft,
             init=self.init,
             out=self.out,
@@ -131,6 +139,7 @@ class AlignOptions:
             data=self.data,
             teacher=self.teacher,
             objective=self.objective,
+            attached=self.attached,
             training=self.training,
             evaluation=self.evaluation,
             export=self.export or EXPORTS,
@@ -168,7 +177,8 @@ def aligned(options: AlignOptions) -> int:
     from forerun.probe.profile import load_profile
 
     profile = None if options.profile is None else load_profile(options.profile)
-    costs = None if options.no_prediction else PairCosts(config, options.threads, profile)
+    predicted = not options.no_prediction and not config.is_attached
+    costs = None if not predicted else PairCosts(config, options.threads, profile)
     try:
         report = align(config, costs=costs)
     except (KeyboardInterrupt, OSError):
@@ -213,6 +223,7 @@ COMMAND = Command(
         "forerun align --model DIR --init config.json --prompts chats.parquet --temperature 0.7",
         "forerun align --model DIR --draft DIR --prompts p.jsonl --temperature 0 "
         "--response-temperature 1",
+        "forerun align --method eagle3 --model DIR --prompts prompts.jsonl --out aligned",
         "forerun align --refresh aligned --out aligned-2    # after the target was updated",
         "accelerate launch -m forerun align --model DIR --draft DIR --prompts prompts.jsonl",
     ),

@@ -14,7 +14,7 @@ from typing import Any
 from forerun.errors import InvalidModel
 from forerun.models.architecture import SUPPORTED
 
-__all__ = ["Checkpoint", "read_checkpoint", "read_header", "read_object"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_header", "read_object", "weight_files"]
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -55,8 +55,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         InvalidModel: a file is missing, unreadable or truncated, or the folder needs what is not
             supported: remote code, adapters, pickled or quantised weights.
     """
-    if not folder.is_dir():
-        raise InvalidModel(f"there is no model folder {folder}")
+    check_folder(folder)
     if (folder / "adapter_config.json").exists():
         raise InvalidModel(f"{folder} holds an adapter (LoRA); merge it into its base model first")
     settings = read_object(folder / "config.json")
@@ -117,12 +116,23 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that does not exist.
+
+    Raises:
+        InvalidModel: it does not.
+    """
+    if not folder.is_dir():
+        raise InvalidModel(f"there is no model folder {folder}")
+
+
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a model, one or many.
 
     Raises:
         InvalidModel: there are none, or the index names one that is missing.
     """
+    check_folder(folder)
     names = indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:

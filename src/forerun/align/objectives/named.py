@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.align.config import ObjectiveConfig, ObjectiveName
+from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName
 from forerun.align.distribution import SparseDistribution, TargetDistribution, dense_probs
 from forerun.align.objectives.divergences import (
     forward_kl,
@@ -27,6 +27,7 @@ __all__ = [
     "ForwardKL",
     "Objective",
     "make_objective",
+    "objective_of",
     "suited_objective",
 ]
 
@@ -111,6 +112,14 @@ def suited_objective(temperature: float) -> ObjectiveName:
     long.
     """
     return "fkl" if temperature == 0 else "nla"
+
+
+def objective_of(config: AlignConfig) -> Objective:
+    """Build the objective of an alignment; for a head "auto" is forward KL, as EAGLE has it."""
+    chosen = config.objective
+    if config.is_attached and chosen.objective == "auto":
+        chosen = replace(chosen, objective="fkl")
+    return make_objective(chosen, config.draft_temperature)
 
 
 def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:

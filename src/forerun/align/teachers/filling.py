@@ -121,7 +121,7 @@ class CacheFiller:
             self.on_progress(num_done, num_rows)
 
 
-def check_finite(sample: Sample, hidden: Float[Tensor, "rows *states"]) -> None:
+def check_finite(sample: Sample, hidden: Float[Tensor, rows * states]) -> None:
     """Refuse hidden states that are not finite.
 
     Raises:

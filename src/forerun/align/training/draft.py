@@ -6,15 +6,17 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forerun.align.training.loss_module import DraftRows, causal_rows
+from forerun.align.config import AlignConfig
+from forerun.align.objectives.named import Objective
+from forerun.align.training.loss_module import DraftLoss, DraftRows, causal_rows
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.engine.loading import check_vocabularies
@@ -25,7 +27,14 @@ from forerun.models.huggingface import quiet_transformers, read_weights
 from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tensor_files import writing_tensors
 
-__all__ = ["Draft", "DraftConfig", "check_tokenizers", "check_trainable", "load_draft"]
+__all__ = [
+    "Draft",
+    "DraftConfig",
+    "TrainedDraft",
+    "check_tokenizers",
+    "check_trainable",
+    "load_draft",
+]
 
 TARGET_FILES = (
     "tokenizer.json",
@@ -59,8 +68,18 @@ class DraftConfig:
     seed: int = 0
 
 
+class TrainedDraft(Protocol):
+    """What is trained: a draft model, or a head on the target."""
+
+    def loss(self, objective: Objective, config: AlignConfig) -> nn.Module:
+        """Return the loss of a batch and its teacher's rows, as `DraftLoss` computes it."""
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the folder that the engine loads, with hashes of its files."""
+
+
 class Draft:
-    """A draft model under training.
+    """A draft model under training; see `TrainedDraft`.
 
     Args:
         config: which.
@@ -72,6 +91,11 @@ class Draft:
         self.config = config
         self.model = model
         self.read_rows = read_rows
+
+    def loss(self, objective: Objective, config: AlignConfig) -> DraftLoss:
+        """Return the loss that is minimised."""
+        k = config.evaluation.num_speculative_tokens if config.objective.length_aware else None
+        return DraftLoss(self.model, objective, config.draft_temperature, k, self.read_rows)
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face folder in bf16: weights, configuration and the target's tokenizer.

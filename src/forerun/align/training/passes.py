@@ -130,7 +130,7 @@ class PassLoss(nn.Module):
         learning: Bool[Tensor, "passes rows width"],
         found: PassStates,
     ) -> LearnedRows:
-        """Return the rows of all passes in the order of the places whose distribution they learn."""
+        """Return the rows of all passes in the order of the places that they learn."""
         width = batch.ids.shape[1]
         ranks = batch.predicts.flatten().cumsum(0) - 1  # of the learned places
         places = [

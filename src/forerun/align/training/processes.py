@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["StopSignal", "configure_sharding", "make_accelerator"]
+__all__ = ["StopSignal", "configure_sharding", "from_main", "make_accelerator"]
+
+MadeT = TypeVar("MadeT")
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Other processes wait while the main one generates and judges, however long that takes."""
@@ -54,6 +61,15 @@ def configure_sharding(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
+
+
+def from_main(accelerator: Accelerator, make: Callable[[], MadeT]) -> MadeT:
+    """Compute a value in the main process and return it in every process."""
+    made = [make() if accelerator.is_main_process else None]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(made)
+    assert made[0] is not None
+    return made[0]
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

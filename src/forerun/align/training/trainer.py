@@ -28,7 +28,6 @@ from forerun.align.training.checkpoint import (
     trained_weights,
     whole,
 )
-from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.processes import StopSignal
 from forerun.errors import TrainingDiverged
 
@@ -62,7 +61,7 @@ class Trainer:
 
     Args:
         config: how it is optimised.
-        module: draft and objective, weights in fp32.
+        module: draft and objective, weights in fp32: loss and acceptance of a batch, summed.
         teacher: for objectives that need one.
         accelerator: which devices and processes, and in what precision.
         folder: for the checkpoint.
@@ -73,7 +72,7 @@ class Trainer:
         self,
         *,
         config: TrainingConfig,
-        module: DraftLoss,
+        module: nn.Module,
         teacher: Teacher | None,
         accelerator: Accelerator,
         folder: Path,

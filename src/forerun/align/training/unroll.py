@@ -124,7 +124,9 @@ class ColumnAttention:
         self.columns.append((self._spread(keys, queries), self._spread(values, queries)))
         return self._later(queries)
 
-    def _later(self, queries: Float[Tensor, "active heads dim"]) -> Float[Tensor, "active heads dim"]:
+    def _later(
+        self, queries: Float[Tensor, "active heads dim"]
+    ) -> Float[Tensor, "active heads dim"]:
         assert self.context is not None
         keys, values = (self._spread(part, queries).transpose(1, 2) for part in self.context)
         scale = queries.shape[-1] ** -0.5

@@ -165,7 +165,9 @@ class Rows:
         return DenseDistribution(target_probs=self.probs[rows])
 
 
-def slow_loss(head: Eagle3Head, row_loss: Callable[[Tensor, Tensor], Tensor], decay: float) -> float:
+def slow_loss(
+    head: Eagle3Head, row_loss: Callable[[Tensor, Tensor], Tensor], decay: float
+) -> float:
     """The loss by drafting from every row: weights fall by `decay` from pass to pass."""
     packing, batch = texts()
     rows = Rows(batch)
@@ -212,15 +214,13 @@ def test_loss_is_the_weighted_sum_over_passes(decay):
 
 def test_a_later_row_changes_nothing():
     """Attention of every pass is causal: a changed last token only reaches rows that embed it."""
-    packing, batch = texts()
+    _, batch = texts()
     head, features, table = head_of(), features_of(batch), embedding()
     learning = torch.ones_like(learned_passes(batch, PASSES))
     ids = batch.ids.clone()
     ids[0, -1] = (ids[0, -1] + 1) % VOCAB
     before = unroll(head, lambda tokens: table[tokens], batch, features, learning)
-    after = unroll(
-        head, lambda tokens: table[tokens], replace(batch, ids=ids), features, learning
-    )
+    after = unroll(head, lambda tokens: table[tokens], replace(batch, ids=ids), features, learning)
     width = batch.ids.shape[1]
     for number in range(PASSES):
         same = (before[number] == after[number]).all(-1).view(-1, width)

@@ -1,0 +1,242 @@
+"""Heads on the target's hidden states under training: made or loaded, and saved.
+
+A fresh EAGLE-3 head begins close to the target: the state entering the last of its layers passes
+through, and the output matrix has the target's rows. Heads share the target's embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from forerun.align.config import AlignConfig, AttachedConfig
+from forerun.align.data.sample import Sample
+from forerun.align.data.vocabulary import drafted_tokens
+from forerun.align.objectives.named import Objective
+from forerun.align.teachers.target import check_layers, embedding_table
+from forerun.align.training.medusa import MedusaOverTarget
+from forerun.align.training.passes import PassLoss
+from forerun.align.training.unroll import UnrolledEagle3
+from forerun.align.workspace import write_hashes
+from forerun.atomic_write import atomic_folder, remove_unfinished
+from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
+from forerun.drafters.eagle3.config import Eagle3Config, default_feature_layers
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.medusa.config import MedusaConfig
+from forerun.drafters.medusa.head import MedusaHeads
+from forerun.errors import IncompatibleDraft
+from forerun.models.architecture import Architecture
+from forerun.models.checkpoint import read_checkpoint
+from forerun.models.huggingface import MODULE_NAMES, read_weights
+from forerun.models.load import model_folder, read_config
+
+__all__ = ["AttachedDraft", "TargetParts", "feature_layers_of", "fresh_eagle3", "load_attached"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TargetParts:
+    """What heads share with their target, in fp32.
+
+    Attributes:
+        settings: of the target, as transformers has them.
+        architecture: its sizes.
+        embedding: of every token, as it enters the residual stream.
+        norm: weight of the final norm.
+        head: output matrix.
+    """
+
+    settings: Mapping[str, Any]
+    architecture: Architecture
+    embedding: Float[Tensor, "vocab hidden"]
+    norm: Float[Tensor, " hidden"]
+    head: Float[Tensor, "vocab hidden"]
+
+
+class AttachedDraft:
+    """A head under training; it takes the place of `Draft`.
+
+    Args:
+        config: of the alignment.
+        model: the head as it is trained.
+        feature_layers: layers of the target that it reads.
+    """
+
+    def __init__(
+        self, config: AlignConfig, model: nn.Module, feature_layers: tuple[int, ...]
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.feature_layers = feature_layers
+
+    def loss(self, objective: Objective, config: AlignConfig) -> PassLoss:
+        """Return the loss that is minimised."""
+        return PassLoss(
+            self.model,
+            objective,
+            temperature=config.draft_temperature,
+            num_passes=config.attached.num_passes,
+            decay=config.attached.pass_decay,
+        )
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the head in bf16, in the form that its own engines read.
+
+        The folder is there as a whole or not at all; an earlier one is replaced.
+
+        Args:
+            folder: to write.
+            weights: trained weights by their names in `PassLoss`, as `Trainer.weights` gives them.
+        """
+        assert isinstance(self.model, UnrolledEagle3 | MedusaOverTarget)
+        head = copy.deepcopy(self.model.head).cpu().float()
+        parameters = dict(head.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                parameters[name.removeprefix("model.head.")].copy_(tensor)
+        remove_unfinished(folder)  # only one process writes it, under the lock of the folder
+        with atomic_folder(folder) as scratch:
+            self._write(head.to(torch.bfloat16), scratch)
+            write_hashes(scratch)
+
+    def _write(self, head: Eagle3Head | MedusaHeads, folder: Path) -> None:
+        if isinstance(head, MedusaHeads):
+            raise NotImplementedError
+        target = model_folder(self.config.target)
+        write_eagle3_head(
+            head,
+            folder,
+            target=self.config.target,
+            target_architecture=read_checkpoint(target).architecture,
+            num_speculative_tokens=self.config.evaluation.num_speculative_tokens,
+        )
+
+
+def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDraft:
+    """Load the head to start from, or make one for the texts.
+
+    Args:
+        config: of the alignment.
+        samples: the responses, from which a reduced vocabulary is chosen.
+
+    Raises:
+        InvalidModel: files are missing, damaged or of an unsupported kind.
+        IncompatibleDraft: the head was made for another target.
+        InvalidRequest: the vocabulary is to be larger than the target's.
+        UnsupportedFeatures: the target cannot have such a head.
+    """
+    target = read_parts(model_folder(config.target))
+    if config.method == "medusa":
+        return AttachedDraft(config, fresh_medusa(config.attached, target), ())
+    if config.draft is None:
+        seed = config.training.training_seed
+        head = fresh_eagle3(config.attached, target, samples, seed)
+    else:
+        head = known_eagle3(model_folder(config.draft), target)
+    model = UnrolledEagle3(head, target.embedding)
+    return AttachedDraft(config, model, head.config.feature_layers)
+
+
+def read_parts(folder: Path) -> TargetParts:
+    """Read what heads share with a target."""
+    checkpoint = read_checkpoint(folder)
+    settings, architecture = read_config(checkpoint)
+    network = read_weights(checkpoint, torch.float32)
+    norm = network.get_submodule(MODULE_NAMES[architecture.name].norm)
+    return TargetParts(
+        settings=settings,
+        architecture=architecture,
+        embedding=embedding_table(network).clone(),
+        norm=norm.weight.detach().clone(),
+        head=network.get_output_embeddings().weight.detach().clone(),
+    )
+
+
+def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose input a fresh head reads.
+
+    Raises:
+        InvalidModel: the target has too few layers for the default.
+        UnsupportedFeatures: the target has no such layer.
+    """
+    layers = attached.feature_layers or default_feature_layers(num_layers)
+    check_layers(layers, num_layers)
+    return layers
+
+
+def fresh_eagle3(
+    attached: AttachedConfig, target: TargetParts, samples: Sequence[Sample], seed: int
+) -> Eagle3Head:
+    """Make an EAGLE-3 head in fp32.
+
+    Args:
+        attached: its shape.
+        target: what it is made for.
+        samples: the responses, from which its vocabulary is chosen.
+        seed: of its weights.
+    """
+    sizes, settings = target.architecture, target.settings
+    tokens = drafted_tokens(samples, sizes.vocab_size, attached.draft_vocab_size)
+    num_heads = attached.num_heads or sizes.num_heads
+    own_heads = attached.num_heads is not None
+    rope = settings.get("rope_parameters") or {}
+    whole = "rope_theta" in rope and "partial_rotary_factor" not in rope
+    config = Eagle3Config(
+        target_hidden_size=sizes.hidden_size,
+        target_vocab_size=sizes.vocab_size,
+        feature_layers=feature_layers_of(attached, sizes.num_layers),
+        draft_vocab_size=len(tokens),
+        hidden_size=sizes.hidden_size,
+        intermediate_size=attached.intermediate_size
+        or settings.get("intermediate_size", 4 * sizes.hidden_size),
+        num_heads=num_heads,
+        num_kv_heads=attached.num_kv_heads or (num_heads if own_heads else sizes.num_kv_heads),
+        head_dim=sizes.head_dim,
+        norm_eps=settings.get("rms_norm_eps", 1e-6),
+        max_positions=sizes.max_positions,
+        **({"rope": dict(rope)} if whole else {}),
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)  # noqa: TID251 (torch fills weights from it)
+        head = Eagle3Head(config, tokens)
+        head.fc.weight.normal_(0, 0.1 * config.target_hidden_size**-0.5)
+        head.fc.weight[:, -config.target_hidden_size :] += torch.eye(config.hidden_size)
+        head.lm_head.weight.copy_(target.head[tokens])
+        head.norm.weight.copy_(target.norm)
+    return head
+
+
+def known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
+    """Read a head to go on from.
+
+    Raises:
+        IncompatibleDraft: it was made for a target of another width or vocabulary.
+    """
+    sizes = target.architecture
+    head = read_eagle3_head(folder, num_target_layers=sizes.num_layers)
+    found = head.config.target_hidden_size, head.config.target_vocab_size
+    if found != (sizes.hidden_size, sizes.vocab_size):
+        raise IncompatibleDraft(
+            f"the head in {folder} is for a target {found[0]} wide with {found[1]} tokens; this "
+            f"one is {sizes.hidden_size} wide with {sizes.vocab_size}: leave --draft out to make "
+            "a head for it"
+        )
+    check_layers(head.config.feature_layers, sizes.num_layers)
+    return head
+
+
+def fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTarget:
+    """Make Medusa heads in fp32, which share the target's output matrix."""
+    config = MedusaConfig(
+        hidden_size=target.architecture.hidden_size,
+        vocab_size=target.architecture.vocab_size,
+        num_heads=attached.num_passes,
+        num_blocks=attached.num_blocks,
+    )
+    return MedusaOverTarget(MedusaHeads(config), target.head)
