@@ -122,7 +122,7 @@ class Alignment:
         self, tokenizer: Tokenizer, prompts: PromptSplit, identity: Mapping[str, str]
     ) -> AlignReport | None:
         """Run all phases under the lock of the folder."""
-        draft = None if self.config.is_attached else load_draft(self._draft_config())
+        model = None if self.config.is_attached else load_draft(self._draft_config())
         engine = self._engine() if self.is_main else None
         texts = TrainingTexts(
             config=self.config,
@@ -135,14 +135,18 @@ class Alignment:
         if self.is_main:
             claim_folder(self.config, self.workspace, identity)
         data = RoundData(self.config, self.accelerator, self.workspace, self.phases, texts)
-        if draft is None:
-            draft = load_attached(self.config, data.steady)
-            data.feature_layers = draft.feature_layers
+        draft = self._head(data) if model is None else model
         trainer = self._trainer(draft, identity)
         self._snapshot(draft, trainer, 0)
         selector = self._selector(engine, prompts, identity) if engine is not None else None
         packing = self._train(trainer, draft, data, selector)
         return None if selector is None else self._conclude(selector, prompts, packing, identity)
+
+    def _head(self, data: RoundData) -> TrainedDraft:
+        """Return the attached head, made for the responses."""
+        head = load_attached(self.config, data.steady)
+        data.feature_layers = head.feature_layers
+        return head
 
     def _target_hash(self) -> str:
         with self.phases.waiting("hashing", "hashing the weights of the target"):

@@ -185,8 +185,6 @@ def fresh_eagle3(
     tokens = drafted_tokens(samples, sizes.vocab_size, attached.draft_vocab_size)
     num_heads = attached.num_heads or sizes.num_heads
     own_heads = attached.num_heads is not None
-    rope = settings.get("rope_parameters") or {}
-    whole = "rope_theta" in rope and "partial_rotary_factor" not in rope
     config = Eagle3Config(
         target_hidden_size=sizes.hidden_size,
         target_vocab_size=sizes.vocab_size,
@@ -200,7 +198,7 @@ def fresh_eagle3(
         head_dim=sizes.head_dim,
         norm_eps=settings.get("rms_norm_eps", 1e-6),
         max_positions=sizes.max_positions,
-        **({"rope": dict(rope)} if whole else {}),
+        rope=rope_of(settings),
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)  # noqa: TID251 (torch fills weights from it)
@@ -210,6 +208,14 @@ def fresh_eagle3(
         head.lm_head.weight.copy_(target.head[tokens])
         head.norm.weight.copy_(target.norm)
     return head
+
+
+def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the target's rotary settings, or plain ones where it has none for whole heads."""
+    rope = settings.get("rope_parameters") or {}
+    if "rope_theta" in rope and "partial_rotary_factor" not in rope:
+        return dict(rope)
+    return {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:

@@ -117,9 +117,11 @@ class ColumnAttention:
         """Return what the queries attend to; see `forerun.drafters.eagle3.head.Attend`."""
         if self.context is None:
             self.context = keys, values
-            spread = self._spread(keys, queries), self._spread(values, queries)
             return F.scaled_dot_product_attention(
-                queries.transpose(1, 2), *(part.transpose(1, 2) for part in spread), self.mask
+                queries.transpose(1, 2),
+                self._spread(keys, queries).transpose(1, 2),
+                self._spread(values, queries).transpose(1, 2),
+                attn_mask=self.mask,
             ).transpose(1, 2)
         self.columns.append((self._spread(keys, queries), self._spread(values, queries)))
         return self._later(queries)
