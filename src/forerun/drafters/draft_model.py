@@ -1,9 +1,9 @@
 """Drafting with a separate, smaller language model: greedily at temperature 0, else by sampling.
 
 A step costs one pass over the committed tokens that the draft has not read, then K - 1 passes of
-one row per sequence. Each pass reads the draft's weights once and computes batch x vocabulary
-logits. Where only the temperature shapes the distributions, the model may draft all chains in one
-call.
+one row per sequence; for trees, one pass per further level. Each pass reads the draft's weights
+once and computes batch x vocabulary logits. Where only the temperature shapes the distributions,
+the model may draft all chains in one call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
+from forerun.drafters.tree_growth import ACCEPTANCE_BY_RANK
+from forerun.drafters.tree_levels import draft_trees
 from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel, RowBatch, SampledChains, Span
 from forerun.models.context import Context, pack
@@ -33,7 +35,7 @@ PREFILL_CHUNK = 256
 
 
 class DraftModel:
-    """Drafts chains with a causal language model that shares the target's token ids.
+    """Drafts chains and trees with a causal language model that shares the target's token ids.
 
     Args:
         model: the draft model.
@@ -42,6 +44,7 @@ class DraftModel:
 
     method = "draft_model"
     required_features: tuple[int, ...] = ()
+    max_width = len(ACCEPTANCE_BY_RANK)
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.model = model
@@ -64,9 +67,12 @@ class DraftModel:
             return [None] * len(requests)
         if self.model.vocab_size < self.vocab_size:
             check_ids(drafting, self.model.vocab_size)
-        drafting.sort(key=lambda sequence: -sequence.budget)
-        names = [sequence.name for sequence in drafting]
-        proposals = dict(zip(names, self._draft(drafting), strict=True))
+        chains, trees = divided(drafting)
+        proposals: dict[str, Proposal] = {}
+        for group, draft in ((chains, self._draft), (trees, self._draft_trees)):
+            if group:
+                names = [sequence.name for sequence in group]
+                proposals |= zip(names, draft(group), strict=True)
         return [proposals.get(request.request_id) for request in requests]
 
     def _sequence(self, request: DraftRequest) -> DraftSequence:
@@ -100,6 +106,12 @@ class DraftModel:
                 note_fed_rows(sequences, num_levels(sequences, levels))
                 return proposals_of(sequences, levels)
         return proposals_of(sequences, draft_levels(self.model, sequences, batch, self.vocab_size))
+
+    def _draft_trees(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
+        """Return proposals for plans of trees, and of chains that share their passes."""
+        self._prefill(sequences)
+        batch = self._batch([sequence.first_span() for sequence in sequences], sequences)
+        return draft_trees(self.model, sequences, batch, self.vocab_size)
 
     def _sampled_chains(
         self, sequences: Sequence[DraftSequence], batch: RowBatch, depth: int, by_race: bool
@@ -149,13 +161,29 @@ class DraftModel:
         for outcome in outcomes:
             sequence, verdict = self._sequences.get(outcome.request_id), outcome.verdict
             if sequence is not None and verdict is not None and outcome.proposal is not None:
-                sequence.commit(verdict.num_accepted)
+                sequence.commit(verdict.tokens[: verdict.num_accepted])
 
     def forget(self, request_id: str) -> None:
         """Give the slot of a request back, if it has one."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             sequence.close()
+
+
+def divided(
+    sequences: Sequence[DraftSequence],
+) -> tuple[list[DraftSequence], list[DraftSequence]]:
+    """Return the sequences drafted as chains, the deepest first, and those drafted as trees.
+
+    Beside a tree a chain is drafted in the same passes, unless a stop rule may end it or it shares
+    the target's noise.
+    """
+    chains, trees = [], [sequence for sequence in sequences if sequence.branches]
+    for sequence in sequences:
+        if not sequence.branches:
+            apart = sequence.stop is not None or sequence.choice is Choice.COUPLED
+            (chains if apart or not trees else trees).append(sequence)
+    return sorted(chains, key=lambda sequence: -sequence.budget), trees
 
 
 def check_ids(sequences: Sequence[DraftSequence], vocab_size: int) -> None:

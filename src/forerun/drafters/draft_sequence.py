@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from forerun.control.base import Plan
+from forerun.control.base import Plan, Tree
 from forerun.drafters.base import DraftRequest
 from forerun.models.base import Span
 from forerun.models.context import Context
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.theory.stop_rule import StopRule
+from forerun.theory.tree import TokenTree
 
 __all__ = ["DraftSequence"]
+
+ONE_NODE = Tree(num_nodes=1, depth=1, width=1)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,7 +35,10 @@ class DraftSequence:
         stop: the plan's rule for ending the draft before its budget.
         stop_values: what the rule measured before every node; None without a rule.
         num_chain: pending committed tokens fed by the first pass.
-        num_fed: draft tokens fed; their rows are staged in the cache.
+        num_fed: draft tokens of a chain that were fed; their rows are staged in the cache.
+        tree_shape: the largest tree to draft; a chain is the tree of width 1.
+        tree_choice: how the nodes of a tree are chosen.
+        tree_rows: the draft tokens of a tree that were fed, as paths, in the order of their rows.
         kv_verified: a proposal computed from all cached rows has been verified, so these rows may
             be offered to other requests that begin with the same tokens.
     """
@@ -47,6 +53,9 @@ class DraftSequence:
     stop_values: tuple[float, ...] | None = None
     num_chain: int = 0
     num_fed: int = 0
+    tree_shape: Tree = ONE_NODE
+    tree_choice: Choice = Choice.DETERMINISTIC
+    tree_rows: Mapping[tuple[int, ...], int] = field(default_factory=dict)
     kv_verified: bool = True  # rows found in the cache were verified before they were offered
 
     @classmethod
@@ -74,13 +83,47 @@ class DraftSequence:
     def begin_step(self, plan: Plan, max_context: int) -> None:
         """Set this step's budget, cut to the draft's context, and its stop rule.
 
-        Of a plan for a tree a chain takes the depth alone.
+        A tree of width 1 is drafted as a chain. A stop rule ends chains alone.
         """
-        planned = min(plan.shape.num_nodes, plan.shape.depth)
+        shape = plan.shape
+        planned = min(shape.num_nodes, shape.depth)
         room = max(0, max_context - self.num_committed)
         self.budget = min(planned, room)
         self.stop_reason = "budget" if self.budget == planned else "context"
         self.stop, self.stop_values = plan.stop, None
+        self.tree_shape = Tree(num_nodes=max(1, self.budget), depth=max(1, self.budget), width=1)
+        self.tree_choice = self.choice
+        if isinstance(shape, Tree) and shape.width > 1:
+            self.tree_shape = replace(shape, depth=max(1, min(shape.depth, room)))
+            self.tree_choice = self._choice_of_tree(plan)
+
+    def _choice_of_tree(self, plan: Plan) -> Choice:
+        """Return how nodes of a tree are chosen for the verification of the request.
+
+        Trees that share the target's noise are not drafted: with a seed the most probable paths
+        are walked, which leaves the text a function of the seed as well.
+        """
+        verification = plan.verification or self.params.verification
+        if self.choice is not Choice.SAMPLED or verification in ("walk", "coupled"):
+            return Choice.DETERMINISTIC
+        if verification == "greedy_coupling":
+            return Choice.TOP_AND_SAMPLED
+        return Choice.WITHOUT_REPLACEMENT
+
+    @property
+    def branches(self) -> bool:
+        """Whether this step's draft is a tree that may branch."""
+        return self.tree_shape.width > 1
+
+    @property
+    def tree_params(self) -> SamplingParams:
+        """Parameters of the distributions that a tree's nodes are chosen by.
+
+        Of a greedy request these are the probabilities at temperature 1: they rank the paths.
+        """
+        if not self.params.greedy:
+            return self.params
+        return replace(self.params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def apply_stop_rule(self, values: Sequence[float]) -> None:
         """Cut the budget to the nodes before the first that the stop rule rejects.
@@ -113,6 +156,7 @@ class DraftSequence:
         """Return the rows of all pending tokens."""
         self.num_chain = self.context.num_pending
         self.num_fed = 0
+        self.tree_rows = {}
         return self.context.span(self.num_chain)
 
     def next_span(self) -> Span:
@@ -121,9 +165,28 @@ class DraftSequence:
         self.num_fed += 1
         return span
 
-    def commit(self, num_accepted: int) -> None:
-        """Keep the rows of pending and accepted tokens; the last draft token may have no row."""
-        self.context.commit(range(self.num_chain + min(num_accepted, self.num_fed)))
+    def tree_span(self, tree: TokenTree, rows: Mapping[tuple[int, ...], int]) -> Span:
+        """Return the rows of the last committed token, once more, and of a tree behind it.
+
+        Args:
+            tree: the nodes to feed.
+            rows: their paths.
+        """
+        self.tree_rows = rows
+        return self.context.span(1, tree, num_staged=self.num_chain - 1)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        """Keep the rows of pending and accepted tokens; those drafted last may have no row.
+
+        Args:
+            accepted: tokens of the accepted path.
+        """
+        if not self.tree_rows:
+            self.context.commit(range(self.num_chain + min(len(accepted), self.num_fed)))
+        else:
+            paths = (tuple(accepted[: depth + 1]) for depth in range(len(accepted)))
+            rows = [self.num_chain + self.tree_rows[p] for p in paths if p in self.tree_rows]
+            self.context.commit([*range(self.num_chain), *rows])
         self.kv_verified = True
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from forerun.errors import InvalidRequest
@@ -14,7 +15,7 @@ from forerun.sampling.choice import Choice
 
 __all__ = ["Method", "SamplingParams", "Verification", "draft_params", "resolve_verification"]
 
-Verification = Literal["auto", "walk", "coupled", "block", "token"]
+Verification = Literal["auto", "walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
 Method = Literal["walk", "coupled", "block", "token", "traversal", "greedy_coupling"]
 
 MIN_TEMPERATURE = 1e-5
@@ -248,7 +249,8 @@ def resolve_verification(
     Ask with `Choice.SAMPLED` before drafting: "coupled" says the draft should share the target's
     noise. Every answer is exact; they differ in what is accepted and in what a seed reproduces. A
     deterministic proposal or a greedy target is walked: for the first the walk is optimal, for the
-    second every rule is an exact match. So is a tree whose siblings were drawn independently.
+    second every rule is an exact match. So is a tree whose siblings were drawn independently. On a
+    chain "traversal" is "block" and "greedy_coupling" is "token".
 
     Args:
         params: of the request.
@@ -256,22 +258,51 @@ def resolve_verification(
         is_chain: whether no node has a sibling.
 
     Raises:
-        InvalidRequest: "block" or "token" was asked for a proposal it is not exact for.
+        InvalidRequest: a verifier was asked for a proposal it is not exact for.
     """
     asked = params.verification
     if choice is Choice.DETERMINISTIC or params.greedy:
         return "walk"
-    if asked in ("block", "token") and (choice is Choice.COUPLED or not is_chain):
-        reason = "a tree" if not is_chain else "a draft that shares the target's noise"
-        raise InvalidRequest(
-            f'verification is "{asked}", which is not exact for {reason}; use "auto" or "walk"'
-        )
+    if asked in DRAWN_ALIKE:
+        check_exact_for(asked, choice, is_chain=is_chain)
+        return ON_CHAINS.get(asked, asked) if is_chain else asked
     if asked != "auto":
         return asked
     if choice is Choice.COUPLED or params.seed is not None:
         return "coupled"
-    if is_chain:
-        return "block"
-    if choice is Choice.WITHOUT_REPLACEMENT:
-        return "traversal"
-    return "greedy_coupling" if choice is Choice.TOP_AND_SAMPLED else "walk"
+    return "block" if is_chain else OF_TREES.get(choice, "walk")
+
+
+ON_CHAINS: Mapping[Method, Method] = MappingProxyType(
+    {"traversal": "block", "greedy_coupling": "token"}
+)
+"""What verifiers of trees are on a chain."""
+OF_TREES: Mapping[Choice, Method] = MappingProxyType(
+    {Choice.WITHOUT_REPLACEMENT: "traversal", Choice.TOP_AND_SAMPLED: "greedy_coupling"}
+)
+DRAWN_ALIKE: Mapping[Verification, Choice | None] = MappingProxyType(
+    {
+        "block": None,
+        "token": None,
+        "traversal": Choice.WITHOUT_REPLACEMENT,
+        "greedy_coupling": Choice.TOP_AND_SAMPLED,
+    }
+)
+"""How the siblings of a tree must have been chosen for a verifier of drawn tokens; None: chains."""
+
+
+def check_exact_for(asked: Verification, choice: Choice, *, is_chain: bool) -> None:
+    """Refuse a verifier of drawn tokens for a proposal it is not exact for.
+
+    Raises:
+        InvalidRequest: naming both.
+    """
+    if choice is Choice.COUPLED:
+        reason = "a draft that shares the target's noise"
+    elif is_chain or choice is DRAWN_ALIKE[asked]:
+        return
+    else:
+        reason = "a tree" if DRAWN_ALIKE[asked] is None else f"a tree of {choice.value} tokens"
+    raise InvalidRequest(
+        f'verification is "{asked}", which is not exact for {reason}; use "auto" or "walk"'
+    )

@@ -1,0 +1,238 @@
+"""Trees of a draft model while they are drafted: which nodes a pass reads, and what they become.
+
+Deterministic nodes are the most probable paths (EAGLE-2, 2406.16858). A level's pass computes only
+candidates of nodes that are among the best so far, for no other can have a child in the final tree.
+
+Drawn nodes fill a shape that is fixed beforehand (Sequoia, 2402.12374), and none is left out
+because of what was drawn for it. Where a node's row has no token left for another child, that child
+and what would follow it are not drafted: this depends on tokens drawn before it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.drafters.draft_sequence import DraftSequence
+from forerun.drafters.tree_builder import BuiltTree, Candidates, Path, build_tree
+from forerun.errors import DrafterError
+from forerun.sampling.choice import Choice
+from forerun.sampling.noise import Purpose, draw, step_key, uniform
+from forerun.sampling.proposal import Assurance, Proposal
+from forerun.theory.static_tree import static_tree
+from forerun.theory.tree import TokenTree
+
+__all__ = [
+    "ACCEPTANCE_BY_RANK",
+    "BestFirst",
+    "Drawings",
+    "Drawn",
+    "draw_behind_top",
+    "draw_siblings",
+]
+
+ACCEPTANCE_BY_RANK = (0.62, 0.16, 0.07, 0.04, 0.02, 0.015, 0.01, 0.01)
+"""Of drawn siblings, how often the first, second, ... is accepted; it shapes their trees."""
+
+
+class Drawings(NamedTuple):
+    """The children that were chosen for every node of a level.
+
+    Attributes:
+        tokens: their ids.
+        chances: 0 (or NaN) where a token could not be drawn because none was left.
+        rows: the distributions that verification needs.
+    """
+
+    tokens: Int64[Tensor, "rows siblings"]
+    chances: Float[Tensor, "rows siblings"]
+    rows: Float[Tensor, "rows vocab"]
+
+
+class BestFirst:
+    """A tree of deterministic nodes.
+
+    Args:
+        sequence: what it continues, with the shape of its largest tree.
+
+    Attributes:
+        frontier: paths whose candidates the next pass computes, parents of the next level.
+    """
+
+    def __init__(self, sequence: DraftSequence) -> None:
+        self.sequence = sequence
+        self.frontier: list[Path] = [()]
+        self._candidates: dict[Path, Candidates] = {}
+        self._built: BuiltTree | None = None
+
+    def add(
+        self, tokens: Sequence[Sequence[int]], probs: Sequence[Sequence[float]], _rows: Tensor
+    ) -> None:
+        """Receive the candidates of the frontier, and choose the next one."""
+        level, shape = len(self.frontier[0]) + 1, self.sequence.tree_shape
+        for path, ids, values in zip(self.frontier, tokens, probs, strict=True):
+            # NaN and 0 become -inf, which no tree holds.
+            log_probs = [math.log(p) if p > 0 else -math.inf for p in values]
+            self._candidates[path] = ids, log_probs
+        built = self._built = build_tree(self._candidates.get, shape)
+        lowest = -math.inf
+        if len(built.tokens) == shape.num_nodes:  # a child must be better than the worst node
+            lowest = min(built.log_probs)
+        self.frontier = [
+            path
+            for path, log_prob in zip(built.paths, built.log_probs, strict=True)
+            if len(path) == level < shape.depth and log_prob > lowest
+        ]
+
+    def read_paths(self) -> list[Path]:
+        """Return the nodes that the next pass reads, in depth-first order."""
+        assert self._built is not None
+        frontier = {*self.frontier}
+        return [p for p in self._built.paths if p in self._candidates or p in frontier]
+
+    def proposal(self) -> Proposal:
+        """Return the finished tree.
+
+        Raises:
+            DrafterError: the first distribution is not valid.
+        """
+        built, sequence = self._built, self.sequence
+        if built is None or not built.tokens:
+            raise invalid_probs(sequence)
+        tokens = torch.tensor(built.tokens, dtype=torch.int64)
+        return Proposal(
+            tokens=tokens,
+            tree=built.tree,
+            choice=Choice.DETERMINISTIC,
+            stop_reason=sequence.stop_reason,
+            assurance=Assurance(tokens=tokens, draft_probs=None),
+        )
+
+
+class Drawn:
+    """A tree of drawn nodes, which fills a fixed shape.
+
+    Args:
+        sequence: what it continues, with the shape of its largest tree.
+
+    Attributes:
+        frontier: paths of the nodes whose children are drawn next.
+    """
+
+    def __init__(self, sequence: DraftSequence) -> None:
+        self.sequence = sequence
+        shape = sequence.tree_shape
+        self.template = static_tree(ACCEPTANCE_BY_RANK, shape.num_nodes, shape.depth, shape.width)
+        self.frontier: list[Path] = [()]
+        self._paths: dict[int, Path] = {-1: ()}  # of every node of the template drawn so far
+        self._nodes: dict[Path, int] = {(): -1}
+        self._rows: dict[int, Tensor] = {}
+
+    def noise_keys(self) -> list[list[int]]:
+        """Return the noise keys of the children of every path of the frontier.
+
+        By committed length and node: a rejected position is drawn afresh next step.
+        """
+        key, num_committed = self.sequence.request.noise_key, self.sequence.num_committed
+        return [
+            [
+                step_key(key, num_committed, child, Purpose.DRAFT)
+                for child in self.template.children(self._nodes[path])
+            ]
+            for path in self.frontier
+        ]
+
+    def add(
+        self, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], rows: Tensor
+    ) -> None:
+        """Receive the tokens drawn behind the paths of the frontier, and their distributions."""
+        level: list[int] = []
+        for path, ids, left, row in zip(self.frontier, tokens, chances, rows, strict=True):
+            node = self._nodes[path]
+            for child, token, chance in zip(self.template.children(node), ids, left, strict=False):
+                if not chance > 0:  # no token was left, or the row is NaN
+                    break
+                self._paths[child] = (*path, token)
+                self._nodes[*path, token] = child
+                self._rows[node] = row
+                level.append(child)
+        self.frontier = [self._paths[node] for node in level if self.template.children(node)]
+
+    def read_paths(self) -> list[Path]:
+        """Return the nodes that the next pass reads, in depth-first order."""
+        drawn = sorted(self._paths)
+        return [self._paths[n] for n in drawn if n >= 0 and self.template.children(n)]
+
+    def proposal(self) -> Proposal:
+        """Return the finished tree with the distributions its tokens were drawn from.
+
+        Raises:
+            DrafterError: the first distribution is not valid.
+        """
+        if not self._rows:
+            raise invalid_probs(self.sequence)
+        nodes = sorted(self._paths)  # -1 first
+        places = {node: place - 1 for place, node in enumerate(nodes)}
+        tree = TokenTree(tuple([places[self.template.parents[node]] for node in nodes[1:]]))
+        tokens = torch.tensor([self._paths[node][-1] for node in nodes[1:]], dtype=torch.int64)
+        draft_probs = torch.stack([self._rows[node] for node in nodes if node in self._rows])
+        return Proposal(
+            tokens=tokens,
+            tree=tree,
+            choice=self.sequence.tree_choice,
+            draft_probs=draft_probs,
+            stop_reason=self.sequence.stop_reason,
+            assurance=Assurance(tokens=tokens, draft_probs=draft_probs),
+        )
+
+
+def invalid_probs(sequence: DraftSequence) -> DrafterError:
+    """Return the error for a draft whose distribution behind the committed tokens is not valid."""
+    return DrafterError(f"the draft's probabilities for request {sequence.name} are not valid")
+
+
+def draw_siblings(
+    probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, "rows siblings"]
+) -> Drawings:
+    """Draw tokens of every row one after the other, each without those before it."""
+    left = probs.clone() if keys.shape[1] > 1 else probs
+    uniforms = uniform(keys)
+    tokens, chances = torch.empty_like(keys), probs.new_empty(keys.shape)
+    for rank in range(keys.shape[1]):
+        drawn = draw(left, uniforms[:, rank])[:, None]
+        tokens[:, rank : rank + 1] = drawn
+        chances[:, rank : rank + 1] = left.gather(1, drawn)
+        if rank + 1 < keys.shape[1]:
+            left.scatter_(1, drawn, 0.0)
+    return Drawings(tokens=tokens, chances=chances, rows=probs)
+
+
+def draw_behind_top(
+    probs: Float[Tensor, "rows vocab"],
+    keys: Int64[Tensor, "rows siblings"],
+    counts: Int64[Tensor, " rows"],
+) -> Drawings:
+    """Take the most likely tokens of every row, and draw one more from the others.
+
+    Args:
+        probs: distributions.
+        keys: of the noise of every sibling; the last one's is used.
+        counts: siblings of every row; fewer come where fewer tokens are possible.
+    """
+    num_ranks = min(keys.shape[1], probs.shape[1])
+    values, tokens = probs.topk(num_ranks, dim=-1)
+    last = torch.minimum(counts, (values > 0).sum(-1)).clamp(min=1)[:, None] - 1
+    ranks = torch.arange(num_ranks, device=probs.device)[None]
+    rest = probs.scatter(1, tokens, values.masked_fill(ranks < last, 0.0))
+    rest /= rest.sum(-1, keepdim=True)
+    drawn = draw(rest, uniform(keys.gather(1, last))[:, 0])[:, None]
+    return Drawings(
+        tokens=torch.where(ranks == last, drawn, tokens),
+        chances=torch.where(ranks <= last, values.amax(-1, keepdim=True), 0.0),
+        rows=rest,
+    )
