@@ -178,7 +178,8 @@ def divided(
     Beside a tree a chain is drafted in the same passes, unless a stop rule may end it or it shares
     the target's noise.
     """
-    chains, trees = [], [sequence for sequence in sequences if sequence.branches]
+    trees = [sequence for sequence in sequences if sequence.branches]
+    chains: list[DraftSequence] = []
     for sequence in sequences:
         if not sequence.branches:
             apart = sequence.stop is not None or sequence.choice is Choice.COUPLED

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from torch import Tensor
 
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.levels import fit_vocabulary

@@ -263,14 +263,13 @@ def resolve_verification(
     asked = params.verification
     if choice is Choice.DETERMINISTIC or params.greedy:
         return "walk"
+    if asked == "auto":
+        if choice is Choice.COUPLED or params.seed is not None:
+            return "coupled"
+        return "block" if is_chain else OF_TREES.get(choice, "walk")
     if asked in DRAWN_ALIKE:
         check_exact_for(asked, choice, is_chain=is_chain)
-        return ON_CHAINS.get(asked, asked) if is_chain else asked
-    if asked != "auto":
-        return asked
-    if choice is Choice.COUPLED or params.seed is not None:
-        return "coupled"
-    return "block" if is_chain else OF_TREES.get(choice, "walk")
+    return ON_CHAINS.get(asked, asked) if is_chain else asked
 
 
 ON_CHAINS: Mapping[Method, Method] = MappingProxyType(
