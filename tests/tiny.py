@@ -31,8 +31,8 @@ from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.results import TokenStops
 from forerun.engine.sequence import Sequence
-from forerun.engine.stopping import TokenStops
 from forerun.models.huggingface import HuggingFaceModel, adapt
 from forerun.models.tabular import TabularModel
 from forerun.models.tokenizer_files import adopt

@@ -15,8 +15,7 @@ import torch
 
 import forerun
 from forerun.drafters.config import parse_drafter
-from forerun.models.checkpoint import weight_files
-from forerun.models.content_hash import tokenizer_hash, weights_hash
+from forerun.models.checkpoint import tokenizer_hash, weight_files, weights_hash
 from forerun.models.load import model_folder
 from forerun.theory.record import TraceHeader
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context, pack
 from forerun.models.decoder import Decoder
-from forerun.models.greedy import chain_by_forward
+from forerun.models.kv_store import chain_by_forward
 from forerun.models.runner.native import NativeModel
 from forerun.theory.tree import TokenTree
 

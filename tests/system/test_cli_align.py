@@ -14,7 +14,7 @@ from tests.system.conftest import save_model
 from forerun.align.data.prompts import read_prompts
 from forerun.align.workspace import exclusive_access, lock_for
 from forerun.cli.main import main
-from forerun.models import content_hash
+from forerun.models import checkpoint
 from forerun.models.load import load_tokenizer
 
 ARGUMENTS = (
@@ -194,7 +194,7 @@ def test_the_target_is_hashed_once(align, tiny_pair, tmp_path, monkeypatch):
 
     def weights_hash(files):
         hashed.extend(files)
-        return content_hash.weights_hash(files)
+        return checkpoint.weights_hash(files)
 
     monkeypatch.setattr("forerun.provenance.weights_hash", weights_hash)
     code, _, err = align("--out", str(tmp_path / "out"))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.engine.engine import Engine
-from forerun.engine.scheduled import ScheduledSequence
-from forerun.engine.timing import StepClock
+from forerun.engine.scheduler import ScheduledSequence
+from forerun.engine.step import StepClock
 from forerun.engine.verification import verify
 from forerun.sampling.proposal import Verdict
 from lab.device import Device

@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.engine.scheduled import ScheduledSequence
+from forerun.engine.scheduler import ScheduledSequence
 from forerun.models.base import LanguageModel
 from forerun.sampling.choice import TokenSource
 from forerun.sampling.noise import Purpose, draw, step_key, uniform

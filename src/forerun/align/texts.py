@@ -19,7 +19,7 @@ from forerun.align.evaluation.judged import EvaluationPrompt
 from forerun.align.progress import OnProgress
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
-from forerun.models.content_hash import tokenizer_hash
+from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams

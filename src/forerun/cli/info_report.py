@@ -12,8 +12,7 @@ from rich.table import Table
 from forerun.cli.tables import SafeConsole
 from forerun.engine.config import EngineConfig
 from forerun.models.architecture import Architecture
-from forerun.models.checkpoint import read_checkpoint
-from forerun.models.content_hash import tokenizer_hash, weights_hash
+from forerun.models.checkpoint import read_checkpoint, tokenizer_hash, weights_hash
 from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
 from forerun.models.load import choose_dtype, load_tokenizer, model_folder, read_config
 from forerun.models.memory import MemoryEstimate, estimate, geometry_of, readable

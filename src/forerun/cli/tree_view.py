@@ -9,7 +9,7 @@ from rich.text import Text
 from rich.tree import Tree as RichTree
 
 from forerun.engine.observing import ObservedStep
-from forerun.engine.scheduled import ScheduledSequence
+from forerun.engine.scheduler import ScheduledSequence
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.proposal import Proposal, Verdict
 from forerun.sampling.tree_rules import expanded

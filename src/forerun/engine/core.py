@@ -18,11 +18,10 @@ from forerun.engine.guarding import EngineGuard
 from forerun.engine.intake import Intake, Prompt
 from forerun.engine.loading import check_features, default_controller
 from forerun.engine.observing import StepObserver
-from forerun.engine.results import RequestOutput, StreamChunk
+from forerun.engine.results import FinishReason, RequestOutput, Stop, StreamChunk
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
-from forerun.engine.stopping import FinishReason, Stop
 from forerun.errors import EngineStopped, InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context

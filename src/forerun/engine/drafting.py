@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
 from forerun.engine.proposal_check import check_proposals
-from forerun.engine.scheduled import ScheduledSequence
+from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
 from forerun.errors import DrafterError
 from forerun.sampling.choice import Choice

@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 from operator import index
 
 from forerun.engine.config import EngineConfig, RequestTerms
+from forerun.engine.results import TokenStops
 from forerun.engine.sequence import Sequence
-from forerun.engine.stopping import TokenStops
 from forerun.errors import InvalidRequest, QueueFull
 from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Detokenizer, Tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from forerun.engine.scheduled import ScheduledSequence
+from forerun.engine.scheduler import ScheduledSequence
 from forerun.theory.record import StepRecord
 
 __all__ = ["EmittedRecords", "ObservedStep", "StepObserver"]

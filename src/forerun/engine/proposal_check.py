@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Tree
-from forerun.engine.scheduled import ScheduledSequence
+from forerun.engine.scheduler import ScheduledSequence
 from forerun.errors import DrafterError
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification

@@ -10,11 +10,14 @@ from forerun.drafters.base import DraftRequest
 from forerun.engine.results import (
     Completion,
     RequestOutput,
+    Stop,
     StreamChunk,
     TokenLogprobs,
+    TokenStops,
+    find_stop_string,
+    held_back,
     sample_key,
 )
-from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_back
 from forerun.models.context import Context
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.choice import TokenSource

@@ -6,6 +6,7 @@ A step is a function of (sequences, plans, noise); its clock readings only fill 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -18,17 +19,57 @@ from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState
 from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import GuardedDrafter
 from forerun.engine.observing import ObservedStep, StepObserver
-from forerun.engine.scheduled import PLAIN, ScheduledSequence
-from forerun.engine.scheduler import Scheduler
+from forerun.engine.scheduler import PLAIN, ScheduledSequence, Scheduler
 from forerun.engine.sequence import Sequence
-from forerun.engine.timing import StepClock
 from forerun.engine.verification import verify
 from forerun.models.base import LanguageModel, RowBatch
 from forerun.models.context import pack
 from forerun.sampling.proposal import Verdict
 from forerun.theory.record import StepRecord
 
-__all__ = ["Stepper"]
+__all__ = ["StepClock", "Stepper"]
+
+
+class StepClock:
+    """Seconds of drafting, of the target pass, and of everything else in one step.
+
+    On the CPU these are clock readings. A CUDA device runs behind the host, so there the two passes
+    are timed by events in its own stream; they are read once the step's tokens have been waited for
+    anyway. Passes on other devices are timed until the host goes on, and what is still to be waited
+    for then counts as "other".
+
+    Args:
+        device: of the target.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.started_s = time.monotonic()
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Record the start or end of drafting or of the target pass; called four times a step."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotations here
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.monotonic())
+
+    def durations(self) -> tuple[float, float, float]:
+        """Seconds of drafting, of the target pass, and of the rest of the step up to now."""
+        total_s = max(0.0, time.monotonic() - self.started_s)
+        draft_s, verify_s = self._between(0), self._between(2)
+        return draft_s, verify_s, max(0.0, total_s - draft_s - verify_s)
+
+    def _between(self, first: int) -> float:
+        start, end = self._marks[first : first + 2]
+        if isinstance(start, float) and isinstance(end, float):
+            return max(0.0, end - start)
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        return float(start.elapsed_time(end)) / 1000
+
 
 Verify = Callable[
     [Seq[ScheduledSequence], Float[Tensor, "rows vocab"], Int64[Tensor, " rows"]], list[Verdict]

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.engine.scheduled import Rule, ScheduledSequence
+from forerun.engine.scheduler import Rule, ScheduledSequence
 from forerun.errors import NumericalError
 from forerun.sampling.chain_batch import DrawnChain, verify_chain_batch
 from forerun.sampling.choice import Choice, TokenSource

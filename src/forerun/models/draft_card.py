@@ -14,8 +14,13 @@ from typing import Any
 
 from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidModel
-from forerun.models.checkpoint import read_checkpoint, read_object
-from forerun.models.content_hash import template_hash, tokenizer_hash, weights_sample_hash
+from forerun.models.checkpoint import (
+    read_checkpoint,
+    read_object,
+    template_hash,
+    tokenizer_hash,
+    weights_sample_hash,
+)
 from forerun.theory.intervals import Interval
 
 __all__ = [

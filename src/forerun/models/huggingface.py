@@ -20,10 +20,8 @@ from forerun.models.architecture import SUPPORTED, Architecture, read_architectu
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.greedy import chain_by_forward
-from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.kv_store import ContiguousKVStore, StoredModel, chain_by_forward
 from forerun.models.memory import geometry_of
-from forerun.models.stored import StoredModel
 
 __all__ = [
     "MODULE_NAMES",

@@ -1,4 +1,4 @@
-"""Preallocated KV for a fixed number of sequences, each contiguous."""
+"""Preallocated KV for a fixed number of sequences, and the base class of models that use it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.models.base import KVPrefix
+from forerun.errors import UnsupportedFeatures
+from forerun.models.architecture import Architecture
+from forerun.models.base import KVPrefix, LanguageModel, RowBatch, Span
 from forerun.models.features import FeatureRows, check_features, kept_features
 from forerun.models.memory import KVGeometry, bytes_needed
 from forerun.models.slots import Prefix, SlotTable, num_in_place
 
-__all__ = ["ContiguousKVStore"]
-
+__all__ = ["ContiguousKVStore", "StoredModel", "chain_by_forward"]
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -206,3 +207,94 @@ class ContiguousKVStore:
         """A copy of the features of committed rows [start, stop); see `KVStore`."""
         self._slots.check_prefix(slot, stop)
         return kept_features(self._features).read(slot, start, stop)
+
+
+class StoredModel:
+    """The properties of a LanguageModel that follow from its sizes and its store.
+
+    Args:
+        architecture: sizes, the number of layers a pass goes through among them.
+        store: KV of the sequences, on the device of the weights and in their dtype.
+    """
+
+    def __init__(self, architecture: Architecture, store: ContiguousKVStore) -> None:
+        self.architecture = architecture
+        self._store = store
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; may exceed the tokenizer's vocabulary."""
+        return self.architecture.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers a pass goes through."""
+        return self.architecture.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, and so of features."""
+        return self.architecture.hidden_size
+
+    @property
+    def max_context(self) -> int:
+        """Largest number of tokens (prompt and output) one sequence may have."""
+        return self._store.geometry.capacity
+
+    @property
+    def store(self) -> ContiguousKVStore:
+        """Where this model's KV lives."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits are returned."""
+        return self._store.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of weights and KV."""
+        return self._store.geometry.dtype
+
+    def _check_features(self, layers: tuple[int, ...]) -> None:
+        """Refuse layers the model does not have.
+
+        Raises:
+            UnsupportedFeatures: one is negative or above `num_layers`.
+        """
+        for layer in layers:
+            if not 0 <= layer <= self.num_layers:
+                raise UnsupportedFeatures(
+                    f"features of layer {layer} were asked for; {self.architecture.name} has "
+                    f"layers 0 to {self.num_layers} (what leaves the last one)"
+                )
+
+    def _claim(self, batch: RowBatch, num_later: int = 0) -> None:
+        """Stage the rows of a pass, and `num_later` rows behind those of every sequence."""
+        for span in batch.spans:
+            self._store.claim(span.slot, span.start, span.num_rows + num_later)
+
+
+def chain_by_forward(
+    model: LanguageModel, batch: RowBatch, num_tokens: int, vocab_size: int
+) -> Int64[Tensor, "sequences num_tokens"]:
+    """`LanguageModel.greedy_chain`, level by level: one pass per token, one row per sequence."""
+    levels = [_most_likely(model, batch, vocab_size)]
+    positions = batch.positions[batch.logit_rows]
+    rows = torch.arange(len(batch.spans), device=batch.tokens.device)
+    for depth in range(num_tokens - 1):
+        level = RowBatch(
+            tokens=levels[-1],
+            positions=positions + (depth + 1),
+            spans=tuple(
+                Span(slot=s.slot, start=s.start + s.num_chain + depth, num_chain=1)
+                for s in batch.spans
+            ),
+            logit_rows=rows,
+        )
+        levels.append(_most_likely(model, level, vocab_size))
+    return torch.stack(levels, dim=1)
+
+
+def _most_likely(model: LanguageModel, batch: RowBatch, vocab_size: int) -> Tensor:
+    return model.forward(batch).logits[:, :vocab_size].argmax(dim=-1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.errors import UnsupportedFeatures
 from forerun.models.base import KVPrefix, ModelOutput, RowBatch, Span
 from forerun.models.features import FeatureRows, check_features, kept_features
-from forerun.models.greedy import chain_by_forward
+from forerun.models.kv_store import chain_by_forward
 from forerun.models.slots import Prefix, SlotTable
 
 __all__ = ["TabularModel", "TokenStore"]

@@ -20,7 +20,7 @@ from forerun.align.data.selection import is_held_out
 from forerun.align.texts import TrainingTexts, read_prompt_split
 from forerun.engine.engine import Engine
 from forerun.errors import IncompatibleDraft, InvalidRequest
-from forerun.models.content_hash import tokenizer_hash
+from forerun.models.checkpoint import tokenizer_hash
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams
 from forerun.trace.files import open_trace

@@ -15,7 +15,7 @@ from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine import proposal_check
 from forerun.engine.proposal_check import check_proposals
-from forerun.engine.scheduled import ScheduledSequence
+from forerun.engine.scheduler import ScheduledSequence
 from forerun.errors import ForerunError
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Assurance, Choice, Proposal

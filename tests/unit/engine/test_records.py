@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 
 from forerun.control.base import Capacity, Plan, RequestState
-from forerun.engine import step, timing
+from forerun.engine import step
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.models.base import ModelOutput, RowBatch
@@ -116,7 +116,7 @@ def test_the_target_pass_drafting_and_the_rest_are_told_apart(
 ):
     """Verification is none of the pass: what it takes is to be seen."""
     clock = [0.0]
-    monkeypatch.setattr(timing.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
     verify = step.verify
 
     def slow_verify(*args):

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests import tiny
 
 from forerun.engine.config import EngineConfig
-from forerun.engine.scheduled import ScheduledSequence
-from forerun.engine.scheduler import Scheduler
-from forerun.engine.stopping import Stop
+from forerun.engine.results import Stop
+from forerun.engine.scheduler import ScheduledSequence, Scheduler
 from forerun.models.context import Context
 from forerun.models.slots import MIN_SHARED_TOKENS
 from forerun.models.tabular import TokenStore

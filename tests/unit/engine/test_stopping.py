@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.engine.stopping import Stop, TokenStops, find_stop_string, held_back
+from forerun.engine.results import Stop, TokenStops, find_stop_string, held_back
 from forerun.sampling.config import SamplingParams
 
 EOS = frozenset({0, 9})

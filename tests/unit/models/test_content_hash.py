@@ -7,7 +7,7 @@ import json
 import pytest
 
 from forerun.errors import InvalidModel
-from forerun.models.content_hash import template_hash, tokenizer_hash, weights_hash
+from forerun.models.checkpoint import template_hash, tokenizer_hash, weights_hash
 
 
 def test_weights_hash_follows_the_bytes(tmp_path):

@@ -12,7 +12,7 @@ from forerun.align.progress import OnProgress
 from forerun.engine.engine import Engine
 from forerun.engine.loading import check_vocabularies, load_pair_member
 from forerun.errors import InvalidRequest
-from forerun.models.content_hash import tokenizer_hash
+from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams, draft_params

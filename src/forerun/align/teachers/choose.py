@@ -22,8 +22,7 @@ from forerun.align.teachers.sampled import SampledTeacher
 from forerun.align.teachers.target import TargetModel, load_sharded, load_target
 from forerun.align.teachers.top_k import TopKTeacher
 from forerun.errors import InvalidRequest
-from forerun.models.checkpoint import read_checkpoint
-from forerun.models.content_hash import template_hash, tokenizer_hash
+from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
 from forerun.sampling.config import SamplingParams
 

@@ -25,9 +25,8 @@ from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.architecture import Architecture
 from forerun.models.base import ModelOutput, RowBatch, SampledTokens
 from forerun.models.decoder import Decoder, LayerWeights, ReadTensor, read_ends, read_layer
-from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.kv_store import ContiguousKVStore, StoredModel
 from forerun.models.memory import KVGeometry
-from forerun.models.stored import StoredModel
 from forerun.native.library import (
     ELEMENTS,
     MEASURES,

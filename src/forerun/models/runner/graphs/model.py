@@ -15,15 +15,13 @@ from torch import Tensor
 
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, ReadTensor
-from forerun.models.greedy import chain_by_forward
-from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.kv_store import ContiguousKVStore, StoredModel, chain_by_forward
 from forerun.models.memory import KVGeometry
 from forerun.models.runner.graphs.layers import Elementwise, TorchElementwise, Weights, read_weights
 from forerun.models.runner.graphs.passes import AttendRows, RectanglePass, ragged_pass
 from forerun.models.runner.graphs.programs import CudaRecorder, GraphRecorder, Programs
 from forerun.models.runner.graphs.rectangle import ShapeLimits
 from forerun.models.runner.graphs.torch_attention import torch_attention
-from forerun.models.stored import StoredModel
 
 __all__ = [
     "Kernels",
