@@ -12,7 +12,7 @@ from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.model import Eagle3Model, store_for
 from forerun.errors import IncompatibleDraft
 from forerun.models.base import LanguageModel
-from forerun.models.stored import StoredModel
+from forerun.models.kv_store import StoredModel
 
 __all__ = ["check_target", "load_eagle3"]
 

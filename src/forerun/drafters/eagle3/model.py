@@ -17,10 +17,8 @@ from torch import Tensor
 from forerun.drafters.eagle3.head import Eagle3Head, rotary_sizes
 from forerun.models.attention import attend_blocks, plan_pass
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
-from forerun.models.greedy import chain_by_forward
-from forerun.models.kv_store import ContiguousKVStore
+from forerun.models.kv_store import ContiguousKVStore, StoredModel, chain_by_forward
 from forerun.models.memory import geometry_of
-from forerun.models.stored import StoredModel
 from forerun.theory.tree import TokenTree
 
 __all__ = ["Eagle3Model", "HeadBatch", "store_for"]
