@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz check format docs exact profile pairs peers peers-openvino peers-vllm vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
+.PHONY: help install demo test test-full fuzz check format docs exact profile pairs peers peers-openvino peers-vllm peers-llamacpp vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -81,8 +81,23 @@ $(PEERS)/vllm/.installed:
 	-cd $(PEERS)/vllm && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc*.deb tcmalloc
 	touch $@
 
-peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (10 minutes, nothing else running)
-	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures $(ARGS)
+peers-llamacpp: $(PEERS)/llamacpp/.installed  ## install llama.cpp's Debian package into a folder of its own (as root)
+
+# Only coming releases of Debian have the package, and their libc is newer than most hosts': hence a system of its own.
+$(PEERS)/llamacpp/.installed:
+	command -v debootstrap || apt-get install -y debootstrap
+	mkdir -p $(PEERS)/llamacpp
+	debootstrap --variant=minbase --include=llama.cpp-tools forky \
+	  $(PEERS)/llamacpp/debian http://deb.debian.org/debian /usr/share/debootstrap/scripts/sid
+	$(PYTHON) -m venv $(PEERS)/llamacpp/venv
+	$(PEERS)/llamacpp/venv/bin/pip install gguf==0.19.0
+	touch $@
+
+peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (25 minutes, nothing else running)
+	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures \
+	  --target zoo:code-40m --draft zoo:code-2m-for-40m $(ARGS)
+	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures --pair 292m \
+	  --ks 3 4 6 8 --rounds 4 --batch-rounds 2 --choice-rounds 2 $(ARGS)
 
 vllm-parity: $(STAMP) $(PEERS)/vllm/.installed  ## what vLLM accepts of a draft beside what we accept of it
 	$(BIN)/python benchmarks/align/vllm_parity.py --out build/vllm-parity $(ARGS)

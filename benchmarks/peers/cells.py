@@ -1,4 +1,4 @@
-"""What the comparison measures, and what it makes of it."""
+"""What the comparison measures, and the figures computed from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from forerun.theory.intervals import Interval, bootstrap_ratio
 
-__all__ = ["OURS", "Cell", "Figures", "Sample", "Series", "figures"]
+__all__ = ["OURS", "Cell", "Choice", "Figures", "Sample", "Series", "figures"]
 
 OURS = "forerun"
 LEAST_ROUNDS = 2
@@ -15,9 +15,8 @@ LEAST_ROUNDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Which model, which arm, how many prompts at once."""
+    """Which arm, how many prompts at once."""
 
-    size: str
     arm: str
     batch: int
 
@@ -40,6 +39,21 @@ class Sample:
     def num_tokens(self) -> int:
         """Emitted tokens."""
         return sum(map(len, self.tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The K of one peer at one batch size, chosen on prompts that are not measured afterwards.
+
+    Attributes:
+        best: the fastest.
+        tokens_per_s: of every K that was tried, prefill included.
+    """
+
+    peer: str
+    batch: int
+    best: int
+    tokens_per_s: dict[int, float]
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,38 @@ class Kind:
     """How a peer is run.
 
     Attributes:
-        script: its worker.
+        script: its worker, and the worker's arguments.
         environment: folder of its virtual environment below build/peers; None for our own.
         arms_per_worker: arms that share one process.
-        batches: whether `arm` can take several prompts at once.
+        one_k: whether a worker that drafts has a single K, so that every K needs its own.
+        batched_arms: arms that take several prompts at once.
+        draft: what it drafts with instead of the draft that all peers share; None: that draft.
     """
 
-    script: str
+    script: tuple[str, ...]
     environment: str | None = None
     arms_per_worker: tuple[tuple[str, ...], ...] = ((PLAIN, SPECULATIVE),)
+    one_k: bool = False
     batched_arms: tuple[str, ...] = (PLAIN, SPECULATIVE)
+    draft: str | None = None
 
     def command(self, peers: Path) -> list[str]:
         """What starts a worker."""
         python = sys.executable
         if self.environment is not None:
             python = str(peers / self.environment / "bin" / "python")
-        return [python, str(HERE / self.script)]
+        name, *arguments = self.script
+        return [python, str(HERE / name), *arguments]
+
+    def setups(self, setup: Setup) -> list[Setup]:
+        """What each of its workers is to load."""
+        setup = replace(setup, draft=self.draft or setup.draft)
+        found = []
+        for arms in self.arms_per_worker:
+            alone = self.one_k and SPECULATIVE in arms
+            for ks in [[k] for k in setup.ks] if alone else [setup.ks]:
+                found.append(replace(setup, arms=list(arms), ks=ks))
+        return found
 
     def variables(self, peers: Path, threads: int) -> dict[str, str]:
         """Its environment variables: no network, and every core for its kernels."""
@@ -73,14 +88,17 @@ class Kind:
 
 
 KINDS = {
-    "forerun": Kind(script="worker_forerun.py"),
-    "transformers": Kind(script="worker_transformers.py", batched_arms=(PLAIN,)),
-    "openvino": Kind(script="worker_openvino.py", environment="openvino"),
+    "forerun": Kind(script=("worker_forerun.py",)),
+    "transformers": Kind(script=("worker_transformers.py",), batched_arms=(PLAIN,)),
+    "openvino": Kind(script=("worker_openvino.py",), environment="openvino"),
     "vllm": Kind(
-        script="worker_vllm.py",
+        script=("worker_vllm.py",),
         environment="vllm",
         arms_per_worker=((PLAIN,), (SPECULATIVE,)),
+        one_k=True,
     ),
+    "llamacpp-f16": Kind(script=("worker_llamacpp.py", "f16"), environment="llamacpp/venv"),
+    "llamacpp-bf16": Kind(script=("worker_llamacpp.py", "bf16"), environment="llamacpp/venv"),
 }
 
 
@@ -126,9 +144,9 @@ class Worker:
         """Let it load; it answers with versions and settings when it has."""
         self.send(self.setup.to_line())
 
-    def call(self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answer:
-        """Let it generate."""
-        self.send(json.dumps({"arm": arm, "prompts": prompts, "max_tokens": max_tokens}))
+    def call(self, k: int, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answer:
+        """Let it generate with K drafted tokens per step, or plainly where K is 0."""
+        self.send(json.dumps({"k": k, "prompts": prompts, "max_tokens": max_tokens}))
         return Answer(**self.receive())
 
     def send(self, line: str) -> None:

@@ -1,7 +1,10 @@
 """Our engine and its peers on the same weights and prompts, in turns, in one run.
 
-python benchmarks/peers/compare.py --out build/peer-figures
-python benchmarks/peers/compare.py --peers forerun openvino --sizes 29m --rounds 2 --out DIR
+python benchmarks/peers/compare.py --target zoo:code-40m --draft zoo:code-2m-for-40m --out DIR
+python benchmarks/peers/compare.py --pair 292m --out DIR
+python benchmarks/peers/compare.py --pair 292m --peers openvino --ks 2 4 --rounds 2 --out DIR
+
+Runs with the same DIR share one page and one picture.
 """
 
 from __future__ import annotations
@@ -9,94 +12,131 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
 from cells import OURS
-from client import KINDS
+from client import KINDS, Kind
 from harness import Harness, Plan
-from protocol import Setup
+from protocol import SPECULATIVE, Setup
 from report import write
 
-from forerun.models.load import load_tokenizer
+from forerun.models.load import load_tokenizer, model_folder
+from forerun.models.zoo.catalog import PREFIX, held_out_prompts
 from forerun.provenance import collect, content_hash
 
-K = 4
 MAX_CONTEXT = 1024
-PASSAGE = "os.py"
-"""The module of the standard library that prompts are cut from, one after another."""
+RANDOM_PAIR = (
+    "The target has random weights and the draft is its first two layers, so these figures show "
+    "the speed of the engines at a given acceptance, and no speed on real text."
+)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", help="folder or shipped model, together with --draft")
+    parser.add_argument("--draft")
+    parser.add_argument("--pair", help="instead of the two: a pair of benchmarks/pairs.py")
+    parser.add_argument("--name", help="of the cell; default: the target's name")
+    parser.add_argument("--own-draft", help="drafter for one more row of ours, such as a head")
     parser.add_argument("--peers", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--sizes", nargs="+", default=["29m", "292m"])
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of single prompts")
+    parser.add_argument("--ks", nargs="+", type=int, default=[2, 3, 4, 6])
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of single prompts")
     parser.add_argument("--batch-rounds", type=int, default=3, help="rounds of batches; 0 for none")
+    parser.add_argument("--choice-rounds", type=int, default=3, help="single prompts for every K")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--prompt-tokens", type=int, default=192)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=Path, default=Path("build/pairs"))
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if (options.pair is None) == (options.target is None):
+        parser.error("give either --pair, or --target and --draft")
+    if options.pair is not None:
+        options.target = str(options.pairs / options.pair / "target")
+        options.draft = str(options.pairs / options.pair / "draft")
+    if options.draft is None:
+        parser.error("--target needs --draft: every engine drafts with the same")
+    options.name = options.name or options.pair or Path(options.target.removeprefix(PREFIX)).name
+    return options
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
-    """Peers with ourselves among them, rounds and prompts."""
-    peers = options.peers if OURS in options.peers else [OURS, *options.peers]
+def kinds_of(options: argparse.Namespace) -> dict[str, Kind]:
+    """The peers to run, ourselves always among them, and our row with another drafter."""
+    names = options.peers if OURS in options.peers else [OURS, *options.peers]
+    kinds = {name: KINDS[name] for name in names}
+    if options.own_draft is not None:
+        kinds[f"{OURS}, {Path(options.own_draft).name}"] = Kind(
+            script=KINDS[OURS].script,
+            arms_per_worker=((SPECULATIVE,),),
+            draft=options.own_draft,
+        )
+    return kinds
+
+
+def plan_of(options: argparse.Namespace, peers: tuple[str, ...]) -> Plan:
+    """Rounds and prompts; one half of the prompts chooses K, the other is measured."""
     rounds = {1: options.rounds, options.batch: options.batch_rounds}
-    logs = options.out / "logs"
+    logs = options.environments / "logs" / options.name
     logs.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    prompts = prompts_of(model_folder(options.target), options.prompt_tokens)
     return Plan(
-        peers=tuple(peers),
+        peers=peers,
         rounds={batch: num for batch, num in rounds.items() if num > 0},
+        choice_rounds={options.batch: 1, 1: options.choice_rounds},
         max_tokens=options.max_tokens,
-        prompts=prompts_of(options.pairs / options.sizes[0] / "target", options.prompt_tokens),
+        prompts=prompts[1::2],
+        choice_prompts=prompts[::2],
         environments=options.environments.resolve(),
         logs=logs,
     )
 
 
 def prompts_of(target: Path, num_tokens: int) -> list[list[int]]:
-    """Passages of equal length, so that no peer pads."""
-    text = Path(sysconfig.get_paths()["stdlib"], PASSAGE).read_text(encoding="utf-8")
-    ids = load_tokenizer(target).encode(text)
-    return [ids[i : i + num_tokens] for i in range(0, len(ids) - num_tokens + 1, num_tokens)]
+    """Held-out prompts, cut to equal length so that no peer pads; shorter ones are left out."""
+    tokenizer = load_tokenizer(target)
+    found = [tokenizer.encode(prompt.text) for prompt in held_out_prompts()]
+    return [ids[-num_tokens:] for ids in found if len(ids) >= num_tokens]
 
 
-def setup_of(options: argparse.Namespace, size: str) -> Setup:
+def setup_of(options: argparse.Namespace) -> Setup:
     """What every worker loads."""
-    pair = options.pairs.resolve() / size
+    scratch = options.environments.resolve() / "models"
+    scratch.mkdir(parents=True, exist_ok=True)
     return Setup(
-        target=str(pair / "target"),
-        draft=str(pair / "draft"),
-        k=K,
+        target=str(model_folder(options.target).resolve()),
+        draft=str(model_folder(options.draft).resolve()),
+        ks=options.ks,
         threads=options.threads,
         max_batch=options.batch,
         max_context=MAX_CONTEXT,
-        scratch=str(options.pairs.resolve()),
+        scratch=str(scratch),
     )
 
 
 def facts_of(options: argparse.Namespace, harness: Harness) -> dict[str, Any]:
     """Where the figures come from."""
-    models = [
-        str(options.pairs / size / name) for size in options.sizes for name in ("target", "draft")
-    ]
+    pair = f"Target {options.target}, draft {options.draft}, in every engine. "
     return {
         "command": shlex.join(["python", *sys.argv]),
+        "pair": pair + (RANDOM_PAIR if options.pair else ""),
         "method": (
-            f"Greedy, bf16, {options.max_tokens} new tokens after {options.prompt_tokens} tokens "
-            f"of Python's `{PASSAGE}`; tokens over wall time, prefill included; K={K}. Every peer "
-            "and arm continues a prompt (or batch) before the next comes; all workers but the one "
-            "measured are stopped. Intervals: bootstrap over rounds. Same tokens: share of "
-            "positions with our token; bf16 is not token-exact across engines on random weights."
+            f"Greedy, 16-bit weights, {options.max_tokens} new tokens after "
+            f"{options.prompt_tokens} tokens of code that the shipped models were not trained on; "
+            "tokens over wall time, prefill included. Every engine drafts with the K that is its "
+            f"fastest of {', '.join(map(str, options.ks))}, chosen on one half of the prompts and "
+            "measured on the other. Every peer and arm continues a prompt (or batch) before the "
+            "next comes; all workers but the one measured are stopped. Intervals: bootstrap over "
+            "rounds. Same tokens: share of positions with our token; at 16 bits engines round "
+            "differently, and texts seldom meet again after the first near tie."
         ),
-        "provenance": collect({name: content_hash(name) for name in models}).to_dict(),
+        "provenance": collect(
+            {name: content_hash(name) for name in (options.target, options.draft)}
+        ).to_dict(),
         "workers": harness.descriptions,
         "idle_s": harness.idle_s,
         "rounds": harness.plan.rounds,
@@ -111,17 +151,18 @@ def main() -> int:
     def tell(stage: str) -> None:
         print(f"[{time.perf_counter() - started_s:6.1f} s] {stage}", file=sys.stderr, flush=True)
 
-    harness = Harness(plan=plan_of(options), tell=tell)
+    kinds = kinds_of(options)
+    harness = Harness(plan=plan_of(options, tuple(kinds)), tell=tell, kinds=kinds)
+    status = 0
     try:
-        for size in options.sizes:
-            harness.measure(size, setup_of(options, size))
-            write(options.out, harness.found, facts_of(options, harness))
+        harness.measure(setup_of(options))
     except KeyboardInterrupt:
         tell("interrupted; writing what there is")
-        write(options.out, harness.found, facts_of(options, harness))
-        return 130
+        status = 130
+    decode = load_tokenizer(model_folder(options.target)).decode
+    write(options.out, options.name, harness, facts_of(options, harness), decode)
     tell(f"written to {options.out}")
-    return 1 if any(series.failure for series in harness.found.values()) else 0
+    return status or (1 if any(series.failure for series in harness.found.values()) else 0)
 
 
 if __name__ == "__main__":

