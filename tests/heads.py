@@ -10,7 +10,7 @@ from torch import Tensor
 from forerun.drafters.eagle3.config import Eagle3Config
 from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.drafters.eagle3.head import Eagle3Head
-from forerun.drafters.eagle3.model import Eagle3Model, store_for
+from forerun.drafters.eagle3.load import model_of
 from forerun.models.base import LanguageModel
 
 LAYERS = (1, 2, 4)
@@ -47,8 +47,7 @@ def eagle3_head(
 
 
 def eagle3_drafter(target: LanguageModel, head: Eagle3Head) -> Eagle3Drafter:
-    model = Eagle3Model(head, target, store_for(head, target, head.fc.weight.dtype))
-    return Eagle3Drafter(model, head.config.feature_layers, target.vocab_size)
+    return Eagle3Drafter(model_of(head, target), head.config.feature_layers, target.vocab_size)
 
 
 def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ class LayerWeights:
 
     Attributes:
         input_norm: before attention.
-        qkv: rows of the query heads, then of the key heads, then of the value heads.
+        qkv: rows of the query heads, then of the key heads, then of the value heads; as wide as the
+            residual stream, or in an attached head as the token embedding and its state joined.
         qkv_bias: None without biases.
         query_norm: per head, None without.
         key_norm: per head, None without.
@@ -99,7 +100,7 @@ class LayerWeights:
     """
 
     input_norm: Float[Tensor, " hidden"]
-    qkv: Float[Tensor, "qkv_rows hidden"]
+    qkv: Float[Tensor, "qkv_rows joined"]
     qkv_bias: Float[Tensor, " qkv_rows"] | None
     query_norm: Float[Tensor, " head_dim"] | None
     key_norm: Float[Tensor, " head_dim"] | None

@@ -50,6 +50,8 @@ class Sizes(Structure):
         ("norm_eps", c_float),
         ("rope_scale", c_float),
         ("inv_freq", c_void_p),
+        *((name, c_int32) for name in ("is_attached", "norm_before_residual")),
+        *((name, c_int32) for name in ("norm_output", "unused")),
     )
 
 
@@ -60,7 +62,7 @@ class PassStruct(Structure):
         *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted", "num_layers")),
         *((name, c_int32) for name in ("num_features", "unused")),
         *((name, c_void_p) for name in ("spans", "parents", "tokens", "wanted")),
-        *((name, c_void_p) for name in ("feature_layers", "features")),
+        *((name, c_void_p) for name in ("feature_layers", "features", "states", "fed_back")),
     )
 
 
@@ -94,6 +96,7 @@ class VectorKind(IntEnum):
     KEY_NORM = 3
     QKV_BIAS = 4
     LAST_NORM = 5
+    HIDDEN_NORM = 6
 
 
 class MatrixKind(IntEnum):
@@ -121,6 +124,7 @@ SIGNATURES = {
     "forerun_decoder_bytes": (c_size_t, (c_void_p,)),
     "forerun_decoder_put_vector": (None, (c_void_p, c_int32, c_int32, c_void_p)),
     "forerun_decoder_put_matrix": (None, (c_void_p, c_int32, c_int32, c_void_p)),
+    "forerun_decoder_attach": (None, (c_void_p, c_void_p, c_void_p)),
     "forerun_decoder_embed": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
     "forerun_decoder_head": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p)),
     "forerun_decoder_forward": (

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import heads, tiny
+from tests import heads, natives, tiny
 
 from forerun.drafters.base import StepOutcome
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.load import load_eagle3
+from forerun.drafters.eagle3.native import NativeEagle3Model
 from forerun.errors import IncompatibleDraft
 from forerun.models.context import Context, pack
 from forerun.sampling.choice import Choice
@@ -53,12 +54,15 @@ class Watching:
         self.required_features = drafter.required_features
         self.max_width = getattr(drafter, "max_width", 1)
         self.num_checked = 0
+        self.checks_params = True
 
     def propose(self, requests, plans):
         proposals = self.drafter.propose(requests, plans)
         for request, proposal in zip(requests, proposals, strict=True):
-            if proposal is not None:
+            if proposal is not None and self.checks_params:
                 self.check(request, proposal)
+            elif proposal is not None:
+                self.num_checked += proposal.num_drafted
         return proposals
 
     def check(self, request, proposal):
@@ -189,3 +193,30 @@ def test_a_head_for_another_target_is_refused(tmp_path, target, changes, message
     other = tiny.adapted(tiny.network(**{"num_layers": 4, **changes}))
     with pytest.raises(IncompatibleDraft, match=message):
         load_eagle3(tmp_path, other)
+
+
+NATIVE_FLAGS = [
+    {},
+    {"norm_before_residual": True, "norm_output": True, "draft_vocab_size": tiny.VOCAB_SIZE},
+    {"fc_norm": True, "intermediate_size": 40},
+]
+
+
+@pytest.mark.parametrize("changes", NATIVE_FLAGS)
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SEEDED, FREE, replace(SEEDED, top_p=0.9), replace(GREEDY, repetition_penalty=1.3)],
+    ids=["greedy", "seeded", "free", "top_p", "penalty"],
+)
+def test_kernels_propose_what_a_slow_loop_computes(network, changes, params):
+    target = natives.native_model(network)
+    head = heads.eagle3_head(target, **changes)
+    drafter = heads.eagle3_drafter(target, head)
+    assert isinstance(drafter.model, NativeEagle3Model)
+    watching = Watching(drafter, head, target, tiny.adapted(network))
+    watching.checks_params = params.top_p == 1 and params.repetition_penalty == 1
+    outputs = tiny.engine_over(target, watching, k=3).generate(PROMPTS, params)
+    assert watching.num_checked > 20
+    if params is not FREE:
+        plain = tiny.engine_over(target).generate(PROMPTS, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]

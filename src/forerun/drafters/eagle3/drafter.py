@@ -21,7 +21,7 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel
 from forerun.drafters.draft_sequence import DraftSequence
-from forerun.drafters.eagle3.model import HeadBatch
+from forerun.drafters.eagle3.states import HeadBatch
 from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.context import Context

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.drafters.eagle3.config import Eagle3Config
-from forerun.drafters.eagle3.drafter import Eagle3Drafter
-from forerun.drafters.eagle3.model import Eagle3Model, store_for
-from forerun.errors import IncompatibleDraft
+from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.native import NativeEagle3Model
+from forerun.errors import IncompatibleDraft, RunnerUnavailable
 from forerun.models.base import LanguageModel
 from forerun.models.kv_store import StoredModel
+from forerun.models.runner.native import NativeModel
 
-__all__ = ["check_target", "load_eagle3"]
+__all__ = ["check_target", "load_eagle3", "model_of"]
+
+logger = logging.getLogger("forerun.loading")
 
 
 def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
@@ -29,8 +34,19 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
     check_target(head.config, target, str(folder))
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
     head = head.to(device=target.device, dtype=dtype).requires_grad_(False)
-    model = Eagle3Model(head, target, store_for(head, target, dtype))
-    return Eagle3Drafter(model, head.config.feature_layers, target.vocab_size)
+    return Eagle3Drafter(model_of(head, target), head.config.feature_layers, target.vocab_size)
+
+
+def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
+    """Return the head as a model, in the kernels where the target is."""
+    if isinstance(target, NativeModel):
+        try:
+            return NativeEagle3Model(head, target)
+        except RunnerUnavailable as error:
+            logger.info("the EAGLE-3 head runs in torch: %s", error)
+    from forerun.drafters.eagle3.model import Eagle3Model  # imports transformers
+
+    return Eagle3Model(head, target)
 
 
 def check_target(config: Eagle3Config, target: LanguageModel, where: str) -> None:

@@ -11,10 +11,11 @@ Cost per pass: the weights are read once; activations take memory of the largest
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ from forerun.native.library import (
 )
 from forerun.theory.stop_rule import StopRule
 
-__all__ = ["NativeModel", "build_native_model"]
+__all__ = ["NativeModel", "PackedWeights", "build_native_model", "new_decoder"]
 
 
 class NativeModel(StoredModel):
@@ -76,7 +77,7 @@ class NativeModel(StoredModel):
         """
         self._check_features(batch.feature_layers)
         self._claim(batch)
-        logits = torch.empty((len(batch.logit_rows), self.vocab_size))
+        logits = torch.empty((len(batch.logit_rows), self.architecture.vocab_size))
         features = None
         if batch.feature_layers:
             shape = (len(batch.tokens), len(batch.feature_layers), self.hidden_size)
@@ -113,7 +114,7 @@ class NativeModel(StoredModel):
             NotEnoughMemory: there is no memory to compute.
         """
         rows = hidden.to(self.dtype).contiguous()
-        logits = torch.empty((len(rows), self.vocab_size))
+        logits = torch.empty((len(rows), self.architecture.vocab_size))
         if not self.weights.kernels.library.forerun_decoder_head(
             self.weights.handle, rows.data_ptr(), len(rows), logits.data_ptr()
         ):
@@ -224,11 +225,15 @@ class NativeModel(StoredModel):
             None if layers is None else layers.buffer_info()[0],
             None if features is None else features.data_ptr(),
         )
+        self._add_states(rows, batch)
         if not function(byref(rows)):
             raise NotEnoughMemory(
                 f"no memory for a pass of {len(tokens)} rows; feed less at once "
                 "(prefill_chunk, max_step_rows, max_batch)"
             )
+
+    def _add_states(self, rows: PassStruct, batch: RowBatch) -> None:
+        """Describe what the rows of an attached head continue from; nothing for other models."""
 
 
 class Stops:
@@ -345,8 +350,20 @@ def build_native_model(
     )
 
 
-def new_decoder(decoder: Decoder, dtype: torch.dtype, kernels: Kernels) -> int:
-    """Create a decoder without weights in the kernels."""
+def new_decoder(
+    decoder: Decoder,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    flags: Mapping[str, bool] = MappingProxyType({}),
+) -> int:
+    """Create a decoder without weights in the kernels.
+
+    Args:
+        decoder: sizes and constants.
+        dtype: of the weights.
+        kernels: what will run it.
+        flags: of an attached head, by their names in `Sizes`.
+    """
     architecture = decoder.architecture
     inv_freq = decoder.inv_freq.contiguous()
     sizes = Sizes(
@@ -361,6 +378,7 @@ def new_decoder(decoder: Decoder, dtype: torch.dtype, kernels: Kernels) -> int:
         norm_eps=decoder.norm_eps,
         rope_scale=decoder.rope_scale,
         inv_freq=inv_freq.data_ptr(),
+        **flags,
     )
     if dtype not in ELEMENTS:
         raise RunnerUnavailable(f"the CPU kernels compute in bf16 and fp32, not in {dtype}")

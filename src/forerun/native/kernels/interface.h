@@ -13,11 +13,14 @@ struct ForerunSizes {
     int32_t vocab_size, tied;
     float norm_eps, rope_scale;
     const float* inv_freq;  // [head_dim / 2]; copied
+    // An EAGLE-3 head: the input of the layer is [normed embedding; normed state]. The residual carries
+    // the state, normed or not, and what leaves the layer, normed or not, is the state of the next row.
+    int32_t is_attached, norm_before_residual, norm_output, unused;
 };
 
 enum ForerunElement { kFp32 = 0, kBf16 = 1 };
 
-enum ForerunVector { kInputNorm, kPostNorm, kQueryNorm, kKeyNorm, kQkvBias, kLastNorm };
+enum ForerunVector { kInputNorm, kPostNorm, kQueryNorm, kKeyNorm, kQkvBias, kLastNorm, kHiddenNorm };
 
 enum ForerunMatrix { kQkv, kOutput, kGateUp, kDown, kHead, kEmbedding };
 
@@ -39,6 +42,8 @@ struct ForerunPass {
     // [num_rows][num_features][hidden_size] in the element type: the residual stream entering these
     // layers (num_layers: what leaves the last one, before the last norm).
     void* features;
+    const float* states;  // [num_rows][hidden_size], of an attached head
+    float* fed_back;  // [num_wanted][hidden_size], states of the rows behind those wanted, or null
 };
 
 // Keys of layer l at 2l, values at 2l + 1: [2 num_layers][num_slots][num_kv_heads][width][head_dim].
@@ -58,6 +63,10 @@ size_t forerun_decoder_bytes(const void* decoder);
 // Weights are copied; layer is ignored for those after the last layer.
 void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, const float* from);
 void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from);
+
+// Let an attached head use the embedding of a decoder of the same width and element type, which must
+// outlive it, and give its tokens [vocab_size] the ids of that decoder.
+void forerun_decoder_attach(void* decoder, const void* target, const int64_t* target_ids);
 
 // Embeddings [num_rows][hidden_size] of tokens, in the element type.
 void forerun_decoder_embed(const void* decoder, const int64_t* tokens, int64_t num_rows, void* to);

@@ -54,6 +54,7 @@ class AnyDecoder {
     virtual size_t num_bytes() const = 0;
     virtual void put_vector(ForerunVector kind, int layer, const float* from) = 0;
     virtual void put_matrix(ForerunMatrix kind, int layer, const void* from) = 0;
+    virtual void attach(const AnyDecoder& target, const int64_t* target_ids) = 0;
     virtual void embed(const int64_t* tokens, int64_t num_rows, void* to) const = 0;
     virtual void head(const void* hidden, int num_rows, float* logits) = 0;
     virtual void forward(const ForerunPass& rows, const ForerunStore& store, float* logits) = 0;
@@ -86,6 +87,11 @@ class Decoder final : public AnyDecoder {
 
     void put_matrix(ForerunMatrix kind, int layer, const void* from) override {
         weights_.put_matrix(crew_, kind, layer, static_cast<const T*>(from));
+    }
+
+    void attach(const AnyDecoder& target, const int64_t* target_ids) override {
+        embedding_ = &static_cast<const Decoder&>(target).weights_;
+        target_ids_.assign(target_ids, target_ids + weights_.sizes.vocab_size);
     }
 
     void embed(const int64_t* tokens, int64_t num_rows, void* to) const override {
@@ -121,7 +127,8 @@ class Decoder final : public AnyDecoder {
     void greedy_chain(const ForerunPass& rows, const ForerunStore& store, int num_tokens,
                       int vocab_size, int64_t* drafted) override {
         follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
-            best_tokens(pass, store, vocab_size, num_tokens, drafted + n);
+            best_tokens(pass, store, std::min(vocab_size, weights_.sizes.vocab_size), num_tokens,
+                        drafted + n);
             return true;
         });
     }
@@ -131,7 +138,7 @@ class Decoder final : public AnyDecoder {
         const int num_spans = rows.num_spans;
         const int64_t own = weights_.sizes.vocab_size, wanted = sampling.vocab_size;
         const int64_t most = std::min(own, wanted);
-        std::vector<float> logits(size_t(num_spans) * own);
+        std::vector<float> logits(size_t(num_spans) * own), narrow(target_ids_.size());
         Stops stops(sampling.stops, num_spans);
         follow(rows, num_tokens, drafted, [&](const ForerunPass& pass, int n) {
             forward(pass, store, logits.data());
@@ -140,9 +147,17 @@ class Decoder final : public AnyDecoder {
                 float* row = sampling.probs + at * wanted;
                 const float* scores = logits.data() + i * own;
                 stops.measure(scores, most, sampling.temperatures[i], n, i);
-                softmax(scores, most, sampling.temperatures[i], row);
-                std::fill(row + most, row + wanted, std::isnan(row[0]) ? kNaN : 0.f);
-                drafted[size_t(i) * num_tokens + n] = std::min(sampling.token(at), most - 1);
+                if (target_ids_.empty()) {
+                    softmax(scores, most, sampling.temperatures[i], row);
+                    std::fill(row + most, row + wanted, std::isnan(row[0]) ? kNaN : 0.f);
+                } else {
+                    softmax(scores, own, sampling.temperatures[i], narrow.data());
+                    std::fill(row, row + wanted, std::isnan(narrow[0]) ? kNaN : 0.f);
+                    for (int64_t token = 0; token < own; ++token)
+                        row[target_ids_[token]] = narrow[token];
+                }
+                const int64_t last = target_ids_.empty() ? most - 1 : target_ids_.back();
+                drafted[size_t(i) * num_tokens + n] = std::min(sampling.token(at), last);
             }
             return !stops.everywhere();
         });
@@ -162,7 +177,12 @@ class Decoder final : public AnyDecoder {
     // passes of one row per span behind them, each fed the token before, while it says to go on.
     template <class Draft>
     void follow(const ForerunPass& rows, int num_tokens, const int64_t* drafted, Draft&& draft) {
-        if (!draft(rows, 0)) return;
+        ForerunPass first = rows;
+        if (weights_.sizes.is_attached) {
+            fed_back_.resize(size_t(rows.num_spans) * weights_.sizes.hidden_size);
+            first.fed_back = fed_back_.data();
+        }
+        if (!draft(first, 0)) return;
         std::vector<ForerunSpan> spans(rows.spans, rows.spans + rows.num_spans);
         std::vector<int64_t> tokens(rows.num_spans), wanted(rows.num_spans);
         for (int i = 0; i < rows.num_spans; ++i) {
@@ -177,6 +197,7 @@ class Decoder final : public AnyDecoder {
         next.spans = spans.data();
         next.tokens = tokens.data();
         next.wanted = wanted.data();
+        next.states = next.fed_back = first.fed_back;  // read before they are written
         for (int n = 1; n < num_tokens; ++n) {
             for (int i = 0; i < rows.num_spans; ++i) tokens[i] = drafted[i * num_tokens + n - 1];
             if (!draft(next, n)) return;
@@ -186,7 +207,8 @@ class Decoder final : public AnyDecoder {
 
     template <class Sink>
     void run(const ForerunPass& rows, const ForerunStore& store, Sink&& sink) {
-        Pass<T> pass(weights_, scratch_, rows, store, crew_.num_threads());
+        const Weights<T>& embedding = embedding_ ? *embedding_ : weights_;
+        Pass<T> pass(weights_, embedding, scratch_, rows, store, crew_.num_threads());
         crew_.run(Pass<T>::num_phases(rows.num_layers),
                   [&](Walker& walker) { pass.walk(walker, sink); });
     }
@@ -208,12 +230,15 @@ class Decoder final : public AnyDecoder {
                 const Best& other = best_[size_t(thread) * num_wanted + row];
                 best.offer(other.value, other.token);
             }
-            drafted[size_t(row) * stride] = best.token;
+            drafted[size_t(row) * stride] = target_ids_.empty() ? best.token : target_ids_[best.token];
         }
     }
 
     Crew& crew_;
     Weights<T> weights_;
+    const Weights<T>* embedding_ = nullptr;  // of the target of an attached head
+    std::vector<int64_t> target_ids_;        // of its tokens, ascending
+    std::vector<float> fed_back_;
     Scratch<T> scratch_;
     std::vector<Best> best_;
 };
@@ -276,6 +301,10 @@ void forerun_decoder_put_vector(void* decoder, int32_t kind, int32_t layer, cons
 
 void forerun_decoder_put_matrix(void* decoder, int32_t kind, int32_t layer, const void* from) {
     as_decoder(decoder)->put_matrix(ForerunMatrix(kind), layer, from);
+}
+
+void forerun_decoder_attach(void* decoder, const void* target, const int64_t* target_ids) {
+    as_decoder(decoder)->attach(*static_cast<const AnyDecoder*>(target), target_ids);
 }
 
 void forerun_decoder_embed(const void* decoder, const int64_t* tokens, int64_t num_rows, void* to) {

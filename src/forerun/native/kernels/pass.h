@@ -20,7 +20,8 @@ constexpr int kItemQueries = 12;
 template <class T>
 struct Scratch {
     std::vector<float> hidden;  // [rows][hidden_size], the residual stream
-    std::vector<T> normed;      // [rows][hidden_size]
+    std::vector<float> embedded;    // [rows][hidden_size], of an attached head
+    std::vector<T> normed;      // [rows][hidden_size], of an attached head twice as wide
     std::vector<float> qkv;     // [rows][qkv_rows]
     std::vector<T> queries;     // [rows][query_rows], rotated
     std::vector<T> heads;       // [rows][query_rows], attended
@@ -37,9 +38,10 @@ struct Scratch {
 template <class T>
 class Pass {
   public:
-    Pass(const Weights<T>& weights, Scratch<T>& scratch, const ForerunPass& rows,
-         const ForerunStore& store, int num_threads)
-        : w_(weights), s_(scratch), rows_(rows), store_(store),
+    // `embedding` holds the token embeddings: the weights themselves, or those of a head's target.
+    Pass(const Weights<T>& weights, const Weights<T>& embedding, Scratch<T>& scratch,
+         const ForerunPass& rows, const ForerunStore& store, int num_threads)
+        : w_(weights), embedding_(embedding), s_(scratch), rows_(rows), store_(store),
           groups_(weights.sizes.num_heads / weights.sizes.num_kv_heads),
           item_rows_(std::max(1, kItemQueries / groups_)) {
         grow(num_threads);
@@ -58,9 +60,10 @@ class Pass {
             const Layer& layer = w_.layers[l];
             walker.each(num_rows, [&](int row) {
                 keep_features(l, row);
-                norm(row, layer.input_norm, row);
+                if (sizes.is_attached) join(row, layer);
+                else norm(row, layer.input_norm, row);
             });
-            multiply(walker, layer.qkv, s_.normed.data(), sizes.hidden_size, num_rows,
+            multiply(walker, layer.qkv, s_.normed.data(), w_.input_width, num_rows,
                      [&](int panel, const float* sums) {
                          keep(sums, panel, s_.qkv.data(), w_.qkv_rows);
                      });
@@ -79,7 +82,10 @@ class Pass {
         }
         if (rows_.num_features)
             walker.each(num_rows, [&](int row) { keep_features(rows_.num_layers, row); });
-        walker.each(rows_.num_wanted, [&](int i) { norm(int(rows_.wanted[i]), w_.last_norm, i); });
+        walker.each(rows_.num_wanted, [&](int i) {
+            norm(int(rows_.wanted[i]), w_.last_norm, i);
+            if (rows_.fed_back) feed_back(int(rows_.wanted[i]), i);
+        });
         multiply(walker, w_.head, s_.normed.data(), sizes.hidden_size, rows_.num_wanted,
                  [&](int panel, const float* sums) { sink(walker, panel, sums); });
     }
@@ -93,7 +99,8 @@ class Pass {
         const size_t rows = rows_.num_rows;
         const size_t tile_rows = std::max(rows_.num_rows, rows_.num_wanted);
         fit(s_.hidden, rows * sizes.hidden_size);
-        fit(s_.normed, tile_rows * sizes.hidden_size);
+        fit(s_.normed, tile_rows * w_.input_width);
+        if (sizes.is_attached) fit(s_.embedded, rows * sizes.hidden_size);
         fit(s_.qkv, rows * w_.qkv_rows);
         fit(s_.queries, rows * w_.query_rows);
         fit(s_.heads, rows * w_.query_rows);
@@ -152,7 +159,10 @@ class Pass {
 
     void begin_row(int row) {
         const int half = w_.sizes.head_dim / 2;
-        w_.embed(rows_.tokens[row], &s_.hidden[size_t(row) * w_.sizes.hidden_size]);
+        const size_t width = w_.sizes.hidden_size, at = row * width;
+        embedding_.embed(rows_.tokens[row], w_.sizes.is_attached ? &s_.embedded[at] : &s_.hidden[at]);
+        if (w_.sizes.is_attached)
+            std::memcpy(&s_.hidden[at], rows_.states + at, width * sizeof(float));
         float* rotation = &s_.rotations[size_t(row) * 2 * half];
         for (int i = 0; i < half; ++i) {
             const float angle = float(s_.positions[row]) * w_.inv_freq[i];
@@ -174,11 +184,37 @@ class Pass {
 
     // The root mean square norm of a row of the residual stream, as input `to` of a matrix.
     void norm(int row, const std::vector<float>& weight, int to) {
+        const size_t width = w_.sizes.hidden_size;
+        norm(&s_.hidden[row * width], weight, &s_.normed[to * width]);
+    }
+
+    void norm(const float* from, const std::vector<float>& weight, T* to) {
         const int width = w_.sizes.hidden_size;
-        const float* from = &s_.hidden[size_t(row) * width];
         const Floats inverse = splat(inverse_rms(from, width));
         for (int i = 0; i < width; i += kLanes)
-            store(&s_.normed[size_t(to) * width + i], load(&weight[i]) * (load(from + i) * inverse));
+            store(to + i, load(&weight[i]) * (load(from + i) * inverse));
+    }
+
+    // The input of an attached head's attention.
+    void join(int row, const Layer& layer) {
+        const size_t width = w_.sizes.hidden_size;
+        T* to = &s_.normed[row * 2 * width];
+        float* hidden = &s_.hidden[row * width];
+        norm(&s_.embedded[row * width], layer.input_norm, to);
+        norm(hidden, layer.hidden_norm, to + width);
+        if (!w_.sizes.norm_before_residual) return;
+        for (size_t i = 0; i < width; ++i) hidden[i] = widen(to[width + i]);
+    }
+
+    // The state of the row behind `row`, which was normed as input `to` of the head.
+    void feed_back(int row, int to) {
+        const size_t width = w_.sizes.hidden_size;
+        float* state = rows_.fed_back + to * width;
+        if (!w_.sizes.norm_output) {
+            std::memcpy(state, &s_.hidden[row * width], width * sizeof(float));
+            return;
+        }
+        for (size_t i = 0; i < width; ++i) state[i] = widen(s_.normed[to * width + i]);
     }
 
     float inverse_rms(const float* from, int width) const {
@@ -291,6 +327,7 @@ class Pass {
     }
 
     const Weights<T>& w_;
+    const Weights<T>& embedding_;
     Scratch<T>& s_;
     const ForerunPass& rows_;
     const ForerunStore& store_;

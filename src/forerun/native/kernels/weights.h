@@ -11,6 +11,7 @@ namespace forerun {
 
 struct Layer {
     std::vector<float> input_norm, post_norm, query_norm, key_norm, qkv_bias;
+    std::vector<float> hidden_norm;  // of an attached head
     Matrix qkv, output, gate_up, down;
 };
 
@@ -32,6 +33,7 @@ class Weights {
           kv_rows(given.num_kv_heads * given.head_dim),
           qkv_rows(query_rows + 2 * kv_rows),
           padded_intermediate((given.intermediate_size + kHalfPanel - 1) / kHalfPanel * kHalfPanel),
+          input_width(given.is_attached ? 2 * given.hidden_size : given.hidden_size),
           inv_freq(given.inv_freq, given.inv_freq + given.head_dim / 2),
           layers(given.num_layers),
           buffer_(lay_out(nullptr)) {
@@ -52,6 +54,7 @@ class Weights {
             case kQueryNorm: layer.query_norm.assign(from, from + sizes.head_dim); break;
             case kKeyNorm: layer.key_norm.assign(from, from + sizes.head_dim); break;
             case kQkvBias: layer.qkv_bias.assign(from, from + qkv_rows); break;
+            case kHiddenNorm: layer.hidden_norm.assign(from, from + sizes.hidden_size); break;
             case kLastNorm: break;
         }
     }
@@ -61,7 +64,7 @@ class Weights {
         const auto straight = [](int output) { return output; };
         const auto paired = [&](int output) { return gate_up_place(output, intermediate); };
         switch (kind) {
-            case kQkv: pack(crew, layers[index].qkv, from, qkv_rows, hidden, straight); break;
+            case kQkv: pack(crew, layers[index].qkv, from, qkv_rows, input_width, straight); break;
             case kOutput: pack(crew, layers[index].output, from, hidden, query_rows, straight); break;
             case kGateUp: pack(crew, layers[index].gate_up, from, 2 * intermediate, hidden, paired); break;
             case kDown: pack(crew, layers[index].down, from, hidden, intermediate, straight); break;
@@ -90,6 +93,7 @@ class Weights {
     const ForerunSizes sizes;
     const int query_rows, kv_rows, qkv_rows;
     const int padded_intermediate;
+    const int input_width;  // of the attention's input
     std::vector<float> inv_freq, last_norm;
     std::vector<Layer> layers;
     Matrix head;
@@ -107,7 +111,7 @@ class Weights {
             return placed;
         };
         for (Layer& layer : layers) {
-            layer.qkv = matrix(qkv_rows, sizes.hidden_size);
+            layer.qkv = matrix(qkv_rows, input_width);
             layer.output = matrix(sizes.hidden_size, query_rows);
             layer.gate_up = matrix(2 * padded_intermediate, sizes.hidden_size);
             layer.down = matrix(sizes.hidden_size, padded_intermediate);

@@ -1,0 +1,197 @@
+"""Golden rows: what a head computed where it was trained, kept beside it in golden.safetensors.
+
+Flags and layer ids of EAGLE-3 checkpoints are written differently by different tools, and a mistake
+costs acceptance without any error. So the training code keeps a few rows, from the target's
+features to the logits, with every tensor in between; whatever loads the head computes them again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.atomic_write import atomic_write
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.errors import InvalidModel
+from forerun.models.tensor_files import writing_tensors
+
+__all__ = ["GOLDEN_FILE", "STAGES", "GoldenRows", "compute_rows", "read_golden", "write_golden"]
+
+GOLDEN_FILE = "golden.safetensors"
+NUM_CHAIN = 3
+"""Rows at the end that continue from the head's own states."""
+STAGES = ("fused", "joined", "attended", "output", "logits", "chain_states", "chain_logits")
+"""Tensors of the computation in the order in which they arise."""
+NEEDED = ("tokens", "features", "embedded", "top_tokens", *STAGES)
+
+Embed = Callable[[Int64[Tensor, " rows"]], Float[Tensor, "rows width"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenRows:
+    """Golden rows of a head.
+
+    Attributes:
+        tokens: of the text; row t reads token t + 1, so there is one more than rows.
+        features: of the target, for all rows but the last `NUM_CHAIN`.
+        embedded: of the rows' tokens.
+        top_tokens: the target's id of every row's most likely token.
+        stages: by the names of `STAGES`.
+        fingerprints: one number per weight, by its name, so that a changed weight can be named.
+    """
+
+    tokens: Int64[Tensor, " tokens"]
+    features: Float[Tensor, "rows layers target_width"]
+    embedded: Float[Tensor, "all_rows width"]
+    top_tokens: Int64[Tensor, " all_rows"]
+    stages: Mapping[str, Tensor]
+    fingerprints: Mapping[str, float]
+
+
+@torch.no_grad()
+def compute_rows(
+    head: Eagle3Head,
+    features: Float[Tensor, "rows layers target_width"],
+    embedded: Float[Tensor, "all_rows width"],
+) -> dict[str, Tensor]:
+    """Return the tensors of `STAGES` and `top_tokens`, in fp32.
+
+    Args:
+        head: in fp32, on the CPU.
+        features: of the target, for the first rows; the others continue from the head's states.
+        embedded: embeddings of the tokens that the rows read.
+    """
+    kept: dict[str, Tensor] = {}
+    layer = head.get_submodule("layers.0")
+    hooks = [
+        layer.get_submodule("self_attn").register_forward_pre_hook(
+            lambda _, given: kept.update(joined=given[0])
+        ),
+        layer.get_submodule("post_attention_layernorm").register_forward_pre_hook(
+            lambda _, given: kept.update(attended=given[0])
+        ),
+    ]
+    fused = head.fuse(features)
+    states = [*fused]
+    while True:
+        rows = len(states)
+        output = head(embedded[:rows], torch.stack(states), torch.arange(rows), causal)
+        if rows == len(embedded):
+            break
+        states.append(head.fed_back(output[-1]))
+    for hook in hooks:
+        hook.remove()
+    logits = head.logits(output)
+    first = len(fused)
+    return {
+        "fused": fused,
+        "joined": kept["joined"][:first],
+        "attended": kept["attended"][:first],
+        "output": output[:first],
+        "logits": logits[:first],
+        "chain_states": torch.stack(states[first:]),
+        "chain_logits": logits[first:],
+        "top_tokens": head.target_ids[logits.argmax(-1)],
+    }
+
+
+def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of rows over themselves and those before, without a cache."""
+    attended = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        is_causal=True,
+        enable_gqa=True,
+    )
+    return attended[0].transpose(0, 1)
+
+
+def fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return one number per weight, which changes with nearly every change of the weight."""
+    return {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def fingerprint(tensor: Tensor) -> float:
+    """Return the product of a tensor with fixed numbers that do not repeat."""
+    values = tensor.double().flatten()
+    factors = torch.cos(torch.arange(len(values), dtype=torch.float64) * 0.7548776662466927)
+    return float(values @ factors)
+
+
+def write_golden(
+    head: Eagle3Head,
+    folder: Path,
+    *,
+    tokens: Int64[Tensor, " tokens"],
+    features: Float[Tensor, "tokens layers target_width"],
+    embed: Embed,
+) -> None:
+    """Compute golden rows and write them beside a head.
+
+    Args:
+        head: as it was trained; the rows are computed from its weights in bf16, as they are saved.
+        folder: of the saved head.
+        tokens: a text, at least `NUM_CHAIN` + 2 tokens.
+        features: of the target at these tokens, in the head's order of layers.
+        embed: the target's embedding.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    rounded = copy.deepcopy(head).to(torch.bfloat16).float().cpu().eval()
+    rows = tokens[1:].cpu()
+    embedded = rounded.embed_tokens(rows) if rounded.embed_tokens is not None else embed(rows)
+    given = features[: len(rows) - NUM_CHAIN].float().cpu()
+    embedded = embedded.detach().float().cpu()
+    tensors = {
+        "tokens": tokens.cpu(),
+        "features": given,
+        "embedded": embedded,
+        **compute_rows(rounded, given, embedded),
+    }
+    marks = json.dumps(fingerprints_of(rounded.state_dict()))
+    with atomic_write(folder / GOLDEN_FILE) as scratch, writing_tensors():
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            scratch,
+            metadata={"format": "1", "fingerprints": marks},
+        )
+
+
+def read_golden(folder: Path) -> GoldenRows | None:
+    """Read the golden rows beside a head; None where there are none.
+
+    Raises:
+        InvalidModel: they are damaged.
+    """
+    path = folder / GOLDEN_FILE
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in NEEDED}
+        fingerprints = json.loads(metadata["fingerprints"])
+        return GoldenRows(
+            tokens=tensors["tokens"],
+            features=tensors["features"],
+            embedded=tensors["embedded"],
+            top_tokens=tensors["top_tokens"],
+            stages={name: tensors[name] for name in STAGES},
+            fingerprints={str(name): float(value) for name, value in fingerprints.items()},
+        )
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise InvalidModel(
+            f"the golden rows in {path} cannot be read ({error}); fetch the head again"
+        ) from error

@@ -1,0 +1,146 @@
+"""An EAGLE-3 head on a CPU: all passes of a draft in one call of the kernels.
+
+The head computes with the kernels and the threads of its target, and with the target's embedding.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from forerun.drafters.eagle3.head import Eagle3Head, rotary_sizes
+from forerun.drafters.eagle3.states import RowStates, store_for
+from forerun.errors import RunnerUnavailable
+from forerun.models.base import ModelOutput, RowBatch
+from forerun.models.decoder import Decoder, LayerWeights
+from forerun.models.runner.native import NativeModel, PackedWeights, new_decoder
+from forerun.native.library import MatrixKind, PassStruct, VectorKind
+
+__all__ = ["NativeEagle3Model"]
+
+
+class NativeEagle3Model(NativeModel):
+    """The model of an EAGLE-3 head whose target runs in the kernels too.
+
+    Args:
+        head: on the CPU, in the target's dtype, without an embedding of its own.
+        target: its target.
+
+    Raises:
+        RunnerUnavailable: the kernels are not written for its sizes.
+    """
+
+    def __init__(self, head: Eagle3Head, target: NativeModel) -> None:
+        config = head.config
+        if head.embed_tokens is not None:
+            raise RunnerUnavailable("the CPU kernels use the target's embedding, not the head's")
+        weights, num_parameters = packed(head, target)
+        super().__init__(
+            weights=weights,
+            store=store_for(config, target, target.dtype),
+            architecture=rotary_sizes(config)[0],
+            num_parameters=num_parameters,
+        )
+        self.network = head
+        self.target = target  # whose embedding the kernels read
+        self._target_ids = head.target_ids
+        num_slots = self._store.geometry.num_slots
+        self._states = RowStates(num_slots, config.hidden_size, torch.float32, self.device)
+        # Read and written by the kernels, which do not keep them alive.
+        self._given = self._fed_back = torch.empty(0)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits, which is the target's."""
+        return self.network.config.target_vocab_size
+
+    def fuse(
+        self, features: Float[Tensor, "rows layers target_width"]
+    ) -> Float[Tensor, "rows width"]:
+        """Return the states of rows for a `HeadBatch`."""
+        return self.network.fuse(features).float()
+
+    def forward(self, batch: RowBatch) -> ModelOutput:
+        """One pass. Stages the KV of every row; the caller commits.
+
+        Raises:
+            NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
+            ValueError: a row continues from a row that was not computed.
+        """
+        logits = super().forward(batch).logits
+        self._states.note(batch, self._given, self._fed_back)
+        return ModelOutput(logits=self._scattered(logits))
+
+    def _add_states(self, rows: PassStruct, batch: RowBatch) -> None:
+        """Describe to the kernels what rows continue from and where their outputs go."""
+        self._given = self._states.of(batch).contiguous()
+        self._fed_back = torch.empty(len(batch.logit_rows), self.hidden_size)
+        rows.states, rows.fed_back = self._given.data_ptr(), self._fed_back.data_ptr()
+
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Token embeddings of the target."""
+        return self.target.embed(tokens)
+
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Logits over the target's tokens of rows after the final norm."""
+        return self._scattered(super().head(hidden))
+
+    def _scattered(
+        self, logits: Float[Tensor, "rows draft_vocab"]
+    ) -> Float[Tensor, "rows target_vocab"]:
+        if logits.shape[1] == self.vocab_size:
+            return logits
+        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        return full.index_copy_(1, self._target_ids, logits)
+
+
+def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
+    """Return the packed weights of a head and the number of its parameters."""
+    config, kernels = head.config, target.weights.kernels
+    architecture = rotary_sizes(config)[0]
+    decoder = Decoder(
+        architecture=architecture,
+        intermediate_size=config.intermediate_size,
+        norm_eps=config.norm_eps,
+        inv_freq=head.inv_freq,
+        rope_scale=head.rope_scale,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=True,
+    )
+    flags = {
+        "is_attached": True,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+    }
+    handle = new_decoder(decoder, target.dtype, kernels, flags)
+    weights = PackedWeights(kernels, handle, config.norm_eps)
+    num_parameters = weights.put_layer(0, layer_of(head))
+    norm = head.state_dict()["layers.0.hidden_norm.weight"]
+    num_parameters += weights.put_vector(VectorKind.HIDDEN_NORM, 0, norm)
+    num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, head.norm.weight)
+    weights.last_norm = head.norm.weight.float()
+    num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, head.lm_head.weight)
+    target_ids = head.target_ids.contiguous()
+    kernels.library.forerun_decoder_attach(handle, target.weights.handle, target_ids.data_ptr())
+    return weights, num_parameters + head.fc.weight.numel()
+
+
+def layer_of(head: Eagle3Head) -> LayerWeights:
+    """Return the weights of the head's layer with the matrices of one input joined."""
+    tensors = {
+        name.removeprefix("layers.0."): tensor for name, tensor in head.state_dict().items()
+    }
+    projections = [tensors[f"self_attn.{kind}_proj.weight"] for kind in ("q", "k", "v")]
+    return LayerWeights(
+        input_norm=tensors["input_layernorm.weight"],
+        qkv=torch.cat(projections),
+        qkv_bias=None,
+        query_norm=None,
+        key_norm=None,
+        output=tensors["self_attn.o_proj.weight"],
+        post_norm=tensors["post_attention_layernorm.weight"],
+        gate_up=torch.cat([tensors[f"mlp.{kind}_proj.weight"] for kind in ("gate", "up")]),
+        down=tensors["mlp.down_proj.weight"],
+    )
