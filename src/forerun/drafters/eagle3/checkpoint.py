@@ -26,7 +26,14 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
 from forerun.models.tensor_files import writing_tensors
 
-__all__ = ["HeadFormat", "build_head", "read_eagle3_head", "read_tensors", "write_eagle3_head"]
+__all__ = [
+    "HeadFormat",
+    "build_head",
+    "read_eagle3_head",
+    "read_parts",
+    "read_tensors",
+    "write_eagle3_head",
+]
 
 HeadFormat = Literal["speculators", "raw"]
 WEIGHTS = "model.safetensors"
@@ -50,14 +57,25 @@ def read_eagle3_head(
         InvalidModel: a file is missing or damaged, the head is of an unsupported kind, or its
             tensors do not fit its configuration.
     """
+    config, tensors = read_parts(folder, num_target_layers=num_target_layers)
+    return build_head(config, tensors, str(folder)).to(dtype)
+
+
+def read_parts(
+    folder: Path, *, num_target_layers: int | None = None
+) -> tuple[Eagle3Config, dict[str, Tensor]]:
+    """Read configuration and tensors of a head without comparing them.
+
+    Raises:
+        InvalidModel: a file is missing or damaged, or the head is of an unsupported kind.
+    """
     settings = read_object(folder / "config.json")
     if not is_eagle3(settings):
         raise InvalidModel(f"{folder / 'config.json'} does not describe an EAGLE-3 head")
     tensors = read_tensors(folder)
-    config = config_of(
-        settings, num_target_layers=num_target_layers, own_embedding=EMBEDDING in tensors
-    )
-    return build_head(config, tensors, str(folder)).to(dtype)
+    own_embedding = EMBEDDING in tensors
+    config = config_of(settings, num_target_layers=num_target_layers, own_embedding=own_embedding)
+    return config, tensors
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

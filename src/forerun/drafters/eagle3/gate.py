@@ -33,14 +33,14 @@ MAX_FEATURE_ERROR = 0.1
 
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
-    "fused": "fc, input_norm or fc_norm, or the order of the target's layers",
-    "joined": "input_layernorm, hidden_norm or the embedding",
-    "attended": "the attention's projections, its heads, the rotary settings or the norms' epsilon",
-    "output": "post_attention_layernorm or the feed-forward",
-    "logits": "norm or lm_head",
-    "chain_states": "what is fed back (norm_output)",
-    "chain_logits": "the rows that continue from the head's own states",
-    "top_tokens": "d2t, which names the target's token of every draft token",
+        "fused": "fc, input_norm or fc_norm, or the order of the target's layers",
+        "joined": "input_layernorm, hidden_norm or the embedding",
+        "attended": "the attention: its projections, its heads, the rotary settings or the epsilon of the norms",
+        "output": "post_attention_layernorm or the feed-forward",
+        "logits": "norm or lm_head",
+        "chain_states": "what is fed back (norm_output)",
+        "chain_logits": "the rows that continue from the head's own states",
+        "top_tokens": "d2t, which names the target's token of every draft token",
     }
 )
 """What the first tensor that differs points to."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
-from forerun.drafters.eagle3.checkpoint import read_eagle3_head
+from forerun.drafters.eagle3.checkpoint import read_parts
 from forerun.drafters.eagle3.config import Eagle3Config
 from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter
+from forerun.drafters.eagle3.gate import GateReport, check_head
+from forerun.drafters.eagle3.golden import read_golden
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.native import NativeEagle3Model
 from forerun.errors import IncompatibleDraft, RunnerUnavailable
@@ -17,7 +19,7 @@ from forerun.models.base import LanguageModel
 from forerun.models.kv_store import StoredModel
 from forerun.models.runner.native import NativeModel
 
-__all__ = ["check_target", "load_eagle3", "model_of"]
+__all__ = ["check_target", "examine", "load_eagle3", "model_of"]
 
 logger = logging.getLogger("forerun.loading")
 
@@ -30,11 +32,38 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
         IncompatibleDraft: the head was made for another target.
         NotEnoughMemory: there is no room for its keys and values.
     """
-    head = read_eagle3_head(folder, num_target_layers=target.num_layers)
-    check_target(head.config, target, str(folder))
+    report = examine(folder, target)
+    for change in report.changes:
+        logger.warning(
+            "the EAGLE-3 head in %s is read with %s: its golden rows show it", folder, change
+        )
+    if not report.is_checked:
+        logger.info("the EAGLE-3 head in %s has no golden rows: its flags are not checked", folder)
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
-    head = head.to(device=target.device, dtype=dtype).requires_grad_(False)
+    head = report.head.to(device=target.device, dtype=dtype).requires_grad_(False)
     return Eagle3Drafter(model_of(head, target), head.config.feature_layers, target.vocab_size)
+
+
+def examine(
+    folder: Path, target: LanguageModel | None, num_target_layers: int | None = None
+) -> GateReport:
+    """Read a head and compare it with its golden rows.
+
+    Args:
+        folder: of the head.
+        target: its target; None: sizes and layers are not compared.
+        num_target_layers: of the target where it is not loaded, for files that name no layers.
+
+    Raises:
+        InvalidModel: the folder is damaged, of an unsupported kind, or not as its golden rows say.
+        IncompatibleDraft: the head was made for another target.
+    """
+    if target is not None:
+        num_target_layers = target.num_layers
+    config, tensors = read_parts(folder, num_target_layers=num_target_layers)
+    if target is not None:
+        check_target(config, target, str(folder))
+    return check_head(config, tensors, str(folder), golden=read_golden(folder), target=target)
 
 
 def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
@@ -65,7 +94,8 @@ def check_target(config: Eagle3Config, target: LanguageModel, where: str) -> Non
                 f"the EAGLE-3 head in {where} was made for a target with {name} {wanted}, this "
                 f"target has {given}: use a head that was trained for this target"
             )
-    outside = [i for i in config.feature_layers if not 0 <= i <= target.num_layers]
+    # One too many may be a label in another convention, which golden rows can tell.
+    outside = [i for i in config.feature_layers if not -1 <= i <= target.num_layers + 1]
     if outside:
         raise IncompatibleDraft(
             f"the EAGLE-3 head in {where} reads layer {outside[0]} of its target, this target has "

@@ -129,9 +129,7 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
 
 def layer_of(head: Eagle3Head) -> LayerWeights:
     """Return the weights of the head's layer with the matrices of one input joined."""
-    tensors = {
-        name.removeprefix("layers.0."): tensor for name, tensor in head.state_dict().items()
-    }
+    tensors = {name.removeprefix("layers.0."): tensor for name, tensor in head.state_dict().items()}
     projections = [tensors[f"self_attn.{kind}_proj.weight"] for kind in ("q", "k", "v")]
     return LayerWeights(
         input_norm=tensors["input_layernorm.weight"],

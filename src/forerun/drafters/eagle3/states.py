@@ -98,7 +98,10 @@ class RowStates:
         return torch.stack(rows)
 
     def note(
-        self, batch: RowBatch, states: Float[Tensor, "rows width"], fed_back: Float[Tensor, "wanted width"]
+        self,
+        batch: RowBatch,
+        states: Float[Tensor, "rows width"],
+        fed_back: Float[Tensor, "wanted width"],
     ) -> None:
         """Keep what rows behind those wanted by a pass continue from.
 
