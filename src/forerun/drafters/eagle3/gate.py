@@ -35,7 +35,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
     {
         "fused": "fc, input_norm or fc_norm, or the order of the target's layers",
         "joined": "input_layernorm, hidden_norm or the embedding",
-        "attended": "the attention: its projections, its heads, the rotary settings or the epsilon of the norms",
+        "attended": "the attention: projections, heads, rotary settings or the norms' epsilon",
         "output": "post_attention_layernorm or the feed-forward",
         "logits": "norm or lm_head",
         "chain_states": "what is fed back (norm_output)",
