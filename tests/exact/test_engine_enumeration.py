@@ -82,12 +82,10 @@ class Noise:
     Attributes:
         by_key: what every key gives, by the engine's own keys; none may be given twice.
         owners: the run that a step's first key belongs to, and the step's tree and tokens.
-        weights: of the tree that is being verified.
     """
 
     by_key: dict[int, float] = field(default_factory=dict)
     owners: dict[int, tuple[Run, TokenTree, list[int]]] = field(default_factory=dict)
-    weights: list[tree_rules.TreeWeights] = field(default_factory=list)
 
     def give(self, key: int, value: float) -> None:
         assert key not in self.by_key, "a noise key decides twice"
@@ -257,20 +255,27 @@ def tree_prob(
 def noise(monkeypatch: pytest.MonkeyPatch) -> Noise:
     """Outcomes instead of noise, in the very places where the engine draws."""
     noise = Noise()
-    verify, stage = verification.verify_tree, tree_rules.tree_weights
+    verify = verification.verify_trees
 
     def uniform(keys: Tensor) -> Tensor:
         return torch.tensor([noise.by_key[key] for key in keys.tolist()], dtype=torch.float64)
 
-    def weigh(*parts):
-        noise.weights.append(stage(*parts))
-        return noise.weights[-1]
-
-    def verifying(rule, tree, target_probs, draft_probs, tokens, keys):
-        found = verify(rule, tree, target_probs, draft_probs, tokens, keys)
-        run, _, _ = noise.owners[keys[0][0]]
-        tests, finals = ([noise.by_key[key] for key in part] for part in keys)
-        run.prob *= tree_prob(rule, tree, noise.weights.pop(), tests, finals, found.path)
+    def verifying(rule, trees, target_probs, draft_probs, tokens, keys):
+        found = verify(rule, trees, target_probs, draft_probs, tokens, keys)
+        row = parent = 0
+        for tree, own_keys, outcome in zip(trees, keys, found, strict=True):
+            own = slice(row, row := row + len(tree.parents) + 1)
+            drafted = slice(parent, parent := parent + len(tree_rules.expanded(tree)))
+            weights = tree_rules.tree_weights(
+                rule,
+                tree,
+                target_probs[own][None],
+                draft_probs[drafted][None],
+                tokens[own][None, 1:],
+            )
+            run, _, _ = noise.owners[own_keys[0][0]]
+            tests, finals = ([noise.by_key[key] for key in part] for part in own_keys)
+            run.prob *= tree_prob(rule, tree, weights, tests, finals, outcome.path)
         return found
 
     def target_tokens(probs, keys):
@@ -286,8 +291,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Noise:
 
     monkeypatch.setattr(tree_rules, "uniform", uniform)
     monkeypatch.setattr(tree_rules, "draw", lambda rows, drawn: drawn.long())
-    monkeypatch.setattr(tree_rules, "tree_weights", weigh)
-    monkeypatch.setattr(verification, "verify_tree", verifying)
+    monkeypatch.setattr(verification, "verify_trees", verifying)
     monkeypatch.setattr(verification, "target_tokens", target_tokens)
     count = itertools.count(1)
     monkeypatch.setattr(os, "urandom", lambda size: next(count).to_bytes(size, "little"))

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from forerun.control.base import Plan
+from forerun.control.base import Plan, Tree
 from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, TreeDrafter
+from forerun.drafters.tree_builder import merged
 from forerun.errors import DrafterError
 from forerun.sampling.proposal import Proposal
 
@@ -17,6 +18,9 @@ __all__ = ["SeveralDrafters", "named_by_method", "tree_methods"]
 class SeveralDrafters:
     """Passes every request on to the drafter that its plan names.
 
+    A plan for a tree may name several, as in "suffix+draft_model": the best nodes of all their
+    trees are proposed as one, which is deterministic and verified by the walk.
+
     A pause of one of them is not a pause of all, so it only means that it proposes nothing.
 
     Args:
@@ -25,7 +29,7 @@ class SeveralDrafters:
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = drafters
-        self._proposed: dict[str, str] = {}
+        self._proposed: dict[str, Mapping[str, Proposal | None]] = {}
 
     @property
     def method(self) -> str:
@@ -40,25 +44,39 @@ class SeveralDrafters:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Return every request's proposal from the drafter of its plan."""
-        proposals: list[Proposal | None] = [None] * len(requests)
-        for method in dict.fromkeys(plan.method for plan in plans):
-            drafter = self.drafters.get(method)
-            if drafter is None:
+        """Return every request's proposal from the drafters of its plan."""
+        answers: list[dict[str, Proposal | None]] = [{} for _ in requests]
+        named = [self._named(plan) for plan in plans]
+        for method in dict.fromkeys(method for methods in named for method in methods):
+            places = [at for at, methods in enumerate(named) if method in methods]
+            # A merged tree is deterministic, and so are its parts.
+            asked = [
+                plans[at] if len(named[at]) == 1 else replace(plans[at], verification="walk")
+                for at in places
+            ]
+            found = self.drafters[method].propose([requests[at] for at in places], asked)
+            for at, answer in zip(places, found, strict=True):
+                answers[at][method] = None if isinstance(answer, Pause) else answer
+        for request, parts in zip(requests, answers, strict=True):
+            self._proposed[request.request_id] = parts
+        return [
+            united([p for p in parts.values() if p is not None and p.num_drafted], plan)
+            for parts, plan in zip(answers, plans, strict=True)
+        ]
+
+    def _named(self, plan: Plan) -> list[str]:
+        """Return the drafters of a plan; a chain comes from the first of them."""
+        methods = [plan.method] if plan.method in self.drafters else plan.method.split("+")
+        for method in methods:
+            if method not in self.drafters:
                 raise DrafterError(
                     f"a plan names the drafter {method!r}; there are {', '.join(self.drafters)}"
                 )
-            places = [at for at, plan in enumerate(plans) if plan.method == method]
-            answers = drafter.propose([requests[at] for at in places], [plans[at] for at in places])
-            for at, answer in zip(places, answers, strict=True):
-                if not isinstance(answer, Pause):
-                    proposals[at] = answer
-                self._proposed[requests[at].request_id] = method
-        return proposals
+        return methods if isinstance(plan.shape, Tree) else methods[:1]
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Report every step to every drafter; a proposal only to the one that made it."""
-        makers = [self._proposed.pop(outcome.request_id, None) for outcome in outcomes]
+        """Report every step to every drafter, with the proposal that it made itself."""
+        parts = [self._proposed.pop(outcome.request_id, {}) for outcome in outcomes]
         layers = self.required_features
         for method, drafter in self.drafters.items():
             columns = [layers.index(layer) for layer in drafter.required_features]
@@ -66,12 +84,12 @@ class SeveralDrafters:
                 [
                     replace(
                         outcome,
-                        proposal=outcome.proposal if maker == method else None,
+                        proposal=own.get(method) if outcome.proposal is not None else None,
                         features=outcome.features[:, columns]
                         if columns and outcome.features is not None
                         else None,
                     )
-                    for outcome, maker in zip(outcomes, makers, strict=True)
+                    for outcome, own in zip(outcomes, parts, strict=True)
                 ]
             )
 
@@ -81,6 +99,14 @@ class SeveralDrafters:
         with ExitStack() as others:
             for drafter in self.drafters.values():
                 others.callback(drafter.forget, request_id)
+
+
+def united(parts: Sequence[Proposal], plan: Plan) -> Proposal | None:
+    """Return one proposal for those of several drafters; trees without probabilities come alone."""
+    ranked = [part for part in parts if part.log_probs is not None]
+    if len(ranked) > 1 and isinstance(plan.shape, Tree):
+        return merged(ranked, plan.shape).proposal("budget")
+    return parts[0] if parts else None
 
 
 def named_by_method(drafters: Sequence[Drafter]) -> dict[str, Drafter]:

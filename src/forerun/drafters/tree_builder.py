@@ -22,10 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+import torch
+
 from forerun.control.base import Tree
+from forerun.sampling.choice import Choice
+from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.tree import TokenTree
 
-__all__ = ["BuiltTree", "Candidates", "Expand", "Path", "build_tree"]
+__all__ = ["BuiltTree", "Candidates", "Expand", "Path", "build_tree", "merged"]
 
 Path = tuple[int, ...]
 """Tokens from the first draft token down to a node; () is the last committed token."""
@@ -58,6 +62,52 @@ class BuiltTree:
     def expected_accepted(self) -> float:
         """Expected number of accepted nodes if the candidates' probabilities were the target's."""
         return sum(map(math.exp, self.log_probs))
+
+    def proposal(self, stop_reason: str, *, is_assured: bool = False) -> Proposal:
+        """Return the tree as a deterministic proposal.
+
+        Args:
+            stop_reason: why drafting ended.
+            is_assured: every id is known to be one of the target's.
+        """
+        tokens = torch.tensor(self.tokens, dtype=torch.int64)
+        return Proposal(
+            tokens=tokens,
+            tree=self.tree,
+            choice=Choice.DETERMINISTIC,
+            stop_reason=stop_reason,
+            assurance=Assurance(tokens=tokens, draft_probs=None) if is_assured else None,
+            log_probs=self.log_probs,
+        )
+
+
+def merged(proposals: Sequence[Proposal], shape: Tree) -> BuiltTree:
+    """Return the best nodes of several deterministic trees as one.
+
+    A path that occurs in several of them has the largest of its probabilities.
+
+    Args:
+        proposals: trees with `log_probs`.
+        shape: the largest tree.
+    """
+    best: dict[Path, float] = {}
+    for proposal in proposals:
+        paths: list[Path] = []
+        assert proposal.log_probs is not None
+        rows = zip(proposal.tree.parents, proposal.tokens.tolist(), proposal.log_probs, strict=True)
+        for parent, token, log_prob in rows:
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            best[paths[-1]] = max(log_prob, best.get(paths[-1], -math.inf))
+    children: dict[Path, list[tuple[float, int]]] = {}
+    for path, log_prob in best.items():
+        given = best.get(path[:-1], 0.0)
+        children.setdefault(path[:-1], []).append((given - log_prob, path[-1]))
+
+    def expand(path: Path) -> Candidates | None:
+        ranked = sorted(children.get(path, ()))
+        return [token for _, token in ranked], [-cost for cost, _ in ranked]
+
+    return build_tree(expand, shape)
 
 
 def build_tree(

@@ -21,7 +21,6 @@ from torch import Tensor
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.tree_builder import BuiltTree, Candidates, Path, build_tree
 from forerun.errors import DrafterError
-from forerun.sampling.choice import Choice
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.static_tree import static_tree
@@ -104,14 +103,7 @@ class BestFirst:
         built, sequence = self._built, self.sequence
         if built is None or not built.tokens:
             raise invalid_probs(sequence)
-        tokens = torch.tensor(built.tokens, dtype=torch.int64)
-        return Proposal(
-            tokens=tokens,
-            tree=built.tree,
-            choice=Choice.DETERMINISTIC,
-            stop_reason=sequence.stop_reason,
-            assurance=Assurance(tokens=tokens, draft_probs=None),
-        )
+        return built.proposal(sequence.stop_reason, is_assured=True)
 
 
 class Drawn:

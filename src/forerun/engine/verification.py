@@ -28,7 +28,7 @@ from forerun.sampling.noise import chain_keys
 from forerun.sampling.processors import failed_rows, pack_params, target_probs
 from forerun.sampling.proposal import Verdict
 from forerun.sampling.race import coupled_match_probs
-from forerun.sampling.tree_rules import expanded, tree_keys, verify_tree
+from forerun.sampling.tree_rules import tree_keys, verify_trees
 from forerun.sampling.walk import (
     edge_probs,
     expected_accepted,
@@ -36,7 +36,6 @@ from forerun.sampling.walk import (
     target_tokens,
     walk,
 )
-from forerun.theory.tree import TokenTree
 
 __all__ = ["verify"]
 
@@ -106,7 +105,7 @@ def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
     if rule == "walk":
         return verify_walked(batch)
     if rule == "traversal" or rule == "greedy_coupling":
-        return verify_trees(batch, rule)
+        return verify_drawn_trees(batch, rule)
     return verify_sampled(batch, rule)
 
 
@@ -248,52 +247,29 @@ def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
 # -------------------------------------------------------------------------------------------- trees
 
 
-def verify_trees(
+def verify_drawn_trees(
     batch: VerifyBatch, rule: Literal["traversal", "greedy_coupling"]
 ) -> list[Verdict]:
-    """Verify trees whose nodes were drawn from the draft, one after the other.
-
-    The target may have no distribution behind some nodes. Their descendants are then left out: the
-    tokens above them decide that, so it biases nothing. A node that is accepted nevertheless ends
-    in an error.
-    """
+    """Verify trees whose nodes were drawn from the draft, one after the other."""
     probs = probabilities(batch)
-    (failed,) = on_host(failed_rows(probs))
+    proposals = [entry.proposal for entry in batch.entries]
+    draft_probs = [
+        p.draft_probs.to(probs.device) for p in proposals if p and p.draft_probs is not None
+    ]
+    outcomes = verify_trees(
+        rule,
+        [entry.tree for entry in batch.entries],
+        probs,
+        torch.cat(draft_probs),
+        batch.tokens,
+        [
+            tree_keys(entry.sequence.noise_key, len(entry.sequence.ids), entry.num_drafted)
+            for entry in batch.entries
+        ],
+    )
     verdicts = []
-    for entry, rows in batch.rows():
-        proposal, invalid = entry.proposal, failed[rows]
-        assert proposal is not None
-        assert proposal.draft_probs is not None
-        if invalid[0]:
+    for entry, found in zip(batch.entries, outcomes, strict=True):
+        if not found.is_valid:
             refuse(entry)
-        tree, nodes = valid_part(entry.tree, invalid)
-        kept = [expanded(entry.tree).index(nodes[p] if p >= 0 else -1) for p in expanded(tree)]
-        places = torch.tensor([0, *(node + 1 for node in nodes)], device=probs.device)
-        tokens = batch.tokens[rows].to(probs.device)[places]
-        sequence = entry.sequence
-        found = verify_tree(
-            rule,
-            tree,
-            probs[rows][places],
-            proposal.draft_probs.to(probs.device)[kept],
-            tokens[1:],
-            tree_keys(sequence.noise_key, len(sequence.ids), len(nodes)),
-        )
-        path = tuple(nodes[node] for node in found.path)
-        check_visited(entry, path, invalid)
-        emitted = (*tokens[[node + 1 for node in found.path]].tolist(), found.final_token)
-        verdicts.append(verdict_of(entry, path, emitted, found.expected_accepted))
+        verdicts.append(verdict_of(entry, found.path, found.tokens, found.expected_accepted))
     return verdicts
-
-
-def valid_part(tree: TokenTree, invalid: Seq[bool]) -> tuple[TokenTree, list[int]]:
-    """Return the nodes whose ancestors all have a valid row, as a tree, and their indices."""
-    if not any(invalid):
-        return tree, list(range(len(tree.parents)))
-    places = {-1: -1}
-    nodes: list[int] = []
-    for node, parent in enumerate(tree.parents):
-        if parent in places and not invalid[parent + 1]:
-            places[node] = len(nodes)
-            nodes.append(node)
-    return TokenTree(tuple(places[tree.parents[node]] for node in nodes)), nodes

@@ -49,6 +49,8 @@ class Proposal:
             "invalid_probs": the next distribution was NaN).
         stop_values: what a stop rule measured before every node; None without one.
         assurance: spares the check of values that the drafter guarantees.
+        log_probs: of deterministic trees the logarithm of every path's probability under the draft,
+            by which nodes of several trees can be compared; None where there is none.
     """
 
     tokens: Int64[Tensor, " nodes"]
@@ -58,6 +60,7 @@ class Proposal:
     stop_reason: str = "budget"
     stop_values: tuple[float, ...] | None = None
     assurance: Assurance | None = None
+    log_probs: tuple[float, ...] | None = None
 
     @property
     def is_assured(self) -> bool:

@@ -15,26 +15,35 @@ Which proposal a rule is exact for:
   which all its siblings have probability 0. The siblings are a function of the committed tokens,
   such as the most likely ones.
 
-Shapes: a batch of trees of one topology. Row 0 of `target_probs` belongs to the last committed
-token, row n + 1 to node n; `draft_probs` has one row per node that has children, in the order of
-`expanded(tree)`.
+Row 0 of a tree's target distributions belongs to the last committed token, row n + 1 to node n; of
+the draft's there is one row per node that has children, in the order of `expanded(tree)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from forerun.sampling.host import on_host
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
+from forerun.sampling.processors import failed_rows
+from forerun.sampling.tree_residuals import (
+    Forest,
+    TreeRule,
+    expanded,
+    forest_of,
+    post_order,
+    residuals_of,
+)
 from forerun.theory.tree import TokenTree
 
 __all__ = [
+    "TreeOutcome",
     "TreeRule",
     "TreeWeights",
     "accepted_node",
@@ -43,26 +52,24 @@ __all__ = [
     "post_order",
     "tree_keys",
     "tree_weights",
-    "verify_tree",
+    "verify_trees",
 ]
-
-TreeRule = Literal["traversal", "rejection", "greedy_coupling"]
-TargetProbs = Float[Tensor, "batch rows vocab"]
-DraftProbs = Float[Tensor, "batch parents vocab"]
-Tokens = Int64[Tensor, "batch nodes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TreeWeights:
-    """What the draw stage compares noise with.
+    """What the draw stage compares noise with, for a batch of trees of one topology.
 
     Attributes:
         accept: acceptance probability of every node, given that the tests before its own failed.
         final: unnormalised distribution of the token behind the last accepted node, by row.
+        shares: under greedy coupling, of every node without a test the probability that it is
+            accepted once the test of its last sibling has failed; 0 otherwise.
     """
 
     accept: Float[Tensor, "batch nodes"]
     final: Float[Tensor, "batch rows vocab"]
+    shares: Float[Tensor, "batch nodes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,69 +78,115 @@ class TreeOutcome:
 
     Attributes:
         path: accepted nodes from the root down.
-        final_token: the token behind them.
+        tokens: theirs, and the one behind them.
         expected_accepted: E[num_accepted | draft tokens].
+        is_valid: whether the target had a distribution at every row of the path.
     """
 
     path: tuple[int, ...]
-    final_token: int
+    tokens: tuple[int, ...]
     expected_accepted: float
+    is_valid: bool
 
 
-@lru_cache(maxsize=1024)
-def expanded(tree: TokenTree) -> tuple[int, ...]:
-    """Return the nodes that have children, ascending; -1 is the last committed token."""
-    return tuple(sorted(set(tree.parents)))
-
-
-@lru_cache(maxsize=1024)
-def post_order(tree: TokenTree) -> tuple[int, ...]:
-    """Return every node behind all its descendants, siblings in draw order."""
-    order: list[int] = []
-
-    def visit(node: int) -> None:
-        for child in tree.children(node):
-            visit(child)
-            order.append(child)
-
-    visit(-1)
-    return tuple(order)
-
-
-def verify_tree(
+def verify_trees(
     rule: TreeRule,
-    tree: TokenTree,
+    trees: Sequence[TokenTree],
     target_probs: Float[Tensor, "rows vocab"],
     draft_probs: Float[Tensor, "parents vocab"],
-    tokens: Int64[Tensor, " nodes"],
-    keys: tuple[Sequence[int], Sequence[int]],
-) -> TreeOutcome:
-    """Accept a path of one tree and draw the token behind it.
+    tokens: Int64[Tensor, " rows"],
+    keys: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> list[TreeOutcome]:
+    """Accept a path of every tree and draw the token behind it; waits for the device once.
+
+    Nothing is accepted behind a node where the target has no distribution: the tokens up to it
+    decide that, so it biases nothing.
 
     Args:
-        rule: as for `tree_weights`, like the next four, but without the batch.
-        tree: topology, at least one node.
-        target_probs: the target's rows.
-        draft_probs: the rows that children were drawn from.
-        tokens: token of every node.
-        keys: `tree_keys` of the step.
+        rule: one of `TreeRule`; the module says for which proposals it is exact.
+        trees: one or more, each with a node.
+        target_probs: the target's rows of all trees, one after the other.
+        draft_probs: likewise, the rows that children were drawn from.
+        tokens: fed at the rows of `target_probs`; the first of every tree is not a draft token.
+        keys: `tree_keys` of every tree.
     """
-    weights = tree_weights(rule, tree, target_probs[None], draft_probs[None], tokens[None])
-    tests, finals = (uniform(torch.tensor(k, device=target_probs.device)) for k in keys)
-    passed: list[bool] = (tests < weights.accept[0]).tolist()
-    if rule == "greedy_coupling":
-        drawn: list[int] = draw(weights.final[0], finals).tolist()
-        node = accepted_node(rule, tree, passed, tokens.tolist(), drawn)
-        token = drawn[node + 1]
-    else:
-        node = accepted_node(rule, tree, passed)
-        row = slice(node + 1, node + 2)
-        token = int(draw(weights.final[0, row], finals[row]))
-    return TreeOutcome(
-        path=tree.path(node),
-        final_token=token,
-        expected_accepted=float(expected_accepted(rule, tree, weights, tokens[None])),
+    device = target_probs.device
+    forest = forest_of(tuple(trees), rule, device=device)
+    drafted = tokens.to(device)[forest.node_rows]
+    found = residuals_of(rule, forest, target_probs, draft_probs, drafted)
+    tests, finals = (
+        uniform(torch.tensor([key for part in each for key in part], device=device))
+        for each in zip(*keys, strict=True)
     )
+    passed = tests < found.accept
+    if rule == "traversal":
+        rows = first_passed(forest, passed)
+        drawn = draw(found.final(rows), finals[rows])
+    else:
+        rows = drawn = draw(found.final(torch.arange(len(finals), device=device)), finals)
+    numbers = Numbers(
+        *on_host(passed, rows, drawn, found.accept, found.shares, tokens, failed_rows(target_probs))
+    )
+    return outcomes_of(rule, trees, numbers)
+
+
+def first_passed(forest: Forest, passed: Bool[Tensor, " nodes"]) -> Int64[Tensor, " trees"]:
+    """Return the row of the first node in post-order that passes, of the root where none does."""
+    behind = torch.cat([passed, passed.new_zeros(1)])[forest.post_order]
+    first = behind.view(torch.uint8).argmax(-1, keepdim=True)
+    nodes = forest.post_order.gather(1, first)[:, 0]
+    rows = forest.node_rows[nodes.clamp(max=len(passed) - 1)]
+    return torch.where(behind.any(-1), rows, forest.root_rows)
+
+
+class Numbers(NamedTuple):
+    """What outcomes are made of, of all trees one after the other.
+
+    Attributes:
+        passed: whether u < accept, by node.
+        rows: under traversal the row of the last accepted node, by tree.
+        drawn: the final token by tree under traversal, by row under the other rules.
+        accept: by node, see `TreeWeights`.
+        shares: likewise.
+        tokens: fed at every row.
+        failed: whether the target has no distribution there.
+    """
+
+    passed: Sequence[bool]
+    rows: Sequence[int]
+    drawn: Sequence[int]
+    accept: Sequence[float]
+    shares: Sequence[float]
+    tokens: Sequence[int]
+    failed: Sequence[bool]
+
+
+def outcomes_of(rule: TreeRule, trees: Sequence[TokenTree], numbers: Numbers) -> list[TreeOutcome]:
+    """Follow every tree to its last accepted node."""
+    found = []
+    row = node = 0
+    for index, tree in enumerate(trees):
+        num_nodes = len(tree.parents)
+        nodes, own = slice(node, node + num_nodes), slice(row, row + num_nodes + 1)
+        fed, failed = numbers.tokens[own], numbers.failed[own]
+        if rule == "traversal":
+            last, token = numbers.rows[index] - row - 1, numbers.drawn[index]
+        else:
+            drawn = numbers.drawn[own]
+            last = accepted_node(rule, tree, numbers.passed[nodes], fed[1:], drawn)
+            token = drawn[last + 1]
+        path = tree.path(last)
+        accept, shares = numbers.accept[nodes], numbers.shares[nodes]
+        found.append(
+            TreeOutcome(
+                path=path,
+                tokens=(*(fed[n + 1] for n in path), token),
+                expected_accepted=expected_accepted(rule, tree, accept, shares),
+                is_valid=not any(failed[n + 1] for n in (-1, *path)),
+            )
+        )
+        row, node = row + num_nodes + 1, node + num_nodes
+    return found
 
 
 # -------------------------------------------------------------------------------- probability stage
@@ -142,11 +195,11 @@ def verify_tree(
 def tree_weights(
     rule: TreeRule,
     tree: TokenTree,
-    target_probs: TargetProbs,
-    draft_probs: DraftProbs,
-    tokens: Tokens,
+    target_probs: Float[Tensor, "batch rows vocab"],
+    draft_probs: Float[Tensor, "batch parents vocab"],
+    tokens: Int64[Tensor, "batch nodes"],
 ) -> TreeWeights:
-    """Return acceptance probabilities and final distributions under `rule`.
+    """Return acceptance probabilities and final distributions of a batch of one topology.
 
     Args:
         rule: one of `TreeRule`; the module says for which proposals it is exact.
@@ -155,115 +208,44 @@ def tree_weights(
         draft_probs: the rows that children were drawn from, one per node of `expanded(tree)`.
         tokens: token of every node.
     """
-    if rule == "traversal":
-        return traversal_weights(tree, target_probs, draft_probs, tokens)
-    if rule == "rejection":
-        return rejection_weights(tree, target_probs, draft_probs, tokens)
-    return greedy_coupling_weights(tree, target_probs, draft_probs, tokens)
-
-
-def traversal_weights(
-    tree: TokenTree, target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens
-) -> TreeWeights:
-    """Traversal Verification (2505.12398): leaves are tested first, in depth-first order.
-
-    A node carries a weight w, 1 at the root and min(1, w(parent) P(node) / Q(node)) below it. A
-    leaf is accepted with its weight. After a rejection its parent v is left with the distribution
-    R / Z, R = [w(v) P_v - Q_v]+ and Z its sum, and with the weight Z / (Z + 1 - w(v)); the rejected
-    token is removed from Q_v. A node whose children are all rejected becomes a leaf.
-    """
-    final, draft = target_probs.clone(), draft_probs.clone()
-    rows = {parent: index for index, parent in enumerate(expanded(tree))}
-    accept = torch.zeros_like(tokens, dtype=target_probs.dtype)
-    root_weight = torch.ones_like(target_probs[:, 0, 0])
-
-    def visit(node: int, weight: Tensor) -> Tensor:
-        """Reject the children of a node one after the other; returns the weight it is left with."""
-        for child in tree.children(node):
-            row, token = rows[node], tokens[:, child, None]
-            target = final[:, node + 1]
-            ratio = _divided(_of(target, token), _of(draft[:, row], token))
-            accept[:, child] = visit(child, (weight * ratio).clamp(max=1))
-            residual = (weight[:, None] * target - draft[:, row]).clamp_(min=0)
-            mass = residual.sum(-1)
-            left = mass + (1 - weight)
-            final[:, node + 1] = _residual_or(residual, mass, target)
-            weight = torch.where(left > 0, _divided(mass, left), 1.0)
-            draft[:, row] = _without(draft[:, row], token)
-        return weight
-
-    visit(-1, root_weight)
-    return TreeWeights(accept=accept, final=final)
-
-
-def rejection_weights(
-    tree: TokenTree, target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens
-) -> TreeWeights:
-    """Recursive rejection without replacement (2402.14160): children are tested from the root down.
-
-    A child is accepted with min(1, P / Q); after a rejection P is left with [P - Q]+, normalised,
-    and the rejected token is removed from Q.
-    """
-    final, draft = target_probs.clone(), draft_probs.clone()
-    accept = torch.zeros_like(tokens, dtype=target_probs.dtype)
-    for row, node in enumerate(expanded(tree)):
-        for child in tree.children(node):
-            token, target = tokens[:, child, None], final[:, node + 1]
-            ratio = _divided(_of(target, token), _of(draft[:, row], token))
-            accept[:, child] = ratio.clamp(max=1)
-            residual = (target - draft[:, row]).clamp_(min=0)
-            final[:, node + 1] = _residual_or(residual, residual.sum(-1), target)
-            draft[:, row] = _without(draft[:, row], token)
-    return TreeWeights(accept=accept, final=final)
-
-
-def greedy_coupling_weights(
-    tree: TokenTree, target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens
-) -> TreeWeights:
-    """Greedy coupling (2502.18779): the drawn child is tested, its siblings wait for the residual.
-
-    Only the last child of a node has a test, min(1, P / Q). The token that is drawn from [P - Q]+
-    after a rejection may be one of the siblings, which is then accepted.
-    """
-    final = target_probs.clone()
-    accept = torch.zeros_like(tokens, dtype=target_probs.dtype)
-    for row, node in enumerate(expanded(tree)):
-        drawn = tree.children(node)[-1]
-        token, target, draft = tokens[:, drawn, None], final[:, node + 1], draft_probs[:, row]
-        accept[:, drawn] = _divided(_of(target, token), _of(draft, token)).clamp(max=1)
-        residual = (target - draft).clamp_(min=0)
-        final[:, node + 1] = _residual_or(residual, residual.sum(-1), target)
-    return TreeWeights(accept=accept, final=final)
+    forest = forest_of((tree,), rule, copies=len(tokens), device=target_probs.device)
+    found = residuals_of(
+        rule, forest, target_probs.flatten(0, 1), draft_probs.flatten(0, 1), tokens.flatten()
+    )
+    rows = torch.arange(len(tokens) * (len(tree.parents) + 1), device=target_probs.device)
+    return TreeWeights(
+        accept=found.accept.view(tokens.shape),
+        final=found.final(rows).view(target_probs.shape),
+        shares=found.shares.view(tokens.shape),
+    )
 
 
 def expected_accepted(
-    rule: TreeRule, tree: TokenTree, weights: TreeWeights, tokens: Tokens
-) -> Float[Tensor, " batch"]:
-    """Return E[num_accepted | draft tokens] over the noise of verification."""
-    accept = weights.accept
+    rule: TreeRule, tree: TokenTree, accept: Sequence[float], shares: Sequence[float]
+) -> float:
+    """Return E[num_accepted | draft tokens] over the noise of verification.
+
+    Args:
+        rule: one of `TreeRule`.
+        tree: topology.
+        accept: of every node, see `TreeWeights`.
+        shares: likewise.
+    """
     if rule == "traversal":
-        rejected = torch.ones_like(accept[:, 0])
-        expected = torch.zeros_like(rejected)
+        rejected, expected = 1.0, 0.0
         for node in post_order(tree):
-            expected += tree.depths[node] * rejected * accept[:, node]
-            rejected = rejected * (1 - accept[:, node])
+            expected += tree.depths[node] * rejected * accept[node]
+            rejected *= 1 - accept[node]
         return expected
-    reached = torch.zeros_like(accept)
+    reached = [1.0] * (len(tree.parents) + 1)  # the last entry is the root's
     for node in (-1, *range(len(tree.parents))):
-        left = torch.ones_like(accept[:, 0]) if node < 0 else reached[:, node].clone()
-        children = tree.children(node)
-        if rule == "rejection":
-            for child in children:
-                reached[:, child] = left * accept[:, child]
-                left = left - reached[:, child]
-        elif children:
-            reached[:, children[-1]] = left * accept[:, children[-1]]
-            left = left - reached[:, children[-1]]
-            row = weights.final[:, node + 1]
-            share = _divided(row, row.sum(-1, keepdim=True))
-            for child in children[:-1]:
-                reached[:, child] = left * _of(share, tokens[:, child, None])
-    return reached.sum(-1)
+        left = reached[node]
+        for child in reversed(tree.children(node)) if rule != "rejection" else tree.children(node):
+            is_tested = rule == "rejection" or child == tree.children(node)[-1]
+            reached[child] = left * (accept[child] if is_tested else shares[child])
+            if is_tested:
+                left -= reached[child]
+    return sum(reached) - 1
 
 
 # --------------------------------------------------------------------------------------- draw stage
@@ -313,27 +295,3 @@ def accepted_node(
             return node
         node = chosen
     return node
-
-
-# ------------------------------------------------------------------------------------------ details
-
-
-def _divided(part: Tensor, whole: Tensor) -> Tensor:
-    """Divide; 0 / 0 is 0, and no drawn token has a draft probability of 0."""
-    return part / whole.clamp(min=torch.finfo(whole.dtype).tiny)
-
-
-def _of(probs: Float[Tensor, "batch vocab"], token: Int64[Tensor, "batch 1"]) -> Tensor:
-    return probs.gather(-1, token)[:, 0]
-
-
-def _residual_or(residual: Tensor, mass: Tensor, target: Tensor) -> Tensor:
-    """Normalise a residual; where nothing is left, both rows agree: keep the target's."""
-    kept = _divided(residual, mass[:, None])
-    return torch.where(mass[:, None] > 0, kept, target)
-
-
-def _without(probs: Tensor, token: Tensor) -> Tensor:
-    """Remove a drawn token and normalise; a row that held nothing else becomes 0."""
-    left = probs.scatter(-1, token, 0.0)
-    return _divided(left, left.sum(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Drawn trees: which rule verifies them, and what is left where the target has no distribution."""
+"""Drawn trees: which rule verifies them, and which siblings are refused."""
 
 from __future__ import annotations
 
@@ -6,31 +6,10 @@ import pytest
 import torch
 
 from forerun.engine.proposal_check import smallest_drawn
-from forerun.engine.verification import valid_part
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams, resolve_verification
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
-
-TREE = TokenTree((-1, -1, 0, 2, 1))
-
-
-def test_all_of_a_valid_tree_is_verified():
-    assert valid_part(TREE, [False] * 6) == (TREE, [0, 1, 2, 3, 4])
-
-
-@pytest.mark.parametrize(
-    ("invalid", "nodes", "parents"),
-    [
-        ({1}, [0, 1, 4], (-1, -1, 1)),
-        ({2}, [0, 1, 2, 3], (-1, -1, 0, 2)),
-        ({3}, [0, 1, 2, 4], (-1, -1, 0, 1)),
-        ({4, 5}, [0, 1, 2, 3, 4], TREE.parents),
-    ],
-)
-def test_descendants_of_an_invalid_row_are_left_out(invalid, nodes, parents):
-    flags = [row in invalid for row in range(6)]
-    assert valid_part(TREE, flags) == (TokenTree(parents), nodes)
 
 
 def smallest(choice: Choice, tokens: list[int], first: list[float]) -> float:

@@ -18,7 +18,7 @@ from forerun.sampling.tree_rules import (
     post_order,
     tree_keys,
     tree_weights,
-    verify_tree,
+    verify_trees,
 )
 from forerun.theory.tree import TokenTree
 
@@ -47,6 +47,16 @@ def weights_of(rule: str, tree: TokenTree, seed: int = 0) -> tuple[TreeWeights, 
     return tree_weights(rule, tree, target, draft, tokens), tokens
 
 
+def normalised(rows: torch.Tensor) -> torch.Tensor:
+    return rows / rows.sum(-1, keepdim=True)
+
+
+def expectations(rule: str, tree: TokenTree, found: TreeWeights) -> torch.Tensor:
+    """Expected number of accepted nodes of every tree of a batch."""
+    rows = zip(found.accept.tolist(), found.shares.tolist(), strict=True)
+    return torch.tensor([expected_accepted(rule, tree, *row) for row in rows], dtype=torch.float64)
+
+
 def test_orders():
     assert expanded(TREE) == (-1, 0, 1, 3)
     assert post_order(TREE) == (2, 5, 3, 0, 4, 1)
@@ -67,23 +77,21 @@ def test_on_a_chain_they_are_the_rules_for_chains(rule, same):
         expected = chain.final_weights(
             target, draft, tokens, counts, torch.full((8,), accepted), same
         )
-        torch.testing.assert_close(
-            found.final[:, accepted], expected / expected.sum(-1, keepdim=True)
-        )
+        torch.testing.assert_close(normalised(found.final[:, accepted]), normalised(expected))
     torch.testing.assert_close(
-        expected_accepted(rule, tree, found, tokens), chain.expected_accepted(found.accept, same)
+        expectations(rule, tree, found), chain.expected_accepted(found.accept, same)
     )
 
 
 @pytest.mark.parametrize("rule", ["traversal", "rejection"])
 def test_expectation_is_that_of_the_draw_stage(rule):
-    found, tokens = weights_of(rule, TREE)
+    found, _ = weights_of(rule, TREE)
     expected = torch.zeros(4, dtype=torch.float64)
     for passed in product((False, True), repeat=6):
         prob = torch.where(torch.tensor(passed), found.accept, 1 - found.accept).prod(-1)
         node = accepted_node(rule, TREE, passed)
         expected += prob * len(TREE.path(node))
-    torch.testing.assert_close(expected_accepted(rule, TREE, found, tokens), expected)
+    torch.testing.assert_close(expectations(rule, TREE, found), expected)
 
 
 def test_expectation_of_greedy_coupling_is_that_of_its_draws():
@@ -98,7 +106,7 @@ def test_expectation_of_greedy_coupling_is_that_of_its_draws():
             node = accepted_node("greedy_coupling", tree, passed, tokens[batch].tolist(), rows)
             share = final[batch, 0, drawn[0]] * final[batch, 1, drawn[1]]
             expected[batch] += prob.prod() * share * len(tree.path(node))
-    torch.testing.assert_close(expected_accepted("greedy_coupling", tree, found, tokens), expected)
+    torch.testing.assert_close(expectations("greedy_coupling", tree, found), expected)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -116,7 +124,7 @@ def test_traversal_accepts_no_less_than_rejection_on_average(seed):
             prob = row[first] * row[second] / (1 - row[first]) * below[third]
             tokens = torch.tensor([[first, second, third]])
             found = tree_weights(rule, tree, target, draft, tokens)
-            total += float(prob * expected_accepted(rule, tree, found, tokens)[0])
+            total += float(prob * expectations(rule, tree, found)[0])
         totals[rule] = total
     assert totals["traversal"] >= totals["rejection"] - 1e-12
 
@@ -170,7 +178,7 @@ def test_one_hot_rows_leave_no_nan(rule, dtype):
     assert found.accept[0].tolist() == [1, 1, 1]
     assert (found.final.sum(-1) > 0).all()
     assert found.final[1, 1].tolist() == [0, 1, 0, 0, 0]
-    assert expected_accepted(rule, tree, found, tokens).tolist() == [3, 1]
+    assert expectations(rule, tree, found).tolist() == [3, 1]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -182,7 +190,79 @@ def test_a_node_of_acceptance_probability_0_is_rejected_by_the_smallest_noise(ru
     tree = TokenTree((-1, 0))
     target = torch.tensor([[0.0, 1, 0, 0, 0], [0.0, 0, 1, 0, 0], [1.0, 0, 0, 0, 0]])
     draft = torch.tensor([[0.5, 0.5, 0, 0, 0], [0.5, 0.5, 0, 0, 0]])
-    found = verify_tree(rule, tree, target, draft, torch.tensor([0, 1]), tree_keys(1, 2, 2))
+    (found,) = verify_trees(
+        rule, [tree], target, draft, torch.tensor([3, 0, 1]), [tree_keys(1, 2, 2)]
+    )
     assert found.path == ()
-    assert found.final_token == 1
+    assert found.tokens == (1,)
     assert found.expected_accepted == 0
+
+
+def drawn_trees(
+    rule: str, seed: int
+) -> tuple[list[TokenTree], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three trees of different shapes with rows and tokens, packed as a pass packs them."""
+    trees = [TREE, TokenTree.chain(2), TokenTree((-1, -1, -1, 1, 1))]
+    rows, drafts, fed = [], [], []
+    generator = torch.Generator().manual_seed(seed)
+    for tree in trees:
+        rows.append(random_probs(len(tree.parents) + 1, seed=seed + len(tree.parents)))
+        draft = random_probs(len(expanded(tree)), seed=seed + 20 + len(tree.parents))
+        tokens = [4] + [0] * len(tree.parents)
+        for row, parent in enumerate(expanded(tree)):
+            children = tree.children(parent)
+            drawn = draft[row].multinomial(len(children), generator=generator).tolist()
+            for child, token in zip(children, drawn, strict=True):
+                tokens[child + 1] = token
+            if rule == "greedy_coupling":
+                draft[row, drawn[:-1]] = 0.0
+        drafts.append(normalised(draft))
+        fed += tokens
+    return trees, torch.cat(rows), torch.cat(drafts), torch.tensor(fed)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seed", range(8))
+def test_trees_of_a_batch_are_verified_as_if_alone(rule, seed):
+    trees, target, draft, fed = drawn_trees(rule, seed)
+    keys = [tree_keys(seed, index, len(tree.parents)) for index, tree in enumerate(trees)]
+    together = verify_trees(rule, trees, target, draft, fed, keys)
+    row = parent = 0
+    for index, tree in enumerate(trees):
+        own = slice(row, row := row + len(tree.parents) + 1)
+        drafted = slice(parent, parent := parent + len(expanded(tree)))
+        (alone,) = verify_trees(rule, [tree], target[own], draft[drafted], fed[own], [keys[index]])
+        assert alone == together[index]
+        weights = tree_weights(
+            rule, tree, target[own][None], draft[drafted][None], fed[own][None, 1:]
+        )
+        assert alone.expected_accepted == pytest.approx(float(expectations(rule, tree, weights)))
+        assert alone.is_valid
+
+
+@pytest.mark.parametrize("rule", ["traversal", "greedy_coupling"])
+def test_nothing_is_accepted_behind_a_row_without_a_distribution(rule):
+    """Without the row, its descendants do not exist; with it accepted, the outcome is not valid."""
+    ended, seen_valid = 0, 0
+    for seed in range(40):
+        trees, target, draft, fed = drawn_trees(rule, seed)
+        target, draft, fed = target[:7], draft[:4], fed[:7]
+        target[1] = torch.nan  # the row of node 0, whose descendants are 2, 3 and 5
+        keys = [tree_keys(seed, 0, 6)]
+        (found,) = verify_trees(rule, trees[:1], target, draft, fed, keys)
+        assert found.is_valid == (0 not in found.path)
+        # The same tree without the descendants, under the same noise.
+        small = TokenTree((-1, -1, 1))
+        kept = [0, 1, 2, 5]
+        tests, finals = keys[0]
+        some = [([tests[n] for n in (0, 1, 4)], [finals[n] for n in kept])]
+        target[1] = 0.2
+        (alone,) = verify_trees(rule, [small], target[kept], draft[[0, 2]], fed[kept], some)
+        assert found.is_valid == (0 not in alone.path)
+        ended += not found.is_valid
+        if found.is_valid:
+            seen_valid += 1
+            assert tuple({1: 1, 2: 4}[node] for node in alone.path) == found.path
+            assert alone.tokens == found.tokens
+    assert ended
+    assert seen_valid

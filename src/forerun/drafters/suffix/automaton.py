@@ -11,6 +11,7 @@ one continuation; 40 to 140 bytes per token of code or prose, 230 at worst.
 from __future__ import annotations
 
 from array import array
+from heapq import nlargest
 
 __all__ = ["NONE", "ROOT", "SEPARATOR", "SuffixAutomaton"]
 
@@ -96,6 +97,22 @@ class SuffixAutomaton:
         # The occurrence at the end of the text has no continuation; only there is it counted.
         num_followed = self._count[state] - (state == self._link[self.last])
         return self._token[state], min(1.0, self._count[child] / max(1, num_followed))
+
+    def followers(self, state: int, most: int) -> list[tuple[int, float]]:
+        """Return the most frequent continuations of `state` and their shares, the first first.
+
+        Args:
+            state: one that occurs in the text.
+            most: how many to return.
+        """
+        branches = self._branches.get(state)
+        if branches is None:
+            token, share = self.favourite(state)
+            return [] if token == NONE else [(token, share)]
+        count = self._count
+        best = nlargest(most, branches.items(), key=lambda item: count[item[1]])
+        num_followed = max(1, count[state] - (state == self._link[self.last]))
+        return [(token, min(1.0, count[child] / num_followed)) for token, child in best]
 
     def append(self, token: int) -> None:
         """Add a token to the text."""

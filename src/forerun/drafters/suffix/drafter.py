@@ -1,8 +1,9 @@
 """A drafter without a model: it copies what followed the longest earlier match of the text's end.
 
-No model and no training: chains are copied from the request's own prompt and output and, if asked,
-from outputs of earlier requests of the same scope. They are deterministic, so they are verified by
-the walk and bias nothing. Where copying is not expected to pay, nothing is drafted.
+No model and no training: chains, or trees of several continuations, are copied from the request's
+own prompt and output and, if asked, from outputs of earlier requests of the same scope. They are
+deterministic, so they are verified by the walk and bias nothing. Where copying is not expected to
+pay, nothing is drafted.
 
 Cost per token: a few microseconds, and the bytes `automaton` names.
 """
@@ -14,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.control.base import Plan
+from forerun.control.base import Chain, Plan, Tree
 from forerun.drafters.base import DraftRequest, Pause, StepOutcome
 from forerun.drafters.suffix.automaton import NONE, SEPARATOR, SuffixAutomaton
+from forerun.drafters.suffix.branching import branches_on
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.copying import NOTHING, Copy, Match, OwnMatch, StoredMatch, copy_on
 from forerun.sampling.choice import Choice
@@ -30,7 +32,7 @@ MOST_IDLE = 9
 
 
 class SuffixDrafter:
-    """Drafts chains copied from the text of the request and from stored outputs of others.
+    """Drafts copies of text from the request and from stored outputs of others.
 
     Args:
         config: costs, and what is kept between requests.
@@ -38,6 +40,7 @@ class SuffixDrafter:
 
     method = "suffix"
     required_features: tuple[int, ...] = ()
+    max_width = 8
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config or SuffixConfig()
@@ -47,9 +50,9 @@ class SuffixDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | Pause]:
-        """Return a chain per request, or a pause where copying would not pay."""
+        """Return a chain or tree per request, or a pause where copying would not pay."""
         return [
-            self._reader(request).propose(min(plan.shape.num_nodes, plan.shape.depth), self.config)
+            self._reader(request).propose(plan.shape, self.config)
             for request, plan in zip(requests, plans, strict=True)
         ]
 
@@ -106,15 +109,21 @@ class Reader:
                 advance(token)
         self.num_read = end
 
-    def propose(self, most: int, config: SuffixConfig) -> Proposal | Pause:
+    def propose(self, shape: Chain | Tree, config: SuffixConfig) -> Proposal | Pause:
         """Return the best copy, or a pause that grows with the calls that found nothing.
 
         Looking costs about as much as drafting, for the caches are cold after a pass.
         """
-        copy = self._best(most, config)
-        if copy.tokens:
-            self.num_idle = int(self.num_idle / (1 + copy.score))
-            return proposal_of(copy)
+        if isinstance(shape, Tree) and shape.width > 1:
+            tree = branches_on(self.matches, shape, config)
+            if tree is not None:
+                self.num_idle = int(self.num_idle / (1 + tree.expected_accepted))
+                return tree.proposal("score")
+        else:
+            copy = self._best(min(shape.num_nodes, shape.depth), config)
+            if copy.tokens:
+                self.num_idle = int(self.num_idle / (1 + copy.score))
+                return proposal_of(copy)
         self.num_idle = min(MOST_IDLE, self.num_idle + 1)
         return Pause(num_tokens=1 << (self.num_idle + 1) // 2)
 

@@ -60,7 +60,7 @@ def traversal(left: LeftWeight = right_weight, *, keeps_drawn: bool = False) -> 
             return weight
 
         visit(-1, torch.ones_like(target[:, 0, 0]))
-        return TreeWeights(accept=accept, final=final)
+        return TreeWeights(accept=accept, final=final, shares=torch.zeros_like(accept))
 
     return stage
 
@@ -81,6 +81,7 @@ def cut_by_own_probability(
     return TreeWeights(
         accept=torch.where(is_cut, accept, whole.accept),
         final=torch.where(is_cut[..., None], final, whole.final),
+        shares=whole.shares,
     )
 
 
