@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -17,9 +18,17 @@ from hypothesis.stateful import (
 from tests import tiny
 from tests.naive import naive_tokens
 
+from forerun.control.base import Capacity, Plan, RequestState, Tree
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.recycling import RecyclingDrafter
+from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.suffix.config import SuffixConfig
+from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.engine.engine import Engine
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
+from forerun.theory.record import StepRecord
+from forerun.theory.splitmix import finalise
 
 VOCAB_SIZE = 6
 NUM_SLOTS = 3
@@ -38,7 +47,7 @@ sampling = st.builds(
     stop_token_ids=st.sampled_from([(), (4,)]),
     top_k=st.sampled_from([0, 3]),
     presence_penalty=st.sampled_from([0.0, 1.5]),
-    verification=st.sampled_from(["auto", "walk", "block", "token"]),
+    verification=st.sampled_from(["auto", "walk", "block", "token", "traversal"]),
 )
 
 
@@ -53,11 +62,14 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self, *, with_draft: bool) -> None:
         super().__init__()
         self.target, self.draft = laws()
-        drafter = DraftModel(self.draft, VOCAB_SIZE) if with_draft else None
-        sizes = {"k": 4, "max_batch": NUM_SLOTS, "prefill_chunk": 3, "max_step_rows": 15}
-        self.engine = tiny.engine_over(self.target, drafter, **sizes)
+        self.engine = self.new_engine(with_draft)
         self.live: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         self.streamed: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def new_engine(self, with_draft: bool) -> Engine:
+        drafter = DraftModel(self.draft, VOCAB_SIZE) if with_draft else None
+        sizes = {"k": 4, "max_batch": NUM_SLOTS, "prefill_chunk": 3, "max_step_rows": 15}
+        return tiny.engine_over(self.target, drafter, **sizes)
 
     @rule(prompt=prompts, params=sampling)
     def add(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
@@ -119,4 +131,61 @@ def test_traffic_changes_no_text_and_leaks_no_slot(with_draft):
     run_state_machine_as_test(
         partial(Traffic, with_draft=with_draft),
         settings=settings(max_examples=25 if with_draft else 8, stateful_step_count=14),
+    )
+
+
+METHODS = ("draft_model", "recycling", "suffix+draft_model", "draft_model+recycling", "suffix")
+
+
+class RandomShapes:
+    """Plans chains, trees and drafters by the number of tokens that requests have."""
+
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+        return [self.plan(finalise(state.num_committed + 97 * len(states))) for state in states]
+
+    def plan(self, bits: int) -> Plan:
+        num_nodes, depth, width = 1 + bits % 7, 1 + (bits >> 8) % 5, 1 + (bits >> 16) % 4
+        if (bits >> 24) % 4 == 0:
+            return Plan.chain("draft_model", num_nodes)
+        shape = Tree(num_nodes=num_nodes, depth=depth, width=width)
+        return Plan(method=METHODS[(bits >> 32) % len(METHODS)], shape=shape)
+
+    def observe(self, records: Sequence[StepRecord]) -> None:
+        """Nothing is learnt."""
+
+
+class TreeTraffic(Traffic):
+    """The same with trees of several drafters, and room for about one sequence and a half."""
+
+    def new_engine(self, with_draft: bool) -> Engine:
+        drafters = {
+            "draft_model": DraftModel(self.draft, VOCAB_SIZE),
+            "recycling": RecyclingDrafter(),
+            "suffix": SuffixDrafter(SuffixConfig(step_cost=0, row_cost=0)),
+        }
+        sizes = {"k": 7, "max_batch": NUM_SLOTS, "prefill_chunk": 3, "max_step_rows": 24}
+        memory = {"max_context": 24, "max_kv_tokens": 31}
+        return tiny.engine_over(
+            self.target,
+            SeveralDrafters(drafters),
+            controller=RandomShapes(),
+            **sizes,
+            **memory,
+        )
+
+    def check(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        if params.greedy or params.verification in ("auto", "walk"):
+            super().check(request_id, prompt, params)
+            return
+        # Drawn trees follow the distribution; their text depends on the shapes of the steps.
+        output = self.engine.take_output(request_id)
+        for completion in output.completions:
+            assert completion.token_ids == self.streamed[request_id, completion.index]
+            assert 0 < len(completion.token_ids) <= params.max_tokens
+
+
+def test_traffic_of_trees_changes_no_text_and_leaks_no_slot():
+    run_state_machine_as_test(
+        partial(TreeTraffic, with_draft=True),
+        settings=settings(max_examples=25, stateful_step_count=14),
     )

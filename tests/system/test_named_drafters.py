@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests import natives, tiny
 
-from forerun.control.base import Plan
+from forerun.control.base import Plan, Tree
+from forerun.control.fixed import FixedController
 from forerun.drafters.base import DraftRequest, Pause
 from forerun.drafters.config import NamedDrafter
 from forerun.drafters.registry import build_drafter
@@ -87,6 +88,36 @@ def test_copying_changes_no_text(target, expected, k):
     assert counts(engine).num_accepted > 0
     assert drafter._readers == {}
     assert target.store.num_free == 4
+
+
+@pytest.mark.parametrize("name", ["suffix", "self", "recycling"])
+@pytest.mark.parametrize(
+    "shape", [Tree(num_nodes=7, depth=3, width=3), Tree(num_nodes=4, depth=1, width=4)], ids=str
+)
+def test_trees_change_no_text_on_any_runner(target, expected, name, shape):
+    argument = "2" if name == "self" else ""
+    drafter = build_drafter(NamedDrafter(name=name, argument=argument), target)
+    if name == "suffix":
+        drafter = SuffixDrafter(CHEAP)
+    engine = tiny.engine_over(target, drafter, k=7, controller=FixedController(shape, name))
+    shapes = Trees()
+    engine.observers.append(shapes)
+    assert answers(engine) == expected
+    assert [answers(engine, [request])[0] for request in REQUESTS] == expected
+    assert shapes.num_branching > 0
+    assert target.store.num_free == 4
+
+
+class Trees:
+    """Counts proposals that branch."""
+
+    wants_logits = False
+
+    def __init__(self) -> None:
+        self.num_branching = 0
+
+    def observe(self, step) -> None:
+        self.num_branching += sum(not entry.tree.is_chain for entry in step.emitting)
 
 
 @pytest.mark.parametrize(("num_layers", "k"), [(1, 8), (2, 1), (2, 3)])
@@ -183,7 +214,7 @@ def test_an_aborted_request_leaves_nothing_and_can_start_again(target, expected,
 
 
 def test_plans_and_traces_say_who_drafted(target):
-    for name in ("suffix", "self"):
+    for name in ("suffix", "self", "recycling"):
         drafter = build_drafter(
             NamedDrafter(name=name, argument="1" if name == "self" else ""), target
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
-__all__ = ["DraftRequest", "Drafter", "Pause", "StepOutcome", "TreeDrafter"]
+__all__ = ["DraftRequest", "Drafter", "Pause", "StepOutcome", "TopTokensDrafter", "TreeDrafter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,6 +75,9 @@ class StepOutcome:
         proposal: the draft that was verified; None for plain steps and while a prompt is read.
         features: of the rows, in order, one entry per layer of `Drafter.required_features`; None
             where these are empty.
+        top_tokens: for drafters with `required_top_k`, the target's most likely tokens (of its raw
+            logits, most likely first) behind each token whose row was verified, rejected nodes
+            included; of a token fed at several rows the last row counts.
     """
 
     request: DraftRequest
@@ -83,6 +86,7 @@ class StepOutcome:
     verdict: Verdict | None = None
     proposal: Proposal | None = None
     features: Float[Tensor, "rows layers width"] | None = None
+    top_tokens: Mapping[int, list[int]] = field(default_factory=dict)
 
     @property
     def request_id(self) -> str:
@@ -125,6 +129,15 @@ class Drafter(Protocol):
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request; unknown ids are ignored."""
+
+
+@runtime_checkable
+class TopTokensDrafter(Drafter, Protocol):
+    """A drafter that learns from the target's most likely tokens at verified rows."""
+
+    @property
+    def required_top_k(self) -> int:
+        """How many of them `StepOutcome.top_tokens` holds per row; 0 where none are needed."""
 
 
 @runtime_checkable

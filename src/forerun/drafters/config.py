@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 __all__ = ["DRAFTER_NAMES", "DrafterName", "NamedDrafter", "parse_drafter"]
 
-DrafterName = Literal["suffix", "self"]
+DrafterName = Literal["suffix", "self", "recycling"]
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 
 

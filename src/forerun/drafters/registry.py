@@ -15,6 +15,7 @@ from typing import Any
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import DrafterName, NamedDrafter
 from forerun.drafters.eagle3.formats import is_eagle3
+from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.self_draft import SelfDraft
 from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
@@ -45,6 +46,17 @@ def suffix(argument: str, target: LanguageModel) -> Drafter:
     return SuffixDrafter(SuffixConfig(store_tokens=whole_number(f"suffix:{argument}", argument)))
 
 
+def recycling(argument: str, target: LanguageModel) -> Drafter:
+    """Build `recycling`, which drafts from the target's own most likely tokens.
+
+    Raises:
+        InvalidRequest: there is an argument.
+    """
+    if argument:
+        raise InvalidRequest(f"recycling:{argument}: this drafter takes no argument")
+    return RecyclingDrafter()
+
+
 def self_draft(argument: str, target: LanguageModel) -> Drafter:
     """Build `self:N`, which drafts with the target's first N layers.
 
@@ -66,7 +78,7 @@ def self_draft(argument: str, target: LanguageModel) -> Drafter:
 
 
 DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = MappingProxyType(
-    {"suffix": suffix, "self": self_draft}
+    {"suffix": suffix, "self": self_draft, "recycling": recycling}
 )
 """Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
 

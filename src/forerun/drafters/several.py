@@ -7,7 +7,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from forerun.control.base import Plan, Tree
-from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, TreeDrafter
+from forerun.drafters.base import (
+    Drafter,
+    DraftRequest,
+    Pause,
+    StepOutcome,
+    TopTokensDrafter,
+    TreeDrafter,
+)
 from forerun.drafters.tree_builder import merged
 from forerun.errors import DrafterError
 from forerun.sampling.proposal import Proposal
@@ -40,6 +47,12 @@ class SeveralDrafters:
     def required_features(self) -> tuple[int, ...]:
         """Layers that any of the drafters reads."""
         return tuple(sorted({i for d in self.drafters.values() for i in d.required_features}))
+
+    @property
+    def required_top_k(self) -> int:
+        """The most of the target's top tokens that any of the drafters needs."""
+        each = self.drafters.values()
+        return max([d.required_top_k for d in each if isinstance(d, TopTokensDrafter)], default=0)
 
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]

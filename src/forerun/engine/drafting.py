@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 
-from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, TopTokensDrafter
 from forerun.engine.proposal_check import check_proposals
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
@@ -34,11 +34,17 @@ class GuardedDrafter:
     Args:
         drafter: the one to guard.
         vocab_size: of the target.
+
+    Attributes:
+        required_top_k: see `TopTokensDrafter`; 0 for most drafters.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
+        self.required_top_k = 0
+        if isinstance(drafter, TopTokensDrafter):
+            self.required_top_k = drafter.required_top_k
 
     def propose(self, entries: Seq[ScheduledSequence]) -> None:
         """Give every entry a checked proposal, or none where the sequence is decoded plainly."""
@@ -126,6 +132,7 @@ class GuardedDrafter:
             verdict=entry.verdict,
             proposal=entry.proposal if entry.verdict is not None else None,
             features=features,
+            top_tokens=entry.top_tokens,
         )
 
     def forget(self, sequence: Sequence) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -59,6 +59,8 @@ class ScheduledSequence:
         verdict: the accepted path and the emitted tokens; None while a prompt is being read.
         logits: of its rows, where log-probabilities or an observer need them.
         num_emitted: tokens of the verdict that were appended; a stop may cut them.
+        top_tokens: the target's most likely tokens behind every token fed at a row with logits, for
+            drafters that learn from them.
     """
 
     sequence: Sequence
@@ -70,6 +72,7 @@ class ScheduledSequence:
     verdict: Verdict | None = None
     logits: Tensor | None = None
     num_emitted: int = 0
+    top_tokens: Mapping[int, list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sequence: Sequence) -> ScheduledSequence:

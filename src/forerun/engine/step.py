@@ -187,6 +187,8 @@ class Stepper:
             if keeps_logits or entry.sequence.params.logprobs is not None:
                 entry.logits = output.logits[row : row + entry.num_logit_rows]
             row += entry.num_logit_rows
+        if self.drafter is not None and (top_k := self.drafter.required_top_k):
+            note_top_tokens(emitting, output.logits, tokens, min(top_k, output.logits.shape[1]))
 
     def _batch(self, fed: Seq[ScheduledSequence]) -> RowBatch:
         """Rows of all entries: pending tokens, then draft nodes; logits where tokens come out."""
@@ -271,6 +273,21 @@ class Stepper:
         step = ObservedStep(records=records, emitting=emitting, prefilling=prefilling)
         for observer in tuple(self.observers):
             observer.observe(step)
+
+
+def note_top_tokens(
+    emitting: Seq[ScheduledSequence],
+    logits: Float[Tensor, "rows vocab"],
+    tokens: Int64[Tensor, " rows"],
+    top_k: int,
+) -> None:
+    """Keep the most likely tokens of every row, by the token that was fed there."""
+    likely, fed = logits.topk(top_k, dim=-1).indices.tolist(), tokens.tolist()
+    row = 0
+    for entry in emitting:
+        end = row + entry.num_logit_rows
+        entry.top_tokens = dict(zip(fed[row:end], likely[row:end], strict=True))
+        row = end
 
 
 def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, TreeDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel
@@ -216,11 +216,17 @@ class Check:
         Their sum over all drawn tokens shows both rows that are not those drawn from and drafts
         cut by their own tokens.
         """
-        params = replace(parameters(self.max_tokens)["seeded"], verification="block", seed=None)
+        params = parameters(self.max_tokens)["seeded"]
         total = variance = 0.0
         for seed in range(num_sampled):
             recorder = Recorder(self.factory())
-            self.decode(recorder, replace(params, seed=seed), max_batch=len(self.prompts))
+            is_tree = seed % 2 and isinstance(recorder.inner, TreeDrafter)
+            self.decode(
+                recorder,
+                replace(params, seed=seed, verification="traversal" if is_tree else "block"),
+                controller=TreePlans(recorder.method) if is_tree else None,
+                max_batch=len(self.prompts),
+            )
             for proposal in recorder.proposals.values():
                 excess, spread = log_excess(proposal)
                 total, variance = total + excess, variance + spread

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from forerun.control.base import Capacity, Plan, RequestState, Tree
-from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome
+from forerun.drafters.base import Drafter, DraftRequest, Pause, StepOutcome, TopTokensDrafter
 from forerun.sampling.proposal import Proposal
 from forerun.theory.record import StepRecord
 
@@ -28,6 +28,7 @@ class Recorder:
         self.inner = inner
         self.method = inner.method
         self.required_features = inner.required_features
+        self.required_top_k = inner.required_top_k if isinstance(inner, TopTokensDrafter) else 0
         self.fails_at = fails_at
         self.num_calls = 0
         self.proposals: dict[tuple[str, int], Proposal] = {}
