@@ -39,7 +39,7 @@ CLEAN: tuple[str, ...] = (
     "plan",
     "probe",
     "provenance.py",
-    "ranges.py",
+    "errors.py",
     "sampling",
     "server",
     "terminal_text.py",

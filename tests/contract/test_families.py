@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from forerun.drafters.base import Drafter
 from forerun.drafters.self_draft import SelfDraft
 from forerun.errors import RunnerUnavailable
-from forerun.models import masks
+from forerun.models import attention
 from forerun.models.attention import AttentionPass
 from forerun.models.base import LanguageModel
 from forerun.models.context import Context
@@ -174,7 +174,7 @@ def test_a_window_counts_positions_and_not_places(family, monkeypatch):
     expected = network(torch.tensor([[*ids, *path]])).logits[0, -1]
 
     torch.testing.assert_close(leaf_logits(network, ids), expected, atol=1e-3, rtol=1e-3)
-    monkeypatch.setattr(masks, "positions_in", lambda num_rows, _: torch.arange(num_rows))
+    monkeypatch.setattr(attention, "positions_in", lambda num_rows, _: torch.arange(num_rows))
     assert (leaf_logits(network, ids) - expected).abs().max() > 0.05
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from forerun.engine.config import EngineConfig
-from forerun.ranges import Range, check_ranges
+from forerun.errors import Range, check_ranges
 from forerun.sampling.config import SamplingParams, draft_params
 
 __all__ = [

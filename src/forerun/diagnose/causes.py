@@ -12,9 +12,8 @@ from math import sqrt
 
 import msgspec
 
-from forerun.diagnose.evidence import FACTS, Evidence, Fact
+from forerun.diagnose.evidence import FACTS, Evidence, Fact, load_table
 from forerun.diagnose.prediction import Effect
-from forerun.diagnose.tables import load_table
 
 __all__ = [
     "CAUSES",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from forerun.diagnose.tables import load_table
 from forerun.theory.intervals import Interval
 from forerun.theory.record import Json
 
@@ -24,8 +25,20 @@ __all__ = [
     "FactKind",
     "Reading",
     "Value",
+    "load_table",
     "shown",
 ]
+
+FOLDER = Path(__file__).with_name("tables")
+
+
+def load_table(name: str) -> dict[str, Any]:
+    """Read a table.
+
+    Args:
+        name: of the file in the folder `tables`, without its suffix.
+    """
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 
 from forerun.control.base import Plan, Tree
 from forerun.control.config import CONTROLLER_NAMES, ControllerName
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.models.runner.config import RUNNERS, Runner
-from forerun.ranges import Range, check_ranges
 
 __all__ = ["EngineConfig", "RequestTerms", "Sharing"]
 

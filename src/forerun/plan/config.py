@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from forerun.errors import InvalidRequest
-from forerun.ranges import Range, check_ranges
+from forerun.errors import InvalidRequest, Range, check_ranges
 
 __all__ = ["PlanConfig"]
 

@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from forerun.errors import InvalidRequest
-from forerun.ranges import Range, check_ranges
+from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from forerun.errors import InvalidRequest
-from forerun.ranges import Range, check_ranges
+from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.sampling.checks import as_bias, as_tuple, is_stop, is_token, shortened
 from forerun.sampling.choice import Choice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.ranges import Range, check_ranges
+from forerun.errors import Range, check_ranges
 
 __all__ = ["ServerConfig"]
 

@@ -7,10 +7,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from forerun.models import attention
-from forerun.models.attention import plan_pass
+from forerun.models.attention import hidden_rows, pieces_of, plan_pass
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.masks import hidden_rows, pieces_of
 from forerun.models.memory import KVGeometry
 from forerun.theory.tree import TokenTree
 

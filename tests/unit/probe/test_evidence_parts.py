@@ -19,7 +19,7 @@ from forerun.probe.evidence.costs import add_pass_costs, pass_config
 from forerun.probe.evidence.files import add_card_ratio, add_files, add_weights, looks_drawn
 from forerun.probe.evidence.replay import Transform
 from forerun.probe.evidence.run import ProbedEngine, probe_engine
-from forerun.probe.evidence.state import AcceptedShare, Onsets, StateTally
+from forerun.probe.evidence.tape import AcceptedShare, Onsets, StateTally
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 from forerun.theory.uniformity import uniformity_p_value

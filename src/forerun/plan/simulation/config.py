@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.plan.simulation.kinds import (
     Acceptance,
     Arrivals,
@@ -15,7 +15,6 @@ from forerun.plan.simulation.kinds import (
     Recorded,
     Together,
 )
-from forerun.ranges import Range, check_ranges
 
 __all__ = ["Phase", "SimulatedServerConfig", "Slo", "Workload"]
 

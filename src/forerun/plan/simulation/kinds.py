@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from forerun.errors import InvalidRequest
-from forerun.ranges import Range, check_ranges
+from forerun.errors import InvalidRequest, Range, check_ranges
 
 __all__ = [
     "SQRT_3",

@@ -19,8 +19,13 @@ from forerun.align.evaluation.teacher_forced import logits_of
 from forerun.diagnose.evidence import Evidence
 from forerun.models.base import LanguageModel
 from forerun.probe.evidence.replay import Replay
-from forerun.probe.evidence.state import AcceptedShare, StateTally, before_step
-from forerun.probe.evidence.tape import TapedRequest, TapedStep
+from forerun.probe.evidence.tape import (
+    AcceptedShare,
+    StateTally,
+    TapedRequest,
+    TapedStep,
+    before_step,
+)
 from forerun.theory.intervals import normal_interval
 
 __all__ = ["GreedyTally", "noise_width"]

@@ -12,8 +12,7 @@ from torch import Tensor
 from forerun.align.evaluation.teacher_forced import overlap
 from forerun.diagnose.evidence import Evidence
 from forerun.probe.evidence.replay import Replay, Transform
-from forerun.probe.evidence.state import AcceptedShare, StateTally
-from forerun.probe.evidence.tape import TapedRequest, TapedStep
+from forerun.probe.evidence.tape import AcceptedShare, StateTally, TapedRequest, TapedStep
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import resolve_verification
 from forerun.sampling.processors import failed_rows

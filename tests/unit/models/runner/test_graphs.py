@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forerun.models.base import RowBatch, Span
 from forerun.models.context import Context, pack
 from forerun.models.runner.graphs.layers import TorchElementwise
-from forerun.models.runner.graphs.model import TorchModel, working_or_torch
+from forerun.models.runner.graphs.model import TorchModel, torch_attention, working_or_torch
 from forerun.models.runner.graphs.programs import GraphRecorder, disagreement
 from forerun.models.runner.graphs.rectangle import (
     Inputs,
@@ -24,7 +24,6 @@ from forerun.models.runner.graphs.rectangle import (
     table_of,
     visible_bits,
 )
-from forerun.models.runner.graphs.torch_attention import torch_attention
 from forerun.theory.tree import NO_TREE, TokenTree
 
 VOCAB_SIZE = 40
