@@ -51,7 +51,7 @@ class OwnText(DraftModel):
             num_accepted = outcome.verdict.num_accepted
             num_right, instead, num_skipped = self.replaced(num_accepted, proposed)
             sequence.context.ids += proposed[:num_right]
-            sequence.commit(num_right)
+            sequence.commit(proposed[:num_right])
             sequence.context.ids += instead
             self._taken[outcome.request_id] += num_right + num_skipped
 
