@@ -120,7 +120,8 @@ def setup_of(options: argparse.Namespace) -> Setup:
 
 def facts_of(options: argparse.Namespace, harness: Harness) -> dict[str, Any]:
     """Where the figures come from."""
-    pair = f"Target {options.target}, draft {options.draft}, in every engine. "
+    pair = f"Target {options.target}, draft {options.draft}, in every engine. K is one of "
+    pair += f"{', '.join(map(str, options.ks))}. "
     return {
         "command": shlex.join(["python", *sys.argv]),
         "pair": pair + (RANDOM_PAIR if options.pair else ""),
@@ -128,11 +129,11 @@ def facts_of(options: argparse.Namespace, harness: Harness) -> dict[str, Any]:
             f"Greedy, 16-bit weights, {options.max_tokens} new tokens after "
             f"{options.prompt_tokens} tokens of code that the shipped models were not trained on; "
             "tokens over wall time, prefill included. Every engine drafts with the K that is its "
-            f"fastest of {', '.join(map(str, options.ks))}, chosen on one half of the prompts and "
-            "measured on the other. Every peer and arm continues a prompt (or batch) before the "
-            "next comes; all workers but the one measured are stopped. Intervals: bootstrap over "
-            "rounds. Same tokens: share of positions with our token; at 16 bits engines round "
-            "differently, and texts seldom meet again after the first near tie."
+            "fastest, chosen on one half of the prompts and measured on the other. Every peer and "
+            "arm continues a prompt (or batch) before the next comes; all workers but the one "
+            "measured are stopped. Intervals: bootstrap over rounds. Same tokens: share of "
+            "positions with our token; at 16 bits engines round differently, and texts seldom "
+            "meet again after the first near tie."
         ),
         "provenance": collect(
             {name: content_hash(name) for name in (options.target, options.draft)}

@@ -45,7 +45,8 @@ def write(
         "cells": [as_json(key, found, decode) for key in found],
     }
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    runs = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    runs = [json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")]
+    runs.sort(key=lambda run: run["facts"]["provenance"]["date"])
     (folder / "README.md").write_text(page(runs), encoding="utf-8")
     draw({run["name"]: table_of(run) for run in runs}, folder / "peers.svg")
 
