@@ -3,8 +3,8 @@
 Nodes are given out in the order of their survival (`theory.budget`), and every number of them is
 priced: a row costs its share of the target pass, a level a draft pass and its overhead. So the
 number of nodes follows from v(n), plain decoding is the choice of 0 nodes, and the largest depth is
-searched as well. Only chains are priced. A tree would be priced here too: its nodes as rows of the
-target pass, its levels as draft passes.
+searched as well. Trees are priced in the same way: nodes as rows of the target pass, levels as
+draft passes of all requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ __all__ = [
     "Pricing",
     "RequestCandidate",
     "SingleRequestAllocator",
+    "TreeLevels",
     "allocator",
+    "best_tree",
 ]
 
 
@@ -45,6 +47,13 @@ class RequestCandidate(NamedTuple):
     was: int = 0
 
 
+class TreeLevels(NamedTuple):
+    """Drafter and number of levels of draft trees."""
+
+    method: str
+    depth: int
+
+
 class Allocation(NamedTuple):
     """K per request, and what is expected of it.
 
@@ -53,12 +62,16 @@ class Allocation(NamedTuple):
         tokens: expected to be emitted in the step, over all requests.
         step_s: what it is expected to take.
         lateness: largest expected time per token over a request's limit; 0 without limits.
+        tree: drafter and levels where drafts are trees, of which `depths` are the nodes; else None.
+        accepted: expected of each request's tree; empty for chains.
     """
 
     depths: tuple[int, ...]
     tokens: float
     step_s: float
     lateness: float = 0.0
+    tree: TreeLevels | None = None
+    accepted: tuple[float, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,12 +87,14 @@ class Pricing(NamedTuple):
         plain_factor: by which expected times of plain steps are multiplied.
         factor: the same of target passes over drafted nodes.
         draft_factors: the same of all else in a speculative step, by method; 1 where there is none.
+        tree_factors: the same of steps with trees.
     """
 
     times: dict[str, StepTimes]
     plain_factor: float = 1.0
     factor: float = 1.0
     draft_factors: Mapping[str, float] = MappingProxyType({})
+    tree_factors: Mapping[str, float] = MappingProxyType({})
 
 
 @runtime_checkable
@@ -315,3 +330,34 @@ def depths_of(nodes: Iterable[Node], num_requests: int) -> tuple[int, ...]:
     for _, _, index in nodes:
         depths[index] += 1
     return tuple(depths)
+
+
+def best_tree(
+    levels: TreeLevels,
+    survival: Sequence[Sequence[float]],
+    pricing: Pricing,
+    max_nodes: int,
+) -> Allocation:
+    """Return the allocation of nodes to trees with the most expected tokens per second.
+
+    Args:
+        levels: drafter and depth of all trees.
+        survival: per request, P(accepted) of the nodes of its tree, the best first.
+        pricing: what steps take.
+        max_nodes: rows there are for drafted nodes.
+    """
+    batch, times = len(survival), pricing.times[levels.method]
+    factor = pricing.tree_factors.get(levels.method, 1.0)
+    draft_s = times.tree_s(levels.depth, batch) * factor
+    nodes = ranked_nodes(survival)[:max_nodes]
+    best = Allocation((0,) * batch, batch, times.plain_s * pricing.plain_factor)
+    tokens, best_rate, num_best = float(batch), best.tokens_per_s, 0
+    for num_nodes, (lost, _, _) in enumerate(nodes, start=1):
+        tokens -= lost
+        step_s = draft_s + times.verify_s[num_nodes] * pricing.factor
+        if tokens > best_rate * step_s:
+            best_rate, num_best = tokens / step_s, num_nodes
+            best = Allocation((), tokens, step_s, tree=levels)
+    depths = depths_of(nodes[:num_best], batch)
+    accepted = tuple(sum(own[:num]) for own, num in zip(survival, depths, strict=True))
+    return best._replace(depths=depths, accepted=accepted)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
-from forerun.control.base import RequestState
-from forerun.control.config import MAX_POOLS, BeliefConfig
-from forerun.theory.posterior import Prospects
+from forerun.control.base import RequestState, Tree
+from forerun.control.config import LATER_RANK, MAX_POOLS, BeliefConfig
+from forerun.theory.budget import tree_survival
+from forerun.theory.posterior import Passing, Prospects
 from forerun.theory.record import StepRecord
 
 __all__ = ["AcceptanceCurve", "Beliefs", "DraftVariant", "RequestClass"]
@@ -37,6 +39,40 @@ class AcceptanceCurve(NamedTuple):
 
     survival: list[float]
     drafted: list[float]
+
+
+class Siblings:
+    """Acceptance of children beyond the most likely one, and what trees accept beside estimates.
+
+    Args:
+        config: how things are learnt.
+    """
+
+    def __init__(self, config: BeliefConfig) -> None:
+        self.memory = config.pool.slow
+        self.strength = config.strength
+        self.missed = Passing(config.pool, config.strength)
+        self.accepted = self.expected = 0.0
+
+    def observe(self, record: StepRecord, expected: float) -> None:
+        """Learn from a step with a tree of which `expected` tokens were expected to be accepted."""
+        expected /= self.ratio  # which was part of it
+        self.accepted = self.accepted * self.memory + record.num_accepted
+        self.expected = self.expected * self.memory + expected
+        ranks, children = record.path_ranks or (), record.path_children or ()
+        for at, num_children in enumerate(children):
+            rank = ranks[at] if at < len(ranks) else num_children + 1
+            if rank > 1 and num_children > 1:
+                self.missed.observe(num_children - 1, rank - 2)
+
+    def later(self, width: int) -> list[float]:
+        """Return P(a child is accepted | those before are not) of ranks 2 to `width`."""
+        return [1.0 - miss for miss in self.missed.means(1.0 - LATER_RANK, width - 1)]
+
+    @property
+    def ratio(self) -> float:
+        """Accepted tokens of trees over those expected from acceptance by level and rank."""
+        return (self.accepted + self.strength) / (self.expected + self.strength)
 
 
 RequestClass = tuple[tuple[str, ...], float]
@@ -69,6 +105,7 @@ class Beliefs:
         self.config = config
         self._requests: dict[str, RequestBelief] = {}
         self._pools: dict[tuple[RequestClass, DraftVariant], Prospects] = {}
+        self._siblings: dict[tuple[RequestClass, str], Siblings] = {}
 
     def curve(self, state: RequestState, way: DraftVariant, num_positions: int) -> AcceptanceCurve:
         """Return the expected acceptance curve of a request's next draft."""
@@ -82,6 +119,26 @@ class Beliefs:
         drafted = own.drafted.means_given(pool.drafted.means(1.0, num_positions))
         return AcceptanceCurve(survival, list(accumulate(drafted, mul)))
 
+    def tree_survival(
+        self, state: RequestState, curve: AcceptanceCurve, method: str, shape: Tree
+    ) -> list[float]:
+        """Return P(accepted) of every node of the best tree within a shape, the best node first.
+
+        Args:
+            state: of the request.
+            curve: what chains of the same drafter are expected to do, as deep as the shape.
+            method: the drafter.
+            shape: the most nodes, levels and children of a node.
+        """
+        siblings = self._siblings_of(self._request(state).kind, method)
+        survival = curve.survival
+        first = [b / a if a else 0.0 for a, b in pairwise((1.0, *survival[: shape.depth]))]
+        found = tree_survival(
+            first, siblings.later(shape.width), depth=shape.depth, num_nodes=shape.num_nodes
+        )
+        ratio = siblings.ratio
+        return [min(1.0, ratio * survived) for survived in found]
+
     def has_seen(self, state: RequestState, way: DraftVariant) -> bool:
         """Return whether a request of its tags and temperature has drafted so."""
         return bool(self._pool(self._request(state).kind, way).accepted.rates)
@@ -90,15 +147,27 @@ class Beliefs:
         """Return the tokens since the request drafted last."""
         return state.num_committed - self._request(state).num_read
 
-    def observe(self, record: StepRecord, way: DraftVariant) -> None:
-        """Learn from a step in which a request was allowed to draft."""
+    def observe(self, record: StepRecord, way: DraftVariant, expected: float = 0.0) -> None:
+        """Learn from a step in which a request was allowed to draft.
+
+        Args:
+            record: of the step.
+            way: how it drafted.
+            expected: tokens of a tree that were expected to be accepted.
+        """
         request = self._requests.get(record.request_id)
         if request is None:
             return
         request.num_read = record.context_tokens + record.num_emitted
         own, pool = self._own(request, way), self._pool(request.kind, way)
+        if record.path_children is None:
+            for prospects in (own, pool):
+                prospects.observe(record.k_budget, record.depth_drafted, record.num_accepted)
+            return
+        self._siblings_of(request.kind, way.method).observe(record, expected)
+        num_passed, num_allowed = first_children(record.path_ranks or (), record.path_children)
         for prospects in (own, pool):
-            prospects.observe(record.k_budget, record.depth_drafted, record.num_accepted)
+            prospects.accepted.observe(num_allowed, num_passed)
 
     def _request(self, state: RequestState) -> RequestBelief:
         request = self._requests.get(state.request_id)
@@ -123,3 +192,22 @@ class Beliefs:
                 del self._pools[next(iter(self._pools))]
             pool = self._pools[kind, way] = Prospects(self.config.pool, self.config.strength)
         return pool
+
+    def _siblings_of(self, kind: RequestClass, method: str) -> Siblings:
+        found = self._siblings.get((kind, method))
+        if found is None:
+            if len(self._siblings) >= MAX_POOLS:
+                del self._siblings[next(iter(self._siblings))]
+            found = self._siblings[kind, method] = Siblings(self.config)
+        return found
+
+
+def first_children(ranks: Sequence[int], children: Sequence[int]) -> tuple[int, int]:
+    """Return how far the path of first children was accepted, and how many of it were tried.
+
+    Args:
+        ranks: of the accepted nodes among their siblings, from 1 on.
+        children: numbers of children at the last committed token and at each accepted node.
+    """
+    num_passed = next((at for at, rank in enumerate(ranks) if rank > 1), len(ranks))
+    return num_passed, num_passed + (children[num_passed] > 0)

@@ -83,6 +83,12 @@ MAX_POOLS = 1024
 CALIBRATION_BINS = 12
 """Bins of a draft's confidence between 0 and 1, by each of which acceptance is counted."""
 
+# Trees.
+DEEPEST_TREE = 4
+"""Most levels of a draft tree that is planned; deeper drafts are planned as chains."""
+LATER_RANK = 0.4
+"""P(a further child is accepted | those before it are not) before any was drafted."""
+
 # The rules of transformers.
 HEURISTIC_UP = 2
 """What K grows by where all drafted tokens were accepted."""

@@ -17,12 +17,15 @@ from forerun.control.allocation import (
     Pricing,
     RequestCandidate,
     SingleRequestAllocator,
+    TreeLevels,
     allocator,
+    best_tree,
 )
-from forerun.control.base import Capacity, Plan, RequestState
+from forerun.control.base import USUAL_WIDTH, Capacity, Plan, RequestState, Tree
 from forerun.control.beliefs import Beliefs, DraftVariant
 from forerun.control.calibration import Calibration
 from forerun.control.config import (
+    DEEPEST_TREE,
     DRAFTING_REUSE,
     LOGGED_AFTER,
     NUM_COLD,
@@ -80,7 +83,7 @@ class ActivePlan:
         for state, name, plan, limit_s in zip(
             states, self.names, self.plans, self.limits_s, strict=True
         ):
-            if state.request_id != name or state.max_new <= plan.num_speculative_tokens:
+            if state.request_id != name or state.max_new <= plan.shape.depth:
                 return False
             if limit_s is None and state.tpot_target_s is None and state.time_left_s is None:
                 continue
@@ -97,6 +100,8 @@ class GoodputController:
         costs: cost tables by the name of the drafter, or a model that learns costs from steps.
         max_k: largest K.
         config: settings.
+        tree_methods: drafters that propose trees; a tree is planned where it is expected to be
+            faster than every chain.
     """
 
     def __init__(
@@ -104,11 +109,13 @@ class GoodputController:
         costs: Mapping[str, CostSource] | LearnedCosts,
         max_k: int,
         config: GoodputConfig | None = None,
+        tree_methods: Sequence[str] = (),
     ) -> None:
         self.config = config or GoodputConfig()
         self.max_k = max_k
         self.costs = costs if isinstance(costs, LearnedCosts) else ProfiledCosts(costs, max_k)
         self.methods = self.costs.methods
+        self.tree_methods = tree_methods
         self.beliefs = Beliefs(self.config.beliefs)
         stop = self.config.stop
         self.calibration = None if stop is None else Calibration(stop)
@@ -116,6 +123,7 @@ class GoodputController:
         self._probes = Probes(self.config, self.methods, max_k)
         self._probed: list[Plan] | None = None
         self._chosen: dict[str, Plan] = {}
+        self._expected: dict[str, float] = {}
         self._num_plain = 0
         self._has_drafted = self._drafted = self._is_logged = False
 
@@ -150,7 +158,8 @@ class GoodputController:
         for record in records:
             if record.k_budget:
                 drafts = True
-                self.beliefs.observe(record, self._variant(record.method))
+                expected = self._expected.get(record.request_id, 0.0)
+                self.beliefs.observe(record, self._variant(record.method), expected)
                 if self.calibration is not None:
                     self.calibration.observe(record)
         first = records[0]
@@ -180,11 +189,11 @@ class GoodputController:
         max_nodes = max(0, capacity.max_rows - len(states))
         room = allocator(candidates, pricing)
         allocation = self._choose(candidates, room, max_nodes)
-        rule = self._rule(allocation, pricing)
-        plans = [
-            Plan.chain(candidate.method, depth, stop=rule) if depth else PLAIN
-            for candidate, depth in zip(candidates, allocation.depths, strict=True)
-        ]
+        tree = self._best_tree(states, candidates, pricing, max_nodes)
+        if tree is not None and self._prefers(tree, allocation):
+            allocation = tree
+        self._expected = dict(zip(names, allocation.accepted, strict=False))
+        plans = self._plans(candidates, allocation, pricing)
         self._chosen = dict(zip(names, plans, strict=True))
         reuse = 1
         if last is not None and last.plans == plans and last.names == names:
@@ -215,7 +224,7 @@ class GoodputController:
             if not self.beliefs.has_seen(state, variant):
                 most = min(most, 1)  # a draft of which nothing is known begins with one token
             curve = self.beliefs.curve(state, variant, max(0, most))
-            k = was.num_speculative_tokens if was.method == method else 0
+            k = was.shape.depth if was.method == method else 0
             return RequestCandidate(method, curve, limit_s, k)
 
         def rate(candidate: RequestCandidate) -> float:
@@ -238,6 +247,65 @@ class GoodputController:
         kept = room.at(last)
         gains = best.tokens_per_s > kept.tokens_per_s * (1.0 + self.config.switch_margin)
         return best if gains or kept.lateness > max(1.0, best.lateness) else kept
+
+    def _best_tree(
+        self,
+        states: Sequence[RequestState],
+        candidates: Sequence[RequestCandidate],
+        pricing: Pricing,
+        max_nodes: int,
+    ) -> Allocation | None:
+        """Return the best trees for all requests; None where some of them cannot have one."""
+        batch = len(states)
+        found: list[Allocation] = []
+        for method in self.tree_methods:
+            variant = self._variant(method)
+            depth = min(DEEPEST_TREE, self.max_k, min(state.max_new for state in states) - 1)
+            usable = all(s.allows_trees and self.beliefs.has_seen(s, variant) for s in states)
+            if not usable or depth < 1 or self.calibration is not None:
+                continue
+            curves = [self.beliefs.curve(state, variant, depth) for state in states]
+            most = self.costs.largest_tree(batch)
+            for levels in range(1, depth + 1):
+                shape = Tree(num_nodes=most, depth=levels, width=USUAL_WIDTH)
+                survival = [
+                    self.beliefs.tree_survival(state, curve, method, shape)
+                    for state, curve in zip(states, curves, strict=True)
+                ]
+                found.append(best_tree(TreeLevels(method, levels), survival, pricing, max_nodes))
+        trees = [allocation for allocation in found if allocation.tree is not None]
+        if not trees or any(candidate.limit_s is not None for candidate in candidates):
+            return None
+        return max(trees, key=lambda allocation: allocation.tokens_per_s)
+
+    def _prefers(self, tree: Allocation, chain: Allocation) -> bool:
+        """Whether trees are better than chains by the margin that a change takes."""
+        margin = 1.0 + self.config.switch_margin
+        active = self._active
+        if active is not None and active.allocation.tree is not None:
+            return tree.tokens_per_s * margin > chain.tokens_per_s
+        return tree.tokens_per_s > chain.tokens_per_s * margin
+
+    def _plans(
+        self, candidates: Sequence[RequestCandidate], allocation: Allocation, pricing: Pricing
+    ) -> list[Plan]:
+        """Return the plans of an allocation."""
+        tree = allocation.tree
+        if tree is not None:
+            return [
+                Plan(
+                    method=tree.method,
+                    shape=Tree(num_nodes=nodes, depth=tree.depth, width=USUAL_WIDTH),
+                )
+                if nodes
+                else PLAIN
+                for nodes in allocation.depths
+            ]
+        rule = self._rule(allocation, pricing)
+        return [
+            Plan.chain(candidate.method, depth, stop=rule) if depth else PLAIN
+            for candidate, depth in zip(candidates, allocation.depths, strict=True)
+        ]
 
     def _rule(self, allocation: Allocation, pricing: Pricing) -> StopRule | None:
         """Return the rule that stops where one more node would not pay."""

@@ -6,6 +6,7 @@ at first, and bends where passes of so many rows were measured.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -19,7 +20,7 @@ from forerun.control.config import (
     LARGEST_RATIO,
     LINE_STRENGTH,
 )
-from forerun.control.step_times import StepTimes
+from forerun.control.step_times import StepTimes, TimeFactor
 from forerun.theory.record import StepRecord
 
 __all__ = ["LearnedCosts"]
@@ -59,6 +60,7 @@ class BatchCosts:
         level_s: one drafted level, by method.
         other_s: the rest of a speculative step, by method.
         deepest: the deepest draft so far, by method.
+        trees: measured over expected time of drafting trees, by method.
     """
 
     def __init__(self) -> None:
@@ -69,6 +71,7 @@ class BatchCosts:
         self.level_s: dict[str, MeasuredMean] = {}
         self.other_s: dict[str, MeasuredMean] = {}
         self.deepest: dict[str, int] = {}
+        self.trees: defaultdict[str, TimeFactor] = defaultdict(TimeFactor)
 
 
 class LearnedCosts:
@@ -93,13 +96,24 @@ class LearnedCosts:
         """Return what a step of these requests is expected to take."""
         batch = self._num_states = len(states)
         costs = self._nearest(batch)
-        return Pricing({method: self._times(costs, method, batch) for method in self.methods})
+        return Pricing(
+            {method: self._times(costs, method, batch) for method in self.methods},
+            tree_factors={
+                method: factor.value() for method, factor in (costs.trees if costs else {}).items()
+            },
+        )
 
     def largest_depth(self, method: str, batch: int) -> int:
         """Return the largest K that may be planned: unmeasured costs are not extrapolated far."""
         costs = self._nearest(batch)
         deepest = 0 if costs is None else costs.deepest.get(method, 0)
         return min(self.max_k, max(FIRST_DEPTH, deepest + 1))
+
+    def largest_tree(self, batch: int) -> int:
+        """Return the most nodes of a tree that may be planned: about twice as many as measured."""
+        costs = self._nearest(batch)
+        most = 0 if costs is None else max(costs.by_rows_s, default=0)
+        return min(self.max_k, max(FIRST_DEPTH, 2 * most + 1))
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn from the durations of one step without prompts."""
@@ -122,6 +136,11 @@ class LearnedCosts:
             return  # the times of drafting cannot be told apart
         (method,) = methods
         depth = max(record.depth_drafted for record in drafted)
+        if any(record.path_children is not None for record in drafted):
+            own_s = self._times(costs, method, batch).tree_s(min(depth, self.max_k), batch)
+            if first.draft_s + first.other_s > 0.0 and own_s > 0.0:
+                costs.trees[method].observe(first.draft_s + first.other_s, own_s)
+            return
         costs.level_s.setdefault(method, MeasuredMean()).observe(first.draft_s / max(1, depth))
         costs.other_s.setdefault(method, MeasuredMean()).observe(first.other_s)
         costs.deepest[method] = max(costs.deepest.get(method, 0), depth)

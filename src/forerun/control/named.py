@@ -28,11 +28,13 @@ class ControllerInputs:
         methods: names of the drafters there are, at least one.
         num_speculative_tokens: largest K.
         costs: cost tables by method, where they were measured.
+        tree_methods: names of the drafters that propose trees.
     """
 
     methods: Sequence[str]
     num_speculative_tokens: int
     costs: Mapping[str, CostSource] = field(default_factory=dict)
+    tree_methods: Sequence[str] = ()
 
 
 def auto(inputs: ControllerInputs) -> Controller:
@@ -58,9 +60,12 @@ def confidence(inputs: ControllerInputs) -> Controller:
 def goodput(inputs: ControllerInputs) -> Controller:
     """Build the goodput controller; it learns costs unless those of all drafters are given."""
     max_k = inputs.num_speculative_tokens
+    trees = inputs.tree_methods
     if any(method not in inputs.costs for method in inputs.methods):
-        return GoodputController(LearnedCosts(inputs.methods, max_k), max_k)
-    return GoodputController({m: inputs.costs[m] for m in inputs.methods}, max_k)
+        learned = LearnedCosts(inputs.methods, max_k)
+        return GoodputController(learned, max_k, tree_methods=trees)
+    costs = {method: inputs.costs[method] for method in inputs.methods}
+    return GoodputController(costs, max_k, tree_methods=trees)
 
 
 def bandit(inputs: ControllerInputs) -> Controller:

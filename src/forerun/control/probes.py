@@ -120,7 +120,7 @@ class Probes:
         self._num_explored += 1
         plan = plans[at]
         others = [method for method in self.methods if method != plan.method]
-        k = plan.num_speculative_tokens + (-1 if turn % 3 == 2 else 1)
+        k = plan.shape.depth + (-1 if turn % 3 == 2 else 1)
         if others and turn % 2:
             other = Plan.chain(others[turn // 2 % len(others)], 1, probe=True)
         elif 0 < k < states[at].max_new and k <= self.max_k:
@@ -141,9 +141,8 @@ class Probes:
         What it is measured to lose depends on chance far more than on the depth.
         """
         self._expected_loss = None
-        if any(without.depths) and all(
-            a.method == b.method for a, b in zip(probed, plans, strict=True)
-        ):
+        same = all(a.method == b.method for a, b in zip(probed, plans, strict=True))
+        if any(without.depths) and without.tree is None and same:
             tried = room.at([plan.num_speculative_tokens for plan in probed])
             self._expected_loss = tried.step_s / without.step_s - tried.tokens / without.tokens
 

@@ -36,6 +36,7 @@ class OperatingPoint(NamedTuple):
             correction.plain_factor,
             correction.pass_factor,
             {method: correction.draft_factor(method) for method in self.times},
+            {method: correction.tree_factor(method) for method in self.times},
         )
 
 
@@ -65,6 +66,10 @@ class ProfiledCosts:
         """Return the largest K that may be planned."""
         return self.max_k
 
+    def largest_tree(self, batch: int) -> int:
+        """Return the most nodes of a tree that may be planned."""
+        return self.max_k
+
     def at(self, states: Sequence[RequestState]) -> OperatingPoint:
         """Return the operating point of these requests; the previous one is reused if possible."""
         batch, context, greedy = len(states), 0, True
@@ -86,6 +91,10 @@ class ProfiledCosts:
         rest_s = first.verify_s + first.other_s
         if point is None or len(records) != point.place.batch or rest_s <= 0.0:
             return
+        trees = [r for r in records if r.num_drafted and r.path_children is not None]
+        if trees:
+            self._observe_trees(point, trees)
+            return
         depths: dict[str, list[int]] = {}
         for record in records:
             if record.num_drafted and record.method in point.times:
@@ -105,6 +114,21 @@ class ProfiledCosts:
             expected_s = drafts_s[method] + overheads_s[method]
             if expected_s > 0.0:
                 correction.drafts[method].observe(own_s, expected_s)
+
+    def _observe_trees(self, point: OperatingPoint, trees: Sequence[StepRecord]) -> None:
+        """Compare the duration of a step with trees with the one in the tables."""
+        first, (method, *others) = trees[0], {tree.method for tree in trees}
+        if others or method not in point.times:
+            return
+        times, correction = point.times[method], point.correction
+        num_nodes = sum(tree.num_drafted for tree in trees)
+        depth = max(tree.depth_drafted for tree in trees)
+        own_s = times.tree_s(depth, point.place.batch)
+        pass_s = times.verify_nodes_s(min(num_nodes, len(times.verify_s) - 1))
+        if first.verify_s > 0.0:
+            correction.passes.observe(first.verify_s, pass_s)
+        if first.draft_s + first.other_s > 0.0 and own_s > 0.0:
+            correction.trees[method].observe(first.draft_s + first.other_s, own_s)
 
 
 def expected_times(

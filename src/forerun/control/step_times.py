@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from forerun.control.base import USUAL_WIDTH
 from forerun.control.config import (
     CONTEXT_BUCKET,
     LARGEST_LOG_SURPRISE,
@@ -129,6 +130,16 @@ class StepTimes:
             draft_deltas_s=(level_s, *(0.0,) * (batch - 1)),
         )
 
+    def tree_s(self, depth: int, batch: int) -> float:
+        """Return the seconds of a step with trees beyond the target pass: drafting and overhead.
+
+        A level below the first has several rows per sequence. What they cost the drafter is taken
+        to be what they cost the target, in proportion.
+        """
+        rows = min(len(self.verify_s) - 1, (USUAL_WIDTH - 1) * batch)
+        wide = self.verify_s[rows] / self.verify_s[0]
+        return self.draft_s[batch - 1] * (1.0 + (depth - 1) * wide) + self.overhead_s[depth]
+
     def verify_nodes_s(self, num_nodes: float) -> float:
         """Return the seconds of a pass with `num_nodes` drafted nodes, interpolated linearly."""
         below = int(num_nodes)
@@ -196,6 +207,7 @@ class TimeCorrection:
         rests: of speculative steps without drafting.
         passes: of target passes over drafted nodes.
         drafts: of all else in a speculative step, by method.
+        trees: the same of steps with trees.
     """
 
     def __init__(self) -> None:
@@ -203,6 +215,7 @@ class TimeCorrection:
         self.rests = TimeFactor()
         self.passes = TimeFactor()
         self.drafts: defaultdict[str, TimeFactor] = defaultdict(TimeFactor)
+        self.trees: defaultdict[str, TimeFactor] = defaultdict(TimeFactor)
 
     @property
     def plain_factor(self) -> float:
@@ -217,6 +230,11 @@ class TimeCorrection:
     def draft_factor(self, method: str) -> float:
         """Ratio for all other parts of a speculative step of one drafter."""
         return self.drafts[method].value(self._either)
+
+    def tree_factor(self, method: str) -> float:
+        """The same for steps with trees, of which chains of the same drafter give a first idea."""
+        drafts = self.drafts[method]
+        return self.trees[method].value(math.log(drafts.value(self._either)))
 
     @property
     def _either(self) -> float:

@@ -332,8 +332,13 @@ def default_controller(
         check_branching(drafter, config.tree)
         return FixedController(config.tree, drafter.method)
     methods = tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
-    means = ControllerInputs(methods=methods, num_speculative_tokens=k, costs=costs)
-    return build_controller(config.controller, means)
+    inputs = ControllerInputs(
+        methods=methods,
+        num_speculative_tokens=k,
+        costs=costs,
+        tree_methods=tree_methods(drafter),
+    )
+    return build_controller(config.controller, inputs)
 
 
 def check_branching(drafter: Drafter, tree: Tree) -> None:

@@ -310,7 +310,7 @@ def path_in_tree(
     entry: ScheduledSequence, verdict: Verdict
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return `path_ranks` and `path_children` of a step's record; None twice for a chain."""
-    if not isinstance(entry.plan.shape, Tree) or not entry.num_drafted:
+    if not isinstance(entry.plan.shape, Tree):
         return None, None
     siblings = [entry.tree.children(node) for node in (-1, *verdict.path)]
     ranks = (among.index(node) + 1 for among, node in zip(siblings, verdict.path, strict=False))

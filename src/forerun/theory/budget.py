@@ -8,8 +8,9 @@ never rises with depth, so taking them in this order never takes a node before i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
-__all__ = ["Node", "depths_within", "ranked_nodes"]
+__all__ = ["Node", "depths_within", "ranked_nodes", "tree_survival"]
 
 
 Node = tuple[float, int, int]
@@ -42,3 +43,32 @@ def depths_within(survival: Sequence[Sequence[float]], num_nodes: int) -> list[i
     for _, _, index in ranked_nodes(survival)[:num_nodes]:
         depths[index] += 1
     return depths
+
+
+def tree_survival(
+    first: Sequence[float], later: Sequence[float], *, depth: int, num_nodes: int
+) -> list[float]:
+    """Return P(accepted) of every node of the best tree of a size, the best node first.
+
+    It is the tree that best-first growth gives where acceptance depends on depth and rank alone, so
+    every beginning of the list belongs to a tree too.
+
+    Args:
+        first: P(the most likely child is accepted | its parent is), by level from 1 on.
+        later: P(the child of rank 2, 3, ... is accepted | its parent is, the ranks before are not),
+            at every level.
+        depth: the most levels; at most as many as `first` has.
+        num_nodes: the most nodes.
+    """
+    found: list[float] = []
+    # Minus P(accepted), level, rank, and P(the parent is accepted and the ranks before are not).
+    heap = [(-first[0], 0, 0, 1.0)] if depth else []
+    while heap and len(found) < num_nodes:
+        lost, level, rank, before = heappop(heap)
+        found.append(-lost)
+        if level + 1 < depth:
+            heappush(heap, (lost * first[level + 1], level + 1, 0, -lost))
+        if rank < len(later):
+            left = before + lost
+            heappush(heap, (-left * later[rank], level, rank + 1, left))
+    return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.control.base import Controller
+from forerun.control.base import Controller, Tree
 from forerun.control.config import CONTROLLER_NAMES
+from forerun.control.fixed import FixedController
 from forerun.control.named import ControllerInputs, build_controller
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
@@ -24,23 +25,30 @@ METHOD = "draft_model"
 """Name of the simulated drafter."""
 
 
-def controller_maker(name: str, costs: DraftCosts, max_k: int) -> Callable[[], Controller]:
+def controller_maker(
+    name: str, costs: DraftCosts, max_k: int, *, has_trees: bool = False
+) -> Callable[[], Controller]:
     """Return a function that builds a controller without estimates, as each run needs one.
 
     Args:
-        name: "plain", "fixed:K", or a name of `forerun.control`.
+        name: "plain", "fixed:K", "tree:NODES[,DEPTH,WIDTH]", or a name of `forerun.control`.
         costs: costs of cycles that it receives.
         max_k: largest K.
+        has_trees: whether the controller may plan trees.
 
     Raises:
         InvalidRequest: there is no controller of that name, or its K is out of range.
     """
     base, colon, argument = name.partition(":")
+    if base == "tree":
+        tree = Tree.parse(argument)
+        return lambda: FixedController(tree, METHOD)
     base, argument = ("fixed", "0") if name == "plain" else (base, argument)
     kind = next((known for known in CONTROLLER_NAMES if known == base), None)
     if kind is None:
         raise InvalidRequest(
-            f"controller {name!r} is unknown; use plain, fixed:K, {', '.join(CONTROLLER_NAMES)}"
+            f"controller {name!r} is unknown; use plain, fixed:K, tree:NODES, "
+            f"{', '.join(CONTROLLER_NAMES)}"
         )
     k = max_k
     if argument or colon:
@@ -49,8 +57,13 @@ def controller_maker(name: str, costs: DraftCosts, max_k: int) -> Callable[[], C
                 f"controller {name!r}: only fixed takes a K, from 0 to max_k, which is {max_k}"
             )
         k = int(argument)
-    means = ControllerInputs(methods=(METHOD,), num_speculative_tokens=k, costs={METHOD: costs})
-    return lambda: build_controller(kind, means)
+    inputs = ControllerInputs(
+        methods=(METHOD,),
+        num_speculative_tokens=k,
+        costs={METHOD: costs},
+        tree_methods=(METHOD,) if has_trees else (),
+    )
+    return lambda: build_controller(kind, inputs)
 
 
 def simulate(
@@ -165,6 +178,8 @@ class ControllerComparison:
                     f"the coarse mode has no steps that {name} could learn from; take plain or "
                     "fixed:K, or leave --coarse out"
                 )
+            if name.startswith("tree") and self.overlap != "none":
+                raise InvalidRequest("overlapped schedules draft chains only; leave trees out")
         if self.coarse and self.overlap != "none":
             raise InvalidRequest("the coarse mode does not support overlap; leave --coarse out")
 
@@ -181,7 +196,9 @@ class ControllerComparison:
         if self.coarse:
             assert k is not None
             return simulate_coarsely(self.workload, self.traffic, self.times, k, name)
-        make = controller_maker(name, self.costs, self.workload.server.max_k)
+        has_trees = self.workload.sibling_acceptance > 0.0 and self.overlap == "none"
+        max_k = self.workload.server.max_k
+        make = controller_maker(name, self.costs, max_k, has_trees=has_trees)
         schedule = SCHEDULES[self.overlap]()
         return simulate(self.workload, self.traffic, self.times, make(), name, schedule)
 

@@ -111,6 +111,8 @@ class Workload:
         prompt_tokens: lengths of their prompts.
         output_tokens: lengths of their outputs.
         phases: acceptance of drafts, for one run of requests after the other.
+        sibling_acceptance: P(a further likely token is accepted | those before it at the same
+            place are not), for draft trees; 0 means that branches are never accepted.
         temperature: temperature of all requests; it decides between greedy and sampled drafts.
         server: settings of the server.
         slo: latency limits of the requests.
@@ -124,6 +126,7 @@ class Workload:
     phases: tuple[Phase, ...]
     arrivals: Arrivals = field(default_factory=Together)
     prompt_tokens: Lengths = field(default_factory=lambda: Fixed(tokens=128))
+    sibling_acceptance: float = 0.0
     temperature: float = 0.0
     server: SimulatedServerConfig = field(default_factory=SimulatedServerConfig)
     slo: Slo = field(default_factory=Slo)
@@ -134,6 +137,7 @@ class Workload:
             self,
             Range("requests", 1, high=MAX_REQUESTS, integer=True),
             Range("temperature", 0),
+            Range("sibling_acceptance", 0, high=1),
         )
         _check_shares(self.phases)
         if isinstance(self.arrivals, Recorded) and len(self.arrivals.times_s) != self.requests:

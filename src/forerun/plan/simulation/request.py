@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import overload
 
-from forerun.control.base import Plan, RequestState
+from forerun.control.base import Plan, RequestState, Tree
 from forerun.plan.simulation.traffic import Traffic
 from forerun.theory.record import StepRecord
+from forerun.theory.static_tree import static_tree
 from forerun.theory.stop_rule import Measure, StopRule
+from forerun.theory.tree import TokenTree
 
 __all__ = ["Records", "SimulatedCycle", "SimulatedRequest", "States", "stopped_depth"]
 
@@ -61,7 +64,11 @@ class SimulatedRequest:
         num_read: tokens the draft has read.
         num_ahead: drafted tokens that wait to be verified, where drafting overlaps with verifying.
         num_steps: steps that emitted.
-        depth: tokens drafted in the current step.
+        depth: levels drafted in the current step.
+        num_nodes: tokens drafted in the current step, more than levels in a tree.
+        tree: topology of the current draft where it is a tree; None for a chain.
+        path: accepted nodes of the tree.
+        sibling_acceptance: P(a further child is accepted | those before it are not).
         plan: plan of the current step.
         num_tested: drafted tokens verified in the current step.
         num_accepted: how many of those were accepted.
@@ -72,8 +79,9 @@ class SimulatedRequest:
 
     __slots__ = (
         "alphas", "arrival_s", "depth", "finished_s", "first_s", "index", "name", "num_accepted",
-        "num_ahead", "num_emitted", "num_new", "num_output", "num_prompt", "num_read", "num_steps",
-        "num_tested", "num_unread", "phase", "plan", "tags", "temperature", "text", "tpot_target_s",
+        "num_ahead", "num_emitted", "num_new", "num_nodes", "num_output", "num_prompt", "num_read",
+        "num_steps", "num_tested", "num_unread", "path", "phase", "plan", "sibling_acceptance",
+        "tags", "temperature", "text", "tpot_target_s", "tree",
     )  # fmt: skip
 
     def __init__(self, traffic: Traffic, index: int) -> None:
@@ -84,6 +92,7 @@ class SimulatedRequest:
         self.num_output = traffic.num_output[index]
         self.alphas = traffic.alphas[index]
         self.tags = traffic.tags[index]
+        self.sibling_acceptance = traffic.sibling_acceptance
         self.temperature = traffic.temperature
         self.tpot_target_s = traffic.tpot_target_s
         self.phase = traffic.phases[index]
@@ -105,7 +114,44 @@ class SimulatedRequest:
     def rest(self) -> None:
         """Draft nothing in this step and drop the tokens that wait to be verified."""
         self.plan = PLAIN
+        self.tree: TokenTree | None = None
+        self.path: tuple[int, ...] = ()
+        self.num_nodes = 0
         self.depth = self.num_tested = self.num_accepted = self.num_ahead = 0
+
+    def draft(self, plan: Plan, max_nodes: int, max_depth: int) -> None:
+        """Draft the plan's shape in this step, cut to the room there is."""
+        depth, num_nodes = min(plan.shape.depth, max_depth), min(plan.shape.num_nodes, max_nodes)
+        self.tree = None
+        if isinstance(plan.shape, Tree) and min(depth, num_nodes) > 0:
+            ranks = self.ranks(0, plan.shape.width)
+            self.tree = static_tree(ranks, num_nodes, depth, plan.shape.width)
+            num_nodes, depth = len(self.tree.parents), max(self.tree.depths)
+        else:
+            num_nodes = depth = min(depth, num_nodes)
+            if plan.stop is not None:
+                num_nodes = depth = stopped_depth(plan.stop, self.alphas, depth)
+        if depth > 0:
+            self.depth, self.num_nodes, self.plan = depth, num_nodes, plan
+        elif self.depth:
+            self.rest()
+
+    def ranks(self, level: int, width: int) -> tuple[float, ...]:
+        """Return P(the child of each rank is accepted | its parent is) below a level of a tree."""
+        first, share = self.alphas[level], self.sibling_acceptance
+        return (first, *((1 - first) * (1 - share) ** at * share for at in range(width - 1)))
+
+    def walk(self, tree: TokenTree) -> tuple[int, ...]:
+        """Return the accepted nodes of a tree; its first children fare as a chain does."""
+        path: list[int] = []
+        while children := tree.children(path[-1] if path else -1):
+            bounds = accumulate(self.ranks(len(path), len(children)))
+            drawn = self.text[self.num_emitted + len(path)]
+            node = next((n for n, b in zip(children, bounds, strict=True) if drawn < b), None)
+            if node is None:
+                break
+            path.append(node)
+        return tuple(path)
 
     def accepted_of(self, num_tested: int) -> int:
         """Return how many of the next drafted tokens are accepted before a rejection."""
@@ -212,6 +258,7 @@ class Records(Sequence[StepRecord]):
 def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
     """Return the record of one request after a cycle."""
     depth, rule = request.num_tested, request.plan.stop
+    ranks, children = path_of(request)
     return StepRecord(
         cycle_id=cycle.number,
         t_s=cycle.started_s,
@@ -219,7 +266,7 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
         step=request.num_steps,
         method=request.plan.method if depth else "plain",
         k_budget=request.plan.num_speculative_tokens,
-        num_drafted=depth,
+        num_drafted=depth if request.tree is None else request.num_nodes,
         depth_drafted=depth,
         num_accepted=request.num_accepted,
         num_emitted=request.num_new,
@@ -234,4 +281,18 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
         stop_values=None
         if rule is None
         else tuple(measured(rule.measure, alpha) for alpha in request.alphas[:depth]),
+        path_ranks=ranks,
+        path_children=children,
     )
+
+
+def path_of(
+    request: SimulatedRequest,
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Return the accepted path of a tree as records name it; None twice for a chain."""
+    tree = request.tree
+    if tree is None:
+        return None, None
+    siblings = [tree.children(node) for node in (-1, *request.path)]
+    ranks = (among.index(node) + 1 for among, node in zip(siblings, request.path, strict=False))
+    return tuple(ranks), tuple(map(len, siblings))

@@ -18,7 +18,6 @@ from forerun.plan.simulation.request import (
     SimulatedCycle,
     SimulatedRequest,
     States,
-    stopped_depth,
 )
 from forerun.plan.simulation.result import SimulationTally
 from forerun.plan.simulation.times import CycleTimes, Times
@@ -33,12 +32,16 @@ class Sequential:
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
         """Return the rows of the pass: a pending token per request, and the drafted ones."""
-        return len(decoding) + sum([request.depth for request in drafting])
+        return len(decoding) + sum([request.num_nodes for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
         """Verify a draft and return the tokens gained: the accepted ones and one more."""
         request.num_tested = request.depth
-        request.num_accepted = request.accepted_of(request.depth)
+        if request.tree is None:
+            request.num_accepted = request.accepted_of(request.depth)
+        else:
+            request.path = request.walk(request.tree)
+            request.num_accepted = len(request.path)
         return request.num_accepted + 1
 
     def spend(
@@ -47,6 +50,11 @@ class Sequential:
         """Set the durations of a cycle in which at least one request drafts."""
         drafting = levels(requests)
         cycle.draft_s += sum(times.draft_s[b] for b in drafting)
+        if any(request.tree is not None for request in requests):
+            # Rows of a level beyond the first cost the draft what they cost the target.
+            num_wide = sum((r.num_nodes - r.depth) / max(1, r.depth - 1) for r in requests)
+            wide = times.pass_s(len(requests) + round(num_wide)) / times.pass_s(len(requests))
+            cycle.draft_s += (wide - 1.0) * sum(times.draft_s[b] for b in drafting[1:])
         cycle.verify_s = times.pass_s(cycle.num_decode_rows)
         cycle.other_s = times.overhead_s(len(drafting))
 
@@ -224,15 +232,7 @@ class Server:
         max_k = self.config.max_k
         plans = self.controller.decide(States(decoding), self.capacity)
         for request, plan in zip(decoding, plans, strict=True):
-            left = request.num_output - request.num_emitted - 1
-            depth = min(plan.num_speculative_tokens, left, max_k)
-            if plan.stop is not None:
-                depth = stopped_depth(plan.stop, request.alphas, depth)
-            if depth > 0:
-                request.depth = depth
-                request.plan = plan
-            elif request.depth:
-                request.rest()
+            request.draft(plan, max_k, request.num_output - request.num_emitted - 1)
 
     def _read_prompts(
         self, decoding: Sequence[SimulatedRequest], cycle: SimulatedCycle

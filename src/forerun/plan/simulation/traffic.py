@@ -89,6 +89,7 @@ class Traffic:
         alphas: P(accepted | all before it accepted) by position, shared between requests alike.
         tags: of their kind.
         phases: number of the phase they come in.
+        sibling_acceptance: of further children in draft trees; see `Workload`.
         temperature: of all of them.
         tpot_target_s: most seconds per token they should take; None: no target.
         max_k: most drafted tokens per step.
@@ -101,6 +102,7 @@ class Traffic:
     alphas: Sequence[tuple[float, ...]]
     tags: Sequence[tuple[str, ...]]
     phases: Sequence[int]
+    sibling_acceptance: float
     temperature: float
     tpot_target_s: float | None
     max_k: int
@@ -140,6 +142,7 @@ def traffic_of(workload: Workload, seed: int) -> Traffic:
         alphas=alphas,
         tags=tags,
         phases=phases,
+        sibling_acceptance=workload.sibling_acceptance,
         temperature=workload.temperature,
         tpot_target_s=workload.slo.tpot_s,
         max_k=workload.server.max_k,
