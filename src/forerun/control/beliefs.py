@@ -9,7 +9,7 @@ from operator import mul
 from typing import NamedTuple
 
 from forerun.control.base import RequestState, Tree
-from forerun.control.config import LATER_RANK, MAX_POOLS, BeliefConfig
+from forerun.control.config import LATER_RANK, MAX_POOLS, TREE_STRENGTH, BeliefConfig
 from forerun.theory.budget import tree_survival
 from forerun.theory.posterior import Passing, Prospects
 from forerun.theory.record import StepRecord
@@ -50,7 +50,6 @@ class Siblings:
 
     def __init__(self, config: BeliefConfig) -> None:
         self.memory = config.pool.slow
-        self.strength = config.strength
         self.missed = Passing(config.pool, config.strength)
         self.accepted = self.expected = 0.0
 
@@ -72,7 +71,7 @@ class Siblings:
     @property
     def ratio(self) -> float:
         """Accepted tokens of trees over those expected from acceptance by level and rank."""
-        return (self.accepted + self.strength) / (self.expected + self.strength)
+        return (self.accepted + TREE_STRENGTH) / (self.expected + TREE_STRENGTH)
 
 
 RequestClass = tuple[tuple[str, ...], float]

@@ -88,6 +88,8 @@ DEEPEST_TREE = 4
 """Most levels of a draft tree that is planned; deeper drafts are planned as chains."""
 LATER_RANK = 0.4
 """P(a further child is accepted | those before it are not) before any was drafted."""
+TREE_STRENGTH = 30.0
+"""Accepted tokens that the estimate by level and rank is worth against those that trees show."""
 
 # The rules of transformers.
 HEURISTIC_UP = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from forerun.control.allocation import Allocation, Allocator
-from forerun.control.base import Plan, RequestState
+from forerun.control.base import Plan, RequestState, Tree
 from forerun.control.config import (
     FIRST_PROBE_LOSS,
     FIRST_PROBES,
@@ -85,6 +85,7 @@ class Probes:
         states: Sequence[RequestState],
         room: int,
         num_unread: Callable[[RequestState], int],
+        tree: Tree | None = None,
     ) -> list[Plan] | None:
         """Return the plans with a probe among them, or None if none is due or rows are lacking.
 
@@ -93,6 +94,7 @@ class Probes:
             states: of the requests.
             room: nodes that may be drafted besides.
             num_unread: tokens that a drafter has to read first; the request with fewest probes.
+            tree: the best tree where the plans are chains of a drafter that proposes trees.
         """
         drafting = [at for at, plan in enumerate(plans) if plan.num_speculative_tokens]
         if room < 1:
@@ -100,7 +102,7 @@ class Probes:
         if drafting:
             if self.explore_loss > 0.0 or self.config.explore <= 0.0:
                 return None
-            return self._explore(plans, states, drafting)
+            return self._explore(plans, states, drafting, tree)
         if not self._is_idle_probe_due or self.config.probe_share <= 0.0:
             return None
         able = [at for at, state in enumerate(states) if state.max_new > 1]
@@ -112,16 +114,22 @@ class Probes:
         return [*plans[:at], Plan.chain(method, 1, probe=True), *plans[at + 1 :]]
 
     def _explore(
-        self, plans: list[Plan], states: Sequence[RequestState], drafting: Sequence[int]
+        self,
+        plans: list[Plan],
+        states: Sequence[RequestState],
+        drafting: Sequence[int],
+        tree: Tree | None,
     ) -> list[Plan] | None:
-        """Let one request draft one token more, or one token with another drafter, in turns."""
+        """Let one request draft one token more, a tree, or with another drafter, in turns."""
         turn, place = divmod(self._num_explored, len(drafting))
         at = drafting[place]
         self._num_explored += 1
         plan = plans[at]
         others = [method for method in self.methods if method != plan.method]
         k = plan.shape.depth + (-1 if turn % 3 == 2 else 1)
-        if others and turn % 2:
+        if tree is not None and turn % 4 == 0 and tree.depth < states[at].max_new:
+            other = Plan(method=plan.method, shape=tree, probe=True)
+        elif others and turn % 2:
             other = Plan.chain(others[turn // 2 % len(others)], 1, probe=True)
         elif 0 < k < states[at].max_new and k <= self.max_k:
             other = Plan.chain(plan.method, k, stop=plan.stop, probe=True)
@@ -135,6 +143,7 @@ class Probes:
         plans: Sequence[Plan],
         without: Allocation,
         room: Allocator,
+        tree: Allocation | None = None,
     ) -> None:
         """Note the expected cost of a probe that differs from the best plans by its depth alone.
 
@@ -143,7 +152,12 @@ class Probes:
         self._expected_loss = None
         same = all(a.method == b.method for a, b in zip(probed, plans, strict=True))
         if any(without.depths) and without.tree is None and same:
-            tried = room.at([plan.num_speculative_tokens for plan in probed])
+            if not any(isinstance(plan.shape, Tree) for plan in probed):
+                tried = room.at([plan.num_speculative_tokens for plan in probed])
+            elif tree is not None and len(probed) == 1:
+                tried = tree
+            else:
+                return
             self._expected_loss = tried.step_s / without.step_s - tried.tokens / without.tokens
 
     def charge(
