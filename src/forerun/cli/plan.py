@@ -84,9 +84,10 @@ COMMAND = Command(
     lists={flag: "" for flag in ("--acceptance",)}
     | dict.fromkeys(("--draft", "--profile", "--batch"), ","),
     description="Which drafter, K and batch to use, what it should be worth and from where on it\n"
-    "stops paying. Drafts are chains; token trees are not planned yet.",
+    "stops paying. Drafts are chains, and trees too with --sibling-acceptance.",
     examples=(
         "forerun plan --profile profile.json --acceptance 0.8",
+        "forerun plan --profile profile.json --acceptance 0.5 --sibling-acceptance 0.4",
         "forerun plan --profile profile.json --trace trace.jsonl --temperature 1 --batch 1 8",
         "forerun plan --profile a.json --profile b.json --draft a --draft b --draft suffix "
         "--trace bench.parquet",

@@ -62,6 +62,9 @@ class PlanOptions:
     """Largest K that is considered."""
     slo_tpot: float | None = None
     """Most seconds per output token; the plan is the highest throughput that keeps it."""
+    sibling_acceptance: float | None = None
+    """Plan draft trees too, and recommend one only where it is faster than every chain: the
+    probability that a further child is accepted where those before it are not."""
     machine: MachineFlags = field(default_factory=MachineFlags)
     plot: Path | None = None
     """Draw the speedup over K into this .png, .svg or .pdf file."""
@@ -129,6 +132,7 @@ def config_of(
         temperature=temperature,
         max_k=options.max_k,
         slo_tpot_s=options.slo_tpot,
+        sibling_acceptance=options.sibling_acceptance,
     )
 
 

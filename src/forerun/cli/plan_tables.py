@@ -47,7 +47,7 @@ def sentence(advice: Advice, config: PlanConfig) -> str:
     if best.is_plain:
         return f"decode plainly {where}: {speed}; {elsewhere(advice)}"
     return (
-        f"draft with {best.draft}, K={best.num_speculative_tokens}, {where}: {speed}, "
+        f"draft with {best.draft}, {best.shape}, {where}: {speed}, "
         f"{with_ends(best)} times plain decoding"
     )
 
@@ -59,7 +59,7 @@ def elsewhere(advice: Advice) -> str:
         return "no draft pays"
     best = max(paying, key=lambda option: option.speedup.estimate)
     return (
-        f"no draft pays there, but {best.draft} at K={best.num_speculative_tokens} does at batch "
+        f"no draft pays there, but {best.draft} at {best.shape} does at batch "
         f"{best.batch}: {with_ends(best)} times plain decoding"
     )
 
@@ -111,7 +111,7 @@ def scenarios(what_if: Sequence[Scenario], advice: Advice) -> Table:
 
 def cells(option: Option, advice: Advice) -> tuple[str, ...]:
     """Return the cells of an option without its batch size, in the columns of `headings`."""
-    k = "plain" if option.is_plain else str(option.num_speculative_tokens)
+    k = "plain" if option.is_plain else option.shape.removeprefix("K=")
     speedup = "1" if option.is_plain else with_ends(option)
     latency = milliseconds(option.tpot_s)
     if len(advice.curves) > 1:

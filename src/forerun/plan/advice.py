@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from forerun.errors import InvalidRequest
 from forerun.plan.config import PlanConfig
 from forerun.plan.costs import with_batches
-from forerun.plan.option import DraftCandidate, Option, option_at
+from forerun.plan.option import DraftCandidate, Option, option_at, tree_options
 from forerun.theory.speedup import break_even_alpha, break_even_rate
 
 __all__ = ["Advice", "BreakEven", "advise", "best_of", "covering", "options_of"]
@@ -80,7 +80,8 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
     if not allowed:
         raise InvalidRequest(unreachable(candidates, config, per_batch))
     best = max(allowed, key=lambda option: option.tokens_per_s)
-    curves = tuple((c.name, tuple(options_of([c], config, best.batch))) for c in candidates)
+    chains = replace(config, sibling_acceptance=None)
+    curves = tuple((c.name, tuple(options_of([c], chains, best.batch))) for c in candidates)
     ks = {name: best_of(curve[1:]).num_speculative_tokens for name, curve in curves}
     return Advice(
         best=best,
@@ -101,7 +102,7 @@ def covering(candidates: Iterable[DraftCandidate], batches: Sequence[int]) -> li
 def options_of(
     candidates: Iterable[DraftCandidate], config: PlanConfig, batch: int
 ) -> list[Option]:
-    """Return plain decoding and every drafter at every K for which its acceptance is known."""
+    """Return plain decoding and every drafter at every K, and tree, with known acceptance."""
     found: list[Option] = []
     for candidate in candidates:
         deepest = min(config.max_k, len(candidate.acceptance.survival))
@@ -109,6 +110,14 @@ def options_of(
             option_at(candidate, k, batch=batch, context=config.context)
             for k in range(bool(found), deepest + 1)
         )
+        if config.sibling_acceptance is not None:
+            found += tree_options(
+                candidate,
+                config.sibling_acceptance,
+                max_nodes=config.max_k,
+                batch=batch,
+                context=config.context,
+            )
     return found
 
 
@@ -146,7 +155,7 @@ def unreachable(
     """Explain in a message why no option is within the latency limit."""
     nearest = min(per_batch, key=lambda option: option.tpot_s)
     plain_s = candidates[0].table.plain_step_s(config.context, nearest.batch)
-    how = "plain" if nearest.is_plain else f"{nearest.draft} at K={nearest.num_speculative_tokens}"
+    how = "plain" if nearest.is_plain else f"{nearest.draft} at {nearest.shape}"
     assert config.slo_tpot_s is not None
     return (
         f"{1e3 * config.slo_tpot_s:.3g} ms per token cannot be kept: at batch {nearest.batch} a "
@@ -170,7 +179,14 @@ def remarks(
         )
     if k and not best.speedup.is_above(1.0):
         yield "the interval of the speedup reaches down to 1: a gain is not shown"
-    if k and k == len(used.acceptance.survival) and not used.acceptance.is_constant:
+    if best.tree is not None:
+        yield "acceptance of further children is taken as given; its error is not in the interval"
+    if (
+        k
+        and best.tree is None
+        and k == len(used.acceptance.survival)
+        and not used.acceptance.is_constant
+    ):
         yield f"acceptance is known for {k} positions only; a larger K might be better"
     if used.acceptance.num_requests == 1:
         yield "acceptance comes from a single request; its error is not in the interval"

@@ -14,6 +14,7 @@ RANGES = (
     Range("temperature", 0),
     Range("max_k", 1, high=1024, integer=True),
     Range("slo_tpot_s", 0, above_low=True, optional=True),
+    Range("sibling_acceptance", 0, high=1, optional=True),
 )
 
 
@@ -27,6 +28,8 @@ class PlanConfig:
         temperature: 0 for greedy drafts, above for sampled ones.
         max_k: most drafted tokens per step.
         slo_tpot_s: most seconds per output token (None: no limit).
+        sibling_acceptance: P(a further child of a node of a draft tree is accepted | those before
+            it are not); None plans chains only.
 
     Raises:
         InvalidRequest: a value cannot work; the message names it.
@@ -37,6 +40,7 @@ class PlanConfig:
     temperature: float = 0.0
     max_k: int = 16
     slo_tpot_s: float | None = None
+    sibling_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""

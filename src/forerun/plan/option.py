@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+from forerun.control.base import USUAL_WIDTH, Tree
+from forerun.control.config import DEEPEST_TREE
 from forerun.errors import InvalidProfile
 from forerun.plan.acceptance import Acceptance
+from forerun.theory.budget import tree_survival
 from forerun.theory.cost import CostTable
 from forerun.theory.intervals import Interval
 
-__all__ = ["DraftCandidate", "Option", "option_at"]
+__all__ = ["DraftCandidate", "Option", "option_at", "tree_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,8 @@ class Option:
 
     Attributes:
         draft: name of the drafter; None decodes plainly.
-        num_speculative_tokens: K.
+        num_speculative_tokens: K; the nodes of a tree.
+        tree: shape of every draft; None for chains.
         batch: sequences at once.
         acceptance_length: tau.
         cycle_cost: kappa, in plain steps.
@@ -53,6 +57,13 @@ class Option:
     speedup: Interval
     tpot_s: float
     tokens_per_s: float
+    tree: Tree | None = None
+
+    @property
+    def shape(self) -> str:
+        """Return K or the tree, as tables write it."""
+        k = f"K={self.num_speculative_tokens}"
+        return k if self.tree is None else f"tree {self.tree}"
 
     @property
     def is_plain(self) -> bool:
@@ -88,6 +99,52 @@ def option_at(
         tpot_s=tpot_s,
         tokens_per_s=batch / tpot_s,
     )
+
+
+def tree_options(
+    candidate: DraftCandidate,
+    sibling_acceptance: float,
+    *,
+    max_nodes: int,
+    batch: int,
+    context: int,
+) -> Iterator[Option]:
+    """Yield the predicted speed of a drafter's best tree of every size and depth.
+
+    Args:
+        candidate: the drafter, of which acceptance by position is that of first children.
+        sibling_acceptance: P(a further child is accepted | those before it are not).
+        max_nodes: of the largest tree.
+        batch: sequences at once.
+        context: committed tokens of every sequence.
+    """
+    table, survival = candidate.table, candidate.acceptance.survival
+    plain_s = table.plain_step_s(context, batch)
+    first = [after / before if before else 0.0 for before, after in pairwise((1.0, *survival))]
+    later = [sibling_acceptance] * (USUAL_WIDTH - 1)
+    for depth in range(1, min(DEEPEST_TREE, len(first)) + 1):
+        accepted = accumulate(tree_survival(first, later, depth=depth, num_nodes=max_nodes))
+        chain = table.cycle_cost_interval(depth, context, batch)
+        for num_nodes, expected in enumerate(accepted, start=1):
+            step_s = table.tree_cycle_s(num_nodes, depth, USUAL_WIDTH, context, batch)
+            cost, tau = step_s / plain_s, 1.0 + expected
+            kappa = Interval(
+                estimate=cost,
+                low=cost * chain.low / chain.estimate,
+                high=cost * chain.high / chain.estimate,
+            )
+            length = Interval(estimate=tau, low=tau, high=tau)
+            yield Option(
+                draft=candidate.name,
+                num_speculative_tokens=num_nodes,
+                tree=Tree(num_nodes=num_nodes, depth=depth, width=USUAL_WIDTH),
+                batch=batch,
+                acceptance_length=length,
+                cycle_cost=kappa,
+                speedup=ratio(length, kappa),
+                tpot_s=step_s / tau,
+                tokens_per_s=batch * tau / step_s,
+            )
 
 
 def advice_on(measured: int, context: int) -> str:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.theory.budget import depths_within, ranked_nodes
+from forerun.theory.budget import depths_within, ranked_nodes, tree_survival
+from forerun.theory.static_tree import expected_static, static_tree
 
 SURVIVAL = st.lists(
     st.lists(st.floats(0.0, 1.0), max_size=4).map(lambda row: list(accumulate(row, mul))),
@@ -55,3 +56,19 @@ def test_a_batch_of_unequal_requests_gains_by_not_being_treated_alike():
     equal = worth(survival, (3,) * 16)
     shared = worth(survival, tuple(depths_within(survival, 3 * 16)))
     assert shared > 1.125 * equal
+
+
+@pytest.mark.parametrize("ranks", [(0.6, 0.2, 0.1), (0.35, 0.3, 0.25)])
+@pytest.mark.parametrize(("depth", "num_nodes"), [(3, 5), (2, 8), (1, 3)])
+def test_nodes_of_a_tree_are_those_of_the_best_static_one(ranks, depth, num_nodes):
+    later = [ranks[1] / (1 - ranks[0]), ranks[2] / (1 - ranks[0] - ranks[1])]
+    found = tree_survival([ranks[0]] * depth, later, depth=depth, num_nodes=num_nodes)
+    assert found == sorted(found, reverse=True)
+    best = static_tree(ranks, num_nodes, depth, 3)
+    assert len(found) == len(best.parents)
+    assert sum(found) == pytest.approx(expected_static(best, ranks))
+
+
+def test_a_tree_without_further_children_is_a_chain():
+    assert tree_survival([0.5, 0.4], [], depth=2, num_nodes=9) == pytest.approx([0.5, 0.2])
+    assert tree_survival([0.5], [0.5], depth=0, num_nodes=9) == []
