@@ -1,13 +1,13 @@
 """What each mechanism of the `auto` controller is worth: switched off alone, in the simulator.
 
-    python benchmarks/control/ablation.py --out FILE [--only NAME ...] [--seeds 8]
+    python benchmarks/control/ablation.py --out FILE [--only NAME ...] [--seeds 4]
 
 The controllers are the engine's own. The time of every simulated step is the profile's, times a
 lognormal factor (sigma 0.1) and, in one step of 50, times 2.5, because a mechanism that guards
 against noise looks useless without any. The cost of a decision is not in simulated time. Every
 figure is a ratio to `auto` as it is, on the same requests, paired by seed, with a 95% interval (t)
 over seeds. "Safety" is the same for the speed in the slowest phase over that of plain decoding in
-that phase. With many variants in 9 cases, a few intervals exclude 1 by chance.
+that phase. With many variants in 11 cases, a few intervals exclude 1 by chance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unittest.mock import patch
 import variants as variants_of
 from scipy import stats
 
-from forerun.control.base import Controller
+from forerun.control.base import Controller, Tree
 from forerun.control.fixed import FixedController
 from forerun.plan.costs import DraftCosts, with_draft_cost
 from forerun.plan.simulation.config import Phase, SimulatedServerConfig, Slo, Workload
@@ -46,11 +46,13 @@ HERE = Path(__file__).parent
 PROFILES = {
     "deep": HERE.parent / "simulate" / "profile-deep.json",
     "shipped": HERE.parent / "profiles" / "shipped-pair.json",
+    "292m": HERE.parent / "profiles" / "292m.json",
 }
 METHOD, OTHER = "draft_model", "other"
 MAX_K = 8
 SIGMA, STALL_EVERY, STALL = 0.1, 50, 2.5
 ORACLE_KS = (0, 1, 2, 3, 4, 6, 8)
+ORACLE_TREES = tuple(map(Tree.parse, ("3,1,4", "5,2,4", "7,2,4", "7,3,4", "8,3,4")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class Case:
         other_alphas: of a second drafter, by phase; None without one.
         tpot: time target in plain steps; None without one.
         draft_factor: true cost of a drafted token over what the profile says.
+        siblings: P(a further child of a tree is accepted | those before are not); None: no trees.
     """
 
     profile: str
@@ -74,6 +77,7 @@ class Case:
     other_alphas: tuple[float, ...] | None = None
     tpot: float | None = None
     draft_factor: float = 1.0
+    siblings: float | None = None
 
 
 CASES: Mapping[str, Case] = {
@@ -87,6 +91,8 @@ CASES: Mapping[str, Case] = {
         profile="deep", alphas=((0.85, 0.3),), batch=8, requests=40, tpot=0.9
     ),
     "two drafters": Case(profile="deep", alphas=(0.8, 0.3), other_alphas=(0.4, 0.85), requests=14),
+    "trees pay": Case(profile="292m", alphas=(0.5,), siblings=0.4),
+    "trees do not pay": Case(profile="292m", alphas=(0.7,), siblings=0.05),
     "draft 6 times as costly as profiled": Case(profile="deep", alphas=(0.6,), draft_factor=6.0),
 }
 
@@ -168,6 +174,7 @@ def workload_of(case: Case, costs: DraftCosts) -> Workload:
         output_tokens=Uniform(least=150, most=350),
         phases=tuple(Phase(share=share, acceptance=acceptance(a)) for a in case.alphas),
         server=SimulatedServerConfig(max_batch=case.batch, max_k=MAX_K),
+        sibling_acceptance=case.siblings or 0.0,
         slo=Slo(tpot_s=None if case.tpot is None else case.tpot * plain_s),
     )
 
@@ -189,7 +196,10 @@ def run(case: Case, make: Callable[[Mapping[str, DraftCosts]], Controller], seed
     tally = SimulationTally(num_phases=len(workload.phases))
     times = NoisyTimes(table, costs[METHOD].reading, seed)
     schedule = SeveralDrafters(case.other_alphas)
-    server = Server(workload.server, times, make(costs), schedule, tally)
+    controller: Any = make(costs)
+    if case.siblings is not None and not isinstance(controller, FixedController):
+        getattr(controller, "inner", controller).tree_methods = (METHOD,)
+    server = Server(workload.server, times, controller, schedule, tally)
     traffic = traffic_of(workload, seed)
     server.serve([SimulatedRequest(traffic, i) for i in range(workload.requests)])
     return result_of("", tally, workload.slo)
@@ -214,7 +224,8 @@ def measure(job: tuple[str, int, tuple[str, ...]]) -> list[dict[str, Any]]:
     name, seed, wanted = job
     case = CASES[name]
     plain = run(case, lambda costs: FixedController(0), seed)
-    fixed = [run(case, lambda costs, k=k: FixedController(k), seed) for k in ORACLE_KS[1:]]
+    shapes = [*ORACLE_KS[1:], *(ORACLE_TREES if case.siblings is not None else ())]
+    fixed = [run(case, lambda costs, shape=shape: FixedController(shape), seed) for shape in shapes]
     best_s = sum(
         min(result.phases[at].decode_s for result in (plain, *fixed))
         for at in range(len(plain.phases))
@@ -278,7 +289,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", help="variants beside auto; without it, all")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     wanted = ("auto", *(arguments.only or [n for n in variants_of.VARIANTS if n != "auto"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forerun.control import allocation, goodput, probes
+from forerun.control import allocation, beliefs, goodput, probes
 from forerun.control.base import Controller
 from forerun.control.config import BeliefConfig, GoodputConfig
 from forerun.control.goodput import GoodputController
@@ -45,6 +45,23 @@ def goodput_alone(costs: Mapping[str, Any], max_k: int) -> Controller:
     return GoodputController(costs, max_k)
 
 
+def no_ratio(self: Any) -> float:
+    """Believe the estimate by level and rank."""
+    return 1.0
+
+
+explore = probes.Probes._explore
+
+
+def explore_chains(self: Any, plans: Any, states: Any, drafting: Any, tree: Any) -> Any:
+    """Explore depths and drafters only."""
+    return explore(self, plans, states, drafting, None)
+
+
+def no_tree(self: Any, *inputs: Any) -> None:
+    """Plan chains only."""
+
+
 ONE_MEMORY = BeliefConfig(
     request=Memory(surprise=1e9), pool=Memory(slow=0.99, fast=0.9, surprise=1e9)
 )
@@ -64,6 +81,12 @@ VARIANTS: Mapping[str, tuple[list[tuple[Any, str, Any]], Make]] = {
     "no correction of costs": (NO_CORRECTION, auto()),
     "no watch over the speed": ([], goodput_alone),
     "neither correction nor watch": (NO_CORRECTION, goodput_alone),
+    "no ratio of trees to their estimate": (
+        [(beliefs.Siblings, "ratio", property(no_ratio))],
+        auto(),
+    ),
+    "trees are not explored": ([(probes.Probes, "_explore", explore_chains)], auto()),
+    "no trees": ([(goodput.GoodputController, "_best_tree", no_tree)], auto()),
     "no switch margin": ([], auto(GoodputConfig(switch_margin=0.0))),
     "no plan reuse": ([(goodput, "DRAFTING_REUSE", 1), (goodput, "PLAIN_REUSE", 1)], auto()),
 }
