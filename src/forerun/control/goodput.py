@@ -195,12 +195,15 @@ class GoodputController:
         tree = self._best_tree(states, candidates, pricing, max_nodes)
         if tree is not None and self._prefers(tree, allocation):
             allocation, tree = tree, None
-        self._expected = dict(zip(names, allocation.accepted, strict=False))
+        accepted = allocation.accepted if tree is None else tree.accepted
+        self._expected = dict(zip(names, accepted, strict=False))
         plans = self._plans(candidates, allocation, pricing)
         self._chosen = dict(zip(names, plans, strict=True))
         reuse = 1
-        if last is not None and last.plans == plans and last.names == names:
-            reuse = 2 * last.reuse
+        if last is not None and last.names == names:
+            both_trees = allocation.tree is not None and last.allocation.tree is not None
+            # The best number of nodes moves by one or two with every estimate.
+            reuse = 2 * last.reuse if last.plans == plans or both_trees else 1
         most = DRAFTING_REUSE if any(allocation.depths) else PLAIN_REUSE
         return ActivePlan(
             names=names,
