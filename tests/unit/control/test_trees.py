@@ -91,9 +91,9 @@ def test_acceptance_of_later_children_is_learnt_from_paths():
     for step in range(400):
         rank = (1, 2, 2, 3, 0)[step % 5]  # of 4 misses of the first, 2 are hit by the second
         path = (rank,) if rank else ()
-        beliefs.observe(
-            record(step, path_ranks=path, path_children=(3, *(0 for _ in path))), WAY, 0.8
-        )
+        path_children = (3, *(0 for _ in path))
+        outcome = record(step, num_accepted=len(path), path_ranks=path, path_children=path_children)
+        beliefs.observe(outcome, WAY, 0.8)
     found = beliefs.tree_survival(STATE, beliefs.curve(STATE, WAY, 1), "d", shape)
     assert found == pytest.approx([0.4, 0.2, 0.2], abs=0.06)
 
