@@ -89,13 +89,13 @@ def test_acceptance_of_later_children_is_learnt_from_paths():
     beliefs.curve(STATE, WAY, 1)
     shape = Tree(num_nodes=3, depth=1, width=3)
     for step in range(400):
-        rank = (1, 2, 2, 3, 0)[step % 5]  # of 4 misses of the first, 2 are hit by the second
+        rank = (1, 1, 2, 0, 1, 3, 1, 2, 1, 0)[step % 10]
         path = (rank,) if rank else ()
         path_children = (3, *(0 for _ in path))
         outcome = record(step, num_accepted=len(path), path_ranks=path, path_children=path_children)
         beliefs.observe(outcome, WAY, 0.8)
     found = beliefs.tree_survival(STATE, beliefs.curve(STATE, WAY, 1), "d", shape)
-    assert found == pytest.approx([0.4, 0.2, 0.2], abs=0.06)
+    assert found == pytest.approx([0.5, 0.2, 0.1], abs=0.08)
 
 
 def controller(tree_methods=("d",)) -> GoodputController:
