@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.cli.command import Command, Exit, is_flag
@@ -12,9 +14,11 @@ from forerun.engine.config import EngineConfig
 from forerun.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    pass
+    from forerun.server.keys import ApiKey
 
 __all__ = ["COMMAND", "ServeOptions"]
+
+KEY_VARIABLE = "FORERUN_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +33,28 @@ class ServeOptions:
     """Sequences decoded at once; the others wait."""
     max_waiting: int = 256
     """Sequences that may wait; one more is refused with status 429."""
+    api_keys: Path | None = None
+    """TOML file of keys and their limits, see docs/serving.md; or set FORERUN_API_KEY."""
 
     @property
     def model(self) -> str:
         """The name that requests use for the target."""
         return self.served_model_name or self.pair.target
+
+    def read_keys(self) -> list[ApiKey]:
+        """Read the keys of the file and of the environment.
+
+        Raises:
+            InvalidRequest: one is wrong, or other machines could send requests without one.
+        """
+        from forerun.server.guard import check_address
+        from forerun.server.keys import ApiKey, read_keys
+
+        keys = [] if self.api_keys is None else read_keys(self.api_keys)
+        if key := os.environ.get(KEY_VARIABLE):
+            keys.append(ApiKey.of("default", key))
+        check_address(self.server, keys)
+        return keys
 
 
 def run(options: ServeOptions) -> int:
@@ -43,9 +64,10 @@ def run(options: ServeOptions) -> int:
     from forerun.server.app import create_app
     from forerun.server.run import open_socket, serve
 
+    keys = options.read_keys()
     listener = open_socket(options.server)  # before weights are read: the port may be in use
     engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
-    app = create_app(AsyncEngine(engine), options.model, options.server)
+    app = create_app(AsyncEngine(engine), options.model, options.server, keys)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(

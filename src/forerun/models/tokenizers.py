@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Messages = list[dict[str, Any]]
 """A conversation: each message with "role" and "content"."""
@@ -75,7 +77,16 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text, with the special tokens (such as a start token) that the model expects."""
+        """Encode a text, with the special tokens (such as a start token) that the model expects.
+
+        Raises:
+            InvalidRequest: the text holds a lone surrogate, which stands for no character.
+        """
+        if (lone := SURROGATE.search(text)) is not None:
+            raise InvalidRequest(
+                f"character {lone.start()} of the text is {lone[0]!r}, half of a surrogate pair: "
+                "send the text as UTF-8"
+            )
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -24,7 +24,11 @@ from forerun.server.config import ServerConfig
 from forerun.server.connection import Disconnected, EventStream, while_connected
 from forerun.server.errors import ModelNotServed, error_body, response_for, status_of
 from forerun.server.generation import Generation
+from forerun.server.grammar import Grammars
+from forerun.server.guard import Guard
+from forerun.server.keys import ApiKey, Keyring
 from forerun.server.live import LiveView
+from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.page_routes import page_router
 from forerun.server.protocol import (
     ChatRequest,
@@ -45,12 +49,16 @@ class ServerState:
         engine: runs while the application does.
         model: the name that requests use for the target.
         config: settings of the server.
+        grammars: compile the constraints of requests.
+        metrics: for Prometheus.
         started_at_s: seconds since 1970.
     """
 
     engine: AsyncEngine
     model: str
     config: ServerConfig
+    grammars: Grammars
+    metrics: ServerMetrics
     started_at_s: float
 
     def check_model(self, name: str | None) -> None:
@@ -63,14 +71,22 @@ class ServerState:
             raise ModelNotServed(f"the model {name!r:.200} is not served; there is {self.model!r}")
 
 
-def create_app(engine: AsyncEngine, model: str, config: ServerConfig | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    model: str,
+    config: ServerConfig | None = None,
+    keys: Sequence[ApiKey] = (),
+) -> FastAPI:
     """Return the application over an engine, which it starts and closes.
 
     Args:
         engine: not started yet.
         model: the name that requests use for the target.
         config: settings of the server.
+        keys: that requests need; without any, none is needed.
     """
+    config = config or ServerConfig()
+    target = engine.engine.target
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -84,9 +100,16 @@ def create_app(engine: AsyncEngine, model: str, config: ServerConfig | None = No
         docs_url=None,
         redoc_url=None,
     )
-    app.state.server = ServerState(
-        engine=engine, model=model, config=config or ServerConfig(), started_at_s=time.time()
+    server = app.state.server = ServerState(
+        engine=engine,
+        model=model,
+        config=config,
+        grammars=Grammars(engine.engine.tokenizer, target.vocab_size, engine.engine.eos_token_ids),
+        metrics=ServerMetrics(engine.engine, model),
+        started_at_s=time.time(),
     )
+    keyring = Keyring(keys, config.max_requests)
+    app.add_middleware(Guard, config=config, keyring=keyring, count=server.metrics.responded)
     for kind in (ForerunError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, response_for)
     add_generation(app)
@@ -132,18 +155,33 @@ async def answered(
         raise InvalidRequest("stream_options needs stream to be true")
     params = body.sampling(server.config.max_logprobs)
     plan = body.plan(engine.capabilities(), engine.engine.config.max_nodes)
-    terms = RequestTerms(priority=body.priority, deadline_s=body.deadline_s, plan=plan)
-    generation = await Generation.begin(engine, prompts, params, terms)
+    key: ApiKey = request.state.key
+    key.check(body.priority, len(prompts) * params.n, params.max_tokens)
+    terms = RequestTerms(
+        priority=body.priority, deadline_s=body.deadline_s, tenant=key.tenant, plan=plan
+    )
+    mask = None
+    if body.response_format is not None or body.structured_outputs is not None:
+        mask = await asyncio.to_thread(server.grammars.mask_of, body)
+    generation = await Generation.begin(engine, prompts, params, terms, mask)
     answer = Answer(uuid.uuid4().hex, server.model, body, engine.engine.tokenizer)
+
+    def close() -> None:
+        if not generation.is_over:
+            server.metrics.aborted(len(prompts) * params.n)
+        for output in generation.finished:
+            server.metrics.finished(output)
+        generation.close()
+
     if body.stream:
         events = stream_of(generation, answer)
-        return EventStream(events, generation.close, server.config.write_timeout_s)
+        return EventStream(events, close, server.config.write_timeout_s)
     try:
         outputs = await while_connected(request.receive, generation.outputs())
     except Disconnected:
         return Response(status_code=499)
     finally:
-        generation.close()
+        close()
     return Response(answer.whole(outputs), media_type="application/json")
 
 
@@ -156,8 +194,9 @@ async def stream_of(generation: Generation, answer: Answer) -> AsyncIterator[byt
         async for at, chunk in generation.chunks():
             if data := answer.chunk(at, chunk):
                 yield data
+        outputs = await generation.outputs()
         if options is not None and options.include_usage:
-            yield answer.usage(await generation.outputs())
+            yield answer.usage(outputs)
     except ForerunError as error:
         yield b"data: " + error_body(str(error), status_of(error)) + b"\n\n"
     yield DONE
@@ -222,6 +261,12 @@ def add_status(app: FastAPI) -> None:
         server: ServerState = request.app.state.server
         server.engine.check_running()
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Return metrics in Prometheus's text format."""
+        server: ServerState = request.app.state.server
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

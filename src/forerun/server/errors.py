@@ -46,9 +46,15 @@ def error_body(
 ) -> bytes:
     """Return the JSON of an error."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return msgspec.json.encode(
-        {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    )
+    found = {"message": readable(message), "type": kind, "param": param, "code": code}
+    if param is not None:
+        found["param"] = readable(param)
+    return msgspec.json.encode({"error": found})
+
+
+def readable(text: str) -> str:
+    """Return a text that quotes a request without the lone surrogates that JSON can hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_response(

@@ -29,12 +29,20 @@ class Generation:
     Args:
         tickets: one per prompt.
         num_samples: n, samples per prompt.
+
+    Attributes:
+        finished: outputs of the prompts, once they have all ended.
     """
 
     def __init__(self, tickets: Sequence[Ticket], num_samples: int) -> None:
         self.tickets = tickets
         self.num_samples = num_samples
-        self.is_over = False
+        self.finished: list[RequestOutput] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every prompt has ended, and its output was returned."""
+        return len(self.finished) == len(self.tickets)
 
     @classmethod
     async def begin(
@@ -70,13 +78,11 @@ class Generation:
         else:
             async for at, chunk in merged(self.tickets):
                 yield at * self.num_samples + chunk.index, chunk
-        self.is_over = True
 
     async def outputs(self) -> list[RequestOutput]:
         """Wait for the end of all prompts and return their outputs, in order."""
-        outputs = [await ticket.wait() for ticket in self.tickets]
-        self.is_over = True
-        return outputs
+        self.finished = [await ticket.wait() for ticket in self.tickets]
+        return self.finished
 
     def close(self) -> None:
         """Abort what has not ended, which frees its rows after the current step."""

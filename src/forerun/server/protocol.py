@@ -6,12 +6,13 @@ the server refuses the same values with the same messages as the library.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.control.base import Chain, Plan, Tree
 from forerun.engine.backend import Capabilities
+from forerun.engine.intake import Prompt
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -212,14 +213,12 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[Prompt]:
         """The prompts, also where one is given."""
         prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if prompt and isinstance(prompt[0], int):
-            return [prompt]
-        return prompt  # type: ignore[return-value]  # a list of prompts
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            return list(cast(list[Prompt], prompt))
+        return [cast(Prompt, prompt)]
 
 
 class TextPart(Body):

@@ -1,0 +1,157 @@
+"""Grammars as token masks: JSON schemas, regular expressions, choices and Lark grammars.
+
+llguidance parses the grammar and says which tokens may follow; a fork of its matcher stands at
+every draft node, so drafts are checked along their paths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+
+from forerun.errors import InvalidRequest
+from forerun.models.tokenizers import Tokenizer
+from forerun.server.protocol import GenerationRequest
+
+__all__ = ["GrammarMask", "Grammars"]
+
+
+class GrammarMask:
+    """The tokens that a grammar allows after a text; a `TokenMask`.
+
+    Args:
+        matcher: of llguidance, at the end of the text.
+        vocab_size: width of the logits.
+        ends: tokens that end a text; one is allowed where the grammar may end.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: tuple[int, ...]) -> None:
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self.ends = ends
+
+    def fork(self) -> GrammarMask:
+        """Return an independent copy; the compiled grammar is shared."""
+        return GrammarMask(self.matcher.deep_copy(), self.vocab_size, self.ends)
+
+    def advance(self, token: int) -> None:
+        """Advance by one allowed token.
+
+        Raises:
+            ValueError: the grammar does not allow it.
+        """
+        if token in self.ends and self.matcher.is_stopped():
+            return
+        if not self.matcher.consume_token(token):
+            raise ValueError(f"the grammar does not allow token {token}: {self.problem}")
+
+    def allowed(self) -> Bool[Tensor, " vocab"]:
+        """Return True for every token that may come next; where nothing else may, the text ends.
+
+        Raises:
+            ValueError: the grammar became too complex for the limits of the parser.
+        """
+        if self.matcher.is_error():
+            raise ValueError(self.problem)
+        if self.matcher.is_stopped():
+            allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
+            allowed[list(self.ends)] = True
+            return allowed
+        packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=self.vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+    @property
+    def problem(self) -> str:
+        """What llguidance says is wrong."""
+        return self.matcher.get_error() or "its text has ended"
+
+
+class Grammars:
+    """Compiles the grammars of requests for one vocabulary.
+
+    Args:
+        tokenizer: of the target.
+        vocab_size: width of its logits.
+        eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self.ends = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
+        self.vocab_size = vocab_size
+        self._content = tokenizer.definition.content
+        self._tokenizer: LLTokenizer | None = None
+
+    def mask_of(self, body: GenerationRequest) -> GrammarMask | None:
+        """Return the mask that a request asks for; None where its text is free.
+
+        Raises:
+            InvalidRequest: it asks for two, the grammar is wrong, or the model has no token that
+                ends a text.
+        """
+        grammar = grammar_of(body)
+        if grammar is None:
+            return None
+        if not self.ends:
+            raise InvalidRequest(
+                "a grammar needs a token that ends the text, and this model has none"
+            )
+        if body.min_tokens or body.ignore_eos:
+            raise InvalidRequest(
+                "a grammar decides where the text ends, so min_tokens and ignore_eos cannot be "
+                "used with one"
+            )
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(
+                self._content, n_vocab=self.vocab_size, eos_token=list(self.ends)
+            )
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot be used: {matcher.get_error():.1000}")
+        return GrammarMask(matcher, self.vocab_size, self.ends)
+
+
+def grammar_of(body: GenerationRequest) -> str | None:
+    """Return the grammar of a request in llguidance's form; None where its text is free.
+
+    Raises:
+        InvalidRequest: it asks for two, or the grammar is wrong.
+    """
+    form, outputs = body.response_format, body.structured_outputs
+    asked: list[str] = []
+    try:
+        if form is not None and form.type != "text":
+            schema = form.json_schema
+            if (schema is None) != (form.type == "json_object"):
+                raise InvalidRequest("response_format needs json_schema with type json_schema only")
+            found = {"type": "object"} if schema is None else schema.schema_
+            asked.append(LLMatcher.grammar_from_json_schema(json.dumps(found)))
+        if outputs is not None:
+            if outputs.json_ is not None:
+                given = outputs.json_
+                text = given if isinstance(given, str) else json.dumps(given)
+                asked.append(LLMatcher.grammar_from_json_schema(text))
+            if outputs.regex is not None:
+                asked.append(LLMatcher.grammar_from_regex(outputs.regex))
+            if outputs.choice is not None:
+                asked.append(LLMatcher.grammar_from_lark(choices(outputs.choice)))
+            if outputs.grammar is not None:
+                asked.append(LLMatcher.grammar_from_lark(outputs.grammar))
+    except ValueError as error:
+        raise InvalidRequest(f"the grammar cannot be used: {error!s:.1000}") from error
+    if len(asked) > 1:
+        raise InvalidRequest("the text can follow one grammar; the request gives several")
+    return asked[0] if asked else None
+
+
+def choices(texts: list[str]) -> str:
+    """Return the Lark grammar of a choice among texts."""
+    return "start: " + " | ".join(json.dumps(text) for text in texts)

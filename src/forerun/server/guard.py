@@ -1,0 +1,175 @@
+"""Checks of a request before its body is read: host, key, and the limits of key and body."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import math
+from collections.abc import Callable, Sequence
+
+from fastapi import Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.errors import InvalidRequest
+from forerun.server.config import ServerConfig
+from forerun.server.errors import error_response
+from forerun.server.keys import ApiKey, Keyring, LimitReached
+
+__all__ = ["OPEN_PATHS", "Guard", "check_address", "is_loopback"]
+
+OPEN_PATHS = frozenset({"/", "/health", "/version"})
+"""Paths that need no key; they reveal nothing of requests."""
+OPEN_PREFIX = "/page/"
+"""Files of the live page, which hold nothing of requests."""
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reachable from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(config: ServerConfig, keys: Sequence[ApiKey]) -> None:
+    """Refuse to listen for other machines without a key.
+
+    Raises:
+        InvalidRequest: the address is not a loopback address, and there are no keys.
+    """
+    if not keys and not is_loopback(config.host):
+        raise InvalidRequest(
+            f"--host {config.host} is reachable from other machines, which needs API keys: give "
+            "--api-keys FILE, or set FORERUN_API_KEY"
+        )
+
+
+class Guard:
+    """ASGI middleware that refuses a request before the application sees it.
+
+    The key of the request is in `request.state.key`.
+
+    Args:
+        app: the application.
+        config: limits of bodies.
+        keyring: keys, and limits of each.
+        count: called with the status of every response.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        config: ServerConfig,
+        keyring: Keyring,
+        count: Callable[[int], None],
+    ) -> None:
+        self.app = app
+        self.count = count
+        self.config = config
+        self.keyring = keyring
+        self._hosts = LOCAL_NAMES | {config.host} if is_loopback(config.host) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error, or pass the request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.count(message["status"])
+            await send(message)
+
+        await self._handle(scope, receive, counted)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        key = self.keyring.find(headers.get("authorization"))
+        refused = self._refused(scope, headers, key)
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
+        scope.setdefault("state", {})["key"] = key
+        if key is None or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        try:
+            with self.keyring.admitted(key):
+                await self.app(scope, LimitedBody(receive, self.config), send)
+        except LimitReached as limit:
+            after = {"Retry-After": str(math.ceil(limit.retry_after_s))}
+            response = error_response(str(limit), 429, code="rate_limit_exceeded", headers=after)
+            await response(scope, receive, send)
+
+    def _refused(self, scope: Scope, headers: Headers, key: ApiKey | None) -> Response | None:
+        """The response to a request that nothing else is to see; None for one that may go on."""
+        host = headers.get("host", "")
+        if self._hosts is not None and host_name(host) not in self._hosts:
+            # A page of another site could reach this machine under a name of its own.
+            return error_response(f"the host {host!r:.200} is not this server's", 421)
+        path = scope["path"]
+        if key is None and path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
+            return error_response(
+                "a valid API key is needed, as in Authorization: Bearer KEY",
+                401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > self.config.max_body_bytes:
+            return error_response(too_long(self.config), 413)
+        return None
+
+
+def host_name(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdecimal() else host
+
+
+def too_long(config: ServerConfig) -> str:
+    """The message for a body beyond the limit."""
+    return f"the body is longer than {config.max_body_bytes} bytes, the most this server reads"
+
+
+class LimitedBody:
+    """Receives a body within limits of size and time.
+
+    Args:
+        receive: of the server.
+        config: the limits.
+    """
+
+    def __init__(self, receive: Receive, config: ServerConfig) -> None:
+        self.receive = receive
+        self.config = config
+        self.num_bytes = 0
+        self.is_complete = False
+        self.ends_at_s = asyncio.get_running_loop().time() + config.body_timeout_s
+
+    async def __call__(self) -> Message:
+        """Return the next message.
+
+        Raises:
+            HTTPException: the body is too long, or did not come in time.
+        """
+        if self.is_complete:
+            return await self.receive()  # waits for the client to leave
+        try:
+            async with asyncio.timeout_at(self.ends_at_s):
+                message = await self.receive()
+        except TimeoutError:
+            raise HTTPException(
+                408, f"the body did not come within {self.config.body_timeout_s:g} s"
+            ) from None
+        self.num_bytes += len(message.get("body", b""))
+        self.is_complete = not message.get("more_body", False)
+        if self.num_bytes > self.config.max_body_bytes:
+            raise HTTPException(413, too_long(self.config))
+        return message

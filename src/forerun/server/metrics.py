@@ -1,0 +1,275 @@
+"""Metrics for Prometheus: vLLM's names where the meaning is the same, and ours beside them.
+
+Steps are counted in plain dictionaries on the engine's thread and converted when Prometheus asks,
+so that a step does not pay for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from forerun.engine.engine import Engine
+from forerun.engine.observing import ObservedStep
+from forerun.engine.results import Completion, RequestOutput
+from forerun.theory.acceptance import AcceptanceCounts
+
+__all__ = ["CONTENT_TYPE", "ServerMetrics", "StepTotals"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name", "engine")
+FAST_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+SLOW_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class StepTotals:
+    """An observer that adds up all steps of an engine.
+
+    Attributes:
+        outcomes: sequences' steps by (depth drafted, nodes accepted).
+        plans: sequences' steps by (drafter or "plain", most nodes that the plan allowed).
+        drafted: draft nodes verified, by drafter.
+        accepted: draft nodes accepted, by drafter.
+        num_emitted: output tokens.
+        num_prefill_rows: prompt tokens fed, those read again after a preemption included.
+        seconds: of the cycles that emitted tokens, by phase: draft, verify, other.
+        num_cycles: how many these were.
+    """
+
+    wants_logits = False
+
+    def __init__(self) -> None:
+        self.outcomes: dict[tuple[int, int], int] = {}
+        self.plans: dict[tuple[str, int], int] = {}
+        self.drafted: dict[str, int] = {}
+        self.accepted: dict[str, int] = {}
+        self.num_emitted = 0
+        self.num_prefill_rows = 0
+        self.seconds = {"draft": 0.0, "verify": 0.0, "other": 0.0}
+        self.num_cycles = 0
+
+    def observe(self, step: ObservedStep) -> None:
+        """Add a step."""
+        if not step.records:
+            self.num_prefill_rows += sum(entry.num_chain for entry in step.prefilling)
+            return
+        first = step.records[0]
+        self.num_cycles += 1
+        self.num_prefill_rows += first.num_prefill_rows
+        self.seconds["draft"] += first.draft_s
+        self.seconds["verify"] += first.verify_s
+        self.seconds["other"] += first.other_s
+        for record in step.records:
+            add(self.outcomes, (record.depth_drafted, record.num_accepted), 1)
+            add(self.plans, (record.method, record.k_budget), 1)
+            if record.num_drafted:
+                add(self.drafted, record.method, record.num_drafted)
+                add(self.accepted, record.method, record.num_accepted)
+            self.num_emitted += record.num_emitted
+
+    @property
+    def acceptance(self) -> AcceptanceCounts:
+        """Counts of the steps that drafted."""
+        counts = AcceptanceCounts(num_drafted=sum(self.drafted.copy().values()))
+        counts.steps.update({key: n for key, n in self.outcomes.copy().items() if key[0] > 0})
+        return counts
+
+
+def add(totals: dict[Any, int], key: object, count: int) -> None:
+    """Add to a total that may not be there yet."""
+    totals[key] = totals.get(key, 0) + count
+
+
+class ServerMetrics:
+    """The metrics of a server over one engine.
+
+    Args:
+        engine: an observer is added to it.
+        model: name of the model, the label of every metric.
+    """
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.engine = engine
+        self.labels = {"model_name": model, "engine": "0"}
+        self.totals = StepTotals()
+        engine.observers.append(self.totals)
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(self))
+        self._success = self._counter(
+            "vllm:request_success",
+            "Finished requests by the reason of their end",
+            "finished_reason",
+        )
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests")
+        self._cached = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the KV cache"
+        )
+        self._asked = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked for in it")
+        self._preemptions = self._counter("vllm:num_preemptions", "Preempted sequences")
+        self._responses = self._counter("forerun:http_responses", "Responses by status", "status")
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token", FAST_S
+        )
+        self._tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean per token after the first", FAST_S
+        )
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the end", SLOW_S
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "From arrival to a place in the batch", FAST_S
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds",
+            "From a place in the batch to the first token",
+            FAST_S,
+        )
+        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens", TOKENS)
+        self._output = self._histogram("vllm:request_generation_tokens", "Output tokens", TOKENS)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, (*LABELS, *labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
+
+    def finished(self, output: RequestOutput) -> None:
+        """Count a request whose samples have all ended."""
+        num_prompt = len(output.prompt_token_ids)
+        self._prompt_tokens.labels(**self.labels).inc(num_prompt)
+        self._prompt.labels(**self.labels).observe(num_prompt)
+        for completion in output.completions:
+            self._success.labels(**self.labels, finished_reason=completion.finish_reason).inc()
+            self._asked.labels(**self.labels).inc(num_prompt)
+            self._cached.labels(**self.labels).inc(completion.num_cached_tokens)
+            self._preemptions.labels(**self.labels).inc(completion.num_preemptions)
+            self._output.labels(**self.labels).observe(len(completion.token_ids))
+            self._latency.labels(**self.labels).observe(completion.total_s)
+            self._observe_times(completion)
+
+    def _observe_times(self, completion: Completion) -> None:
+        ttft_s, prefill_s = completion.ttft_s, completion.prefill_s
+        if ttft_s is None or prefill_s is None:
+            return
+        self._ttft.labels(**self.labels).observe(ttft_s)
+        self._prefill.labels(**self.labels).observe(prefill_s)
+        self._queue.labels(**self.labels).observe(max(0.0, ttft_s - prefill_s))
+        if len(completion.token_ids) > 1:
+            rest_s = max(0.0, completion.total_s - ttft_s) / (len(completion.token_ids) - 1)
+            self._tpot.labels(**self.labels).observe(rest_s)
+
+    def aborted(self, num_samples: int) -> None:
+        """Count the samples of a request whose client went away."""
+        self._success.labels(**self.labels, finished_reason="abort").inc(num_samples)
+
+    def responded(self, status: int) -> None:
+        """Count a response."""
+        self._responses.labels(**self.labels, status=str(status)).inc()
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector:
+    """Converts the totals of the engine when Prometheus asks.
+
+    Args:
+        metrics: whose engine and totals.
+    """
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: names need not be compared when this is registered."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield gauges of this moment and counters of all steps."""
+        engine, totals = self.metrics.engine, self.metrics.totals
+        stats = engine.stats()
+        yield self._gauge("vllm:num_requests_running", "Sequences decoded", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait", stats.num_waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of the KV rows in use, 1 is all", kv_usage(engine)
+        )
+        yield self._counter("vllm:generation_tokens", "Output tokens", totals.num_emitted)
+        yield self._counter("forerun:prefill_rows", "Prompt rows fed", totals.num_prefill_rows)
+        counts = totals.acceptance
+        prefix = "vllm:spec_decode_num_"
+        yield self._counter(prefix + "drafts", "Steps that drafted", counts.num_steps)
+        yield self._counter(prefix + "draft_tokens", "Draft tokens", counts.num_drafted)
+        yield self._counter(prefix + "accepted_tokens", "Accepted tokens", counts.num_accepted)
+        yield self._by_label(
+            prefix + "accepted_tokens_per_pos",
+            "Steps that accepted through a position",
+            "position",
+            {str(at): n for at, n in enumerate(counts.accepted_per_position)},
+        )
+        yield self._by_label(
+            "forerun:drafted_per_position",
+            "Steps that drafted a position",
+            "position",
+            {str(at): n for at, n in enumerate(counts.drafted_per_position)},
+        )
+        yield self._by_label(
+            "forerun:draft_tokens", "Draft tokens by drafter", "method", totals.drafted.copy()
+        )
+        yield self._by_label(
+            "forerun:accepted_tokens", "Accepted by drafter", "method", totals.accepted.copy()
+        )
+        yield self._by_label(
+            "forerun:cycle_seconds", "Seconds of steps by phase", "phase", totals.seconds.copy()
+        )
+        yield self._counter("forerun:cycles", "Target passes that emitted", totals.num_cycles)
+        yield self._plans()
+
+    def _plans(self) -> Metric:
+        labels = (*LABELS, "method", "num_speculative_tokens")
+        family = CounterMetricFamily("forerun:sequence_steps", "Steps by plan", labels=labels)
+        for (method, most), count in self.metrics.totals.plans.copy().items():
+            family.add_metric((*self._labels, method, str(most)), count)
+        return family
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(self.metrics.labels.values())
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _by_label(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for value, count in values.items():
+            family.add_metric((*self._labels, value), count)
+        return family
+
+
+def kv_usage(engine: Engine) -> float:
+    """Return the share of the KV rows that running sequences use, from 0 to 1."""
+    rows = 0
+    for sequence in list(engine.scheduler.running):
+        context = sequence.context
+        with suppress(AttributeError):  # the engine's thread closed it meanwhile
+            rows += 0 if context is None else context.num_cached
+    return rows / (engine.config.num_slots * engine.max_context)

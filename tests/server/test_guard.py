@@ -1,0 +1,226 @@
+"""Requests that are refused: keys, limits, hosts and malformed bodies."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from tests import tiny
+from tests.server.conftest import MODEL, serving, tiny_engine
+
+from forerun.errors import InvalidRequest
+from forerun.server.config import ServerConfig
+from forerun.server.guard import check_address
+from forerun.server.keys import ApiKey, Keyring, LimitReached, read_keys
+
+KEY, LIMITED = "k" * 32, "m" * 32
+PROMPT = {"prompt": tiny.PROMPTS[0], "max_tokens": 4, "seed": 1}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    limited = ApiKey(
+        tenant="b",
+        sha256=ApiKey.of("b", LIMITED).sha256,
+        requests_per_minute=2,
+        max_tokens=8,
+        priority=5,
+    )
+    config = ServerConfig(port=0, max_body_bytes=2000, body_timeout_s=0.5)
+    with serving(tiny_engine(), config, keys=[ApiKey.of("a", KEY), limited]) as client:
+        yield client
+
+
+def is_error(response, status: int, part: str) -> bool:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert part in error["message"]
+    return True
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("x" * 32), {"Authorization": f"Basic {KEY}"}])
+def test_a_request_without_a_valid_key_is_refused(guarded, headers):
+    for path in ("/v1/completions", "/tokenize", "/nowhere"):
+        response = guarded.post(path, json=PROMPT, headers=headers)
+        assert is_error(response, 401, "API key")
+        assert response.headers["www-authenticate"] == "Bearer"
+    assert is_error(guarded.get("/metrics", headers=headers), 401, "API key")
+    assert guarded.get("/health", headers=headers).status_code == 200
+
+
+def test_a_key_lets_requests_in(guarded):
+    response = guarded.post("/v1/completions", json=PROMPT, headers=bearer(KEY))
+    assert response.status_code == 200
+
+
+def test_limits_of_a_key(guarded):
+    def post(**changes):
+        return guarded.post("/v1/completions", json=PROMPT | changes, headers=bearer(LIMITED))
+
+    assert is_error(post(), 400, "may ask for 5 and above")
+    assert is_error(post(priority=5, n=3), 400, "3 choices of 4 tokens")
+    limited = post(priority=5)
+    assert is_error(limited, 429, "2 requests per minute")
+    assert 1 <= int(limited.headers["retry-after"]) <= 30
+
+
+def test_bodies_are_limited(guarded):
+    headers = bearer(KEY)
+    long = guarded.post("/v1/completions", json={"prompt": "x" * 3000}, headers=headers)
+    assert is_error(long, 413, "2000 bytes")
+
+    def parts():
+        for _ in range(30):
+            yield b"x" * 100
+
+    assert is_error(
+        guarded.post("/v1/completions", content=parts(), headers=headers), 413, "2000 bytes"
+    )
+
+
+def test_a_body_that_does_not_come_ends_the_request(guarded):
+    address = guarded.base_url.host, guarded.base_url.port
+    with socket.create_connection(address) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n"
+            b"Content-Type: application/json\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+        )
+        connection.settimeout(20)
+        assert b" 408 " in connection.recv(4096)
+
+
+MALFORMED = [
+    (b'{"prompt": "x"', "the body is no JSON"),
+    (b"\xff\xfe{}", ""),
+    (b"[" * 900, ""),
+    (b'{"prompt": "x", "temperature": 9e999}', "temperature"),
+    (b'"text"', "the body"),
+    (b'{"prompt": "x", "maxtokens": 3}', "maxtokens: is not a known field"),
+    (b'{"prompt": "x", "temperature": "hot"}', "temperature: "),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+    (b'{"prompt": "x", "temperature": -1}', "temperature is -1"),
+    (b'{"prompt": "x", "top_p": 0}', "top_p is 0"),
+    (b'{"prompt": ""}', "the prompt is empty"),
+    (b'{"prompt": []}', "the prompt is empty"),
+    (b'{"prompt": [999999]}', "999999"),
+    (b'{"prompt": "a\\ud800"}', "character 1 of the text"),
+    (b'{"prompt": "x", "\\ud800": 1}', "unicode"),
+    (b'{"prompt": "x", "\\n<script>": 1}', "not a known field"),
+    (b'{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias"),
+    (b'{"prompt": "x", "logit_bias": {"999999": 1}}', "999999"),
+    (b'{"prompt": "x", "logprobs": 50}', "at most 20"),
+    (b'{"prompt": "x", "n": 99}', "n is 99"),
+    (b'{"prompt": "x", "deadline_s": -1}', "deadline_s is -1"),
+    (b'{"prompt": "x", "echo": true}', "echo"),
+    (b'{"prompt": "x", "stream_options": {"include_usage": true}}', "stream_options"),
+    (b'{"prompt": "x", "speculation": "medusa"}', "'medusa'; there are draft_model"),
+    (b'{"prompt": "x", "speculation": {"num_speculative_tokens": 9}}', "at most 3"),
+    (b'{"prompt": "x", "structured_outputs": {"regex": "(("}}', "grammar"),
+    (b'{"prompt": "x", "response_format": {"type": "json_schema"}}', "json_schema"),
+    (b'{"prompt": "x", "structured_outputs": {"regex": "a", "json": {}}}', "several"),
+]
+
+
+@pytest.mark.parametrize(("body", "part"), MALFORMED)
+def test_a_malformed_body_is_refused_by_name(guarded, body, part):
+    headers = bearer(KEY) | {"Content-Type": "application/json"}
+    assert is_error(guarded.post("/v1/completions", content=body, headers=headers), 400, part)
+
+
+def test_prompts_beyond_the_context_name_both_numbers(guarded):
+    response = guarded.post("/v1/completions", json={"prompt": [5] * 200}, headers=bearer(KEY))
+    assert is_error(response, 400, f"200 tokens; the context holds {tiny.MAX_CONTEXT}")
+
+
+def test_other_models_and_paths_are_not_found(guarded):
+    headers = bearer(KEY)
+    response = guarded.post("/v1/completions", json=PROMPT | {"model": "gpt"}, headers=headers)
+    assert is_error(response, 404, f"'gpt' is not served; there is '{MODEL}'")
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert is_error(guarded.get("/nowhere", headers=headers), 404, "Not Found")
+    assert is_error(guarded.get("/v1/completions", headers=headers), 405, "Method Not Allowed")
+
+
+def test_another_host_is_refused_on_loopback(guarded):
+    headers = bearer(KEY) | {"Host": "evil.example"}
+    assert is_error(guarded.get("/v1/models", headers=headers), 421, "evil.example")
+
+
+def test_other_addresses_need_a_key():
+    config = ServerConfig(host="0.0.0.0")
+    with pytest.raises(InvalidRequest, match=r"0\.0\.0\.0 is reachable from other machines"):
+        check_address(config, [])
+    check_address(config, [ApiKey.of("a", KEY)])
+    check_address(ServerConfig(host="::1"), [])
+
+
+def test_the_queue_is_limited():
+    with serving(tiny_engine(max_batch=1, max_waiting=0)) as client:
+        body = PROMPT | {"prompt": [PROMPT["prompt"]] * 2}
+        response = client.post("/v1/completions", json=body)
+        assert is_error(response, 429, "at most 1 may")
+        assert response.headers["retry-after"] == "1"
+        ends_s = time.monotonic() + 20  # the prompt that was queued is aborted after a step
+        while client.post("/v1/completions", json=PROMPT).status_code == 429:
+            assert time.monotonic() < ends_s
+
+
+def test_the_token_bucket_refills():
+    now = [0.0]
+    key = ApiKey(tenant="a", requests_per_minute=60)
+    ring = Keyring([key], clock=lambda: now[0])
+    for _ in range(60):
+        with ring.admitted(key):
+            pass
+    with pytest.raises(LimitReached) as caught, ring.admitted(key):
+        pass
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    now[0] = 1.0
+    with ring.admitted(key):
+        pass
+
+
+def test_requests_at_once_are_counted():
+    key = ApiKey(tenant="a", max_concurrent=1)
+    other = ApiKey(tenant="b")
+    ring = Keyring([key, other], max_requests=2)
+    with ring.admitted(key):
+        with pytest.raises(LimitReached, match="of this key"), ring.admitted(key):
+            pass
+        with ring.admitted(other), pytest.raises(LimitReached, match="at most 2"):
+            ring.admitted(other).__enter__()
+    assert ring.num_running == 0
+
+
+def test_keys_of_a_file(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nmax_concurrent = 3\n')
+    (key,) = read_keys(path)
+    assert key == ApiKey(tenant="a", sha256=ApiKey.of("a", KEY).sha256, max_concurrent=3)
+    assert KEY not in repr(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keys", "not TOML"),
+        ("a = 1", "no \\[\\[keys\\]\\]"),
+        ('[[keys]]\ntenant = "a"\nkey = "short"', "5 characters"),
+        (f'[[keys]]\nkey = "{KEY}"', "no tenant"),
+        (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nrate = 3', "rate; there are"),
+        ('[[keys]]\ntenant = "a"', "one of key and sha256"),
+        ('[[keys]]\ntenant = "a"\nsha256 = "abc"', "64 lower-case"),
+        (f'[[keys]]\ntenant = "a"\nkey = "{KEY}"\nmax_concurrent = 0', "max_concurrent is 0"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_refused(tmp_path, text, message):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=message):
+        read_keys(path)

@@ -1,0 +1,55 @@
+"""Metrics that Prometheus and our own diagnosis read."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.server.conftest import serving, tiny_engine
+from tests.server.test_completions import PROMPT, SEEDED
+
+from forerun.diagnose.readers.prometheus import PrometheusText
+
+
+@pytest.fixture(scope="module")
+def scraped():
+    with serving(tiny_engine()) as client:
+        body = {"prompt": PROMPT, **SEEDED, "speculation": {"num_speculative_tokens": 2}}
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        plain = client.post("/v1/completions", json=body | {"speculation": "off"}).json()["usage"]
+        assert client.post("/v1/completions", json={}).status_code == 400
+        text = client.get("/metrics").text
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            samples[sample.name, *labels.values()] = sample.value
+    return text, samples, usage, plain
+
+
+def test_counters_are_those_of_the_usage(scraped):
+    _, samples, usage, plain = scraped
+    figures = usage["speculative_decoding"]
+    assert samples["vllm:spec_decode_num_drafts_total",] == figures["num_steps"]
+    assert samples["vllm:spec_decode_num_draft_tokens_total",] == figures["num_drafted"]
+    assert samples["vllm:spec_decode_num_accepted_tokens_total",] == figures["num_accepted"]
+    per_position = [
+        samples["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(at)] for at in range(2)
+    ]
+    assert sum(per_position) == figures["num_accepted"]
+    both = usage["completion_tokens"] + plain["completion_tokens"]
+    assert samples["vllm:generation_tokens_total",] == both
+    assert samples["vllm:request_success_total", "length"] == 2
+    assert samples["vllm:time_to_first_token_seconds_count",] == 2
+    assert samples["vllm:num_requests_running",] == 0
+    assert samples["forerun:http_responses_total", "400"] == 1
+    assert samples["forerun:http_responses_total", "200"] == 2
+    steps = {key[1:]: n for key, n in samples.items() if key[0] == "forerun:sequence_steps_total"}
+    assert steps["draft_model", "2"] == figures["num_steps"]
+
+
+def test_our_own_reader_understands_them(scraped):
+    text, _, usage, _ = scraped
+    reader = PrometheusText()
+    assert any([reader.read(line) for line in text.splitlines()])
+    steps = reader.metrics.totals["vllm:spec_decode_num_drafts"]
+    assert steps == usage["speculative_decoding"]["num_steps"]
