@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from forerun.bounded_read import read_bytes
-from forerun.errors import InvalidRequest
-from forerun.ranges import Range, check_ranges
+from forerun.errors import InvalidRequest, Range, check_ranges
 
 __all__ = ["ApiKey", "Keyring", "LimitReached", "read_keys"]
 
