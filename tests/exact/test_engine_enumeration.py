@@ -262,15 +262,14 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Noise:
 
     def verifying(rule, trees, target_probs, draft_probs, tokens, keys):
         found = verify(rule, trees, target_probs, draft_probs, tokens, keys)
-        row = parent = 0
-        for tree, own_keys, outcome in zip(trees, keys, found, strict=True):
+        row = 0
+        for tree, drafted, own_keys, outcome in zip(trees, draft_probs, keys, found, strict=True):
             own = slice(row, row := row + len(tree.parents) + 1)
-            drafted = slice(parent, parent := parent + len(tree_rules.expanded(tree)))
             weights = tree_rules.tree_weights(
                 rule,
                 tree,
                 target_probs[own][None],
-                draft_probs[drafted][None],
+                drafted[None],
                 tokens[own][None, 1:],
             )
             run, _, _ = noise.owners[own_keys[0][0]]

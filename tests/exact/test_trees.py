@@ -11,7 +11,7 @@ from forerun.sampling.tree_rules import TreeRule
 from forerun.testing.exact.pairs import ModelPairs, random_pairs, structured_pairs
 from forerun.testing.exact.run import MAX_TREE_DEPTH, SECOND_TREE, horizon_of
 from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES, traversal
-from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees
+from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees, kernel_weights
 from forerun.theory.tree import TokenTree
 
 RULES = get_args(TreeRule)
@@ -32,6 +32,13 @@ def some_pairs(tree: TokenTree, num_pairs: int = 6, vocab_size: int = 3) -> Mode
 def test_every_topology_keeps_the_distribution(rule):
     assert len(TREES) == 19
     assert all(worst_tv(TreeVerifier(rule=rule), some_pairs(tree), tree) <= 1e-12 for tree in TREES)
+
+
+def test_the_kernels_keep_the_distribution_on_every_topology():
+    verifier = TreeVerifier(rule="traversal", stage=kernel_weights)
+    assert all(worst_tv(verifier, some_pairs(tree), tree) <= 1e-12 for tree in TREES)
+    pairs = structured_pairs(3, horizon_of(PLANTED_TREE), torch.Generator().manual_seed(1))
+    assert worst_tv(verifier, pairs.with_full_drafts(), PLANTED_TREE) <= 1e-12
 
 
 @pytest.mark.parametrize("rule", RULES)

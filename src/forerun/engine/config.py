@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -36,6 +37,8 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 
 MAX_THREADS = 1024
 """More than any machine has use for; far more end in a crash of the thread library."""
+
+logger = logging.getLogger("forerun.config")
 
 RANGES = (
     Range("num_speculative_tokens", 0, integer=True),
@@ -125,6 +128,8 @@ class EngineConfig:
                 f"tree {self.tree} is the shape of every draft, so the controller "
                 f"{self.controller} would have nothing to choose; leave one of the two out"
             )
+        if self.tree is not None:
+            object.__setattr__(self, "tree", self._fitting(self.tree))
         if self.max_step_rows < self.max_batch * (self.max_nodes + 1):
             raise InvalidRequest(
                 f"max_step_rows is {self.max_step_rows}, below max_batch x (K + 1) = "
@@ -137,6 +142,20 @@ class EngineConfig:
                 f"max_kv_tokens is {self.max_kv_tokens}, but one sequence may need max_context + K "
                 f"= {alone}; raise it or lower max_context"
             )
+
+    def _fitting(self, tree: Tree) -> Tree:
+        """Return a tree that passes and contexts have room for, with a notice if it was cut."""
+        room = min(self.max_step_rows // self.max_batch, self.max_context) - 1
+        if room < 1:
+            return tree  # refused below
+        cut = replace(tree, num_nodes=min(tree.num_nodes, room), depth=min(tree.depth, room))
+        if cut != tree:
+            logger.warning(
+                "the draft tree %s is cut to %s: a pass has %d rows for %d sequences, and a "
+                "context %d tokens",
+                *(tree, cut, self.max_step_rows, self.max_batch, self.max_context),
+            )
+        return cut
 
     def with_settings(self, settings: Mapping[str, object]) -> EngineConfig:
         """Return these settings with some fields changed.

@@ -253,14 +253,12 @@ def verify_drawn_trees(
     """Verify trees whose nodes were drawn from the draft, one after the other."""
     probs = probabilities(batch)
     proposals = [entry.proposal for entry in batch.entries]
-    draft_probs = [
-        p.draft_probs.to(probs.device) for p in proposals if p and p.draft_probs is not None
-    ]
+    draft_probs = [p.draft_probs for p in proposals if p and p.draft_probs is not None]
     outcomes = verify_trees(
         rule,
         [entry.tree for entry in batch.entries],
         probs,
-        torch.cat(draft_probs),
+        draft_probs,
         batch.tokens,
         [
             tree_keys(entry.sequence.noise_key, len(entry.sequence.ids), entry.num_drafted)

@@ -153,6 +153,8 @@ SIGNATURES = {
     "forerun_verify_chains": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p)),
     "forerun_chain_accept": (None, (POINTER(ChainProbsStruct), c_void_p)),
     "forerun_chain_weights": (None, (POINTER(ChainProbsStruct), c_void_p, c_void_p)),
+    "forerun_verify_trees": (None, (c_void_p, c_int64, c_int64, c_void_p)),
+    "forerun_tree_weights": (None, (c_void_p, c_void_p, c_void_p)),
 }
 
 

@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forerun.errors import RunnerUnavailable
 from forerun.native.library import ChainProbsStruct, open_library
+from forerun.theory.tree import TokenTree, expanded
 
 __all__ = ["SamplingKernels", "kernels_for", "sampling_kernels"]
 
@@ -155,6 +156,76 @@ class SamplingKernels:
         )
         return list(VERDICT.iter_unpack(verdicts))
 
+    def verify_trees(
+        self,
+        target_probs: Rows,
+        tokens: Tokens,
+        trees: Sequence[TokenTree],
+        drafts: Sequence[Float32[Tensor, "_ vocab"]],
+        keys: Sequence[tuple[Sequence[int], Sequence[int]]],
+    ) -> list[tuple[int, int, int, float]]:
+        """Verify drawn trees by traversal; see `tree_rules.verify_trees`.
+
+        Returns:
+            Last accepted node, final token, whether all rows up to it are valid, and expected
+            accepted of every tree.
+        """
+        vocab_size, row = target_probs.shape[1], 0
+        first_row, first_token = target_probs.data_ptr(), tokens.data_ptr()
+        noise = array("q", chain.from_iterable(key for own in keys for key in own))
+        key = noise.buffer_info()[0]
+        packed = array("q")
+        for tree, draft_probs in zip(trees, drafts, strict=True):
+            num_nodes = len(tree.parents)
+            shape = tree_shape(tree).buffer_info()[0]
+            packed.extend(
+                (
+                    first_row + row * vocab_size * FP32_BYTES,
+                    draft_probs.data_ptr(),
+                    first_token + (row + 1) * ID_BYTES,
+                    key,
+                    shape,
+                    shape + num_nodes * ID_BYTES,
+                    num_nodes,
+                )
+            )
+            row += num_nodes + 1
+            key += (2 * num_nodes + 1) * ID_BYTES
+        verdicts = bytearray(VERDICT.size * len(drafts))
+        self.library.forerun_verify_trees(
+            packed.buffer_info()[0],
+            len(drafts),
+            vocab_size,
+            (ctypes.c_char * len(verdicts)).from_buffer(verdicts),
+        )
+        return list(VERDICT.iter_unpack(verdicts))
+
+    def tree_weights(
+        self,
+        tree: TokenTree,
+        target_probs: Float64[Tensor, "batch rows vocab"],
+        draft_probs: Float64[Tensor, "batch parents vocab"],
+        tokens: Int64[Tensor, "batch nodes"],
+    ) -> tuple[Float64[Tensor, "batch nodes"], Float64[Tensor, "batch rows vocab"]]:
+        """Return acceptance probabilities and final weights of `verify_trees` in fp64."""
+        target, draft, tokens = (part.contiguous() for part in (target_probs, draft_probs, tokens))
+        accept, weights = torch.empty(tokens.shape, dtype=torch.float64), torch.empty_like(target)
+        shape = tree_shape(tree).buffer_info()[0]
+        given = array(
+            "q",
+            (
+                *tokens.shape,
+                *draft.shape[1:],
+                *(part.data_ptr() for part in (target, draft, tokens)),
+                shape,
+                shape + len(tree.parents) * ID_BYTES,
+            ),
+        )
+        self.library.forerun_tree_weights(
+            given.buffer_info()[0], accept.data_ptr(), weights.data_ptr()
+        )
+        return accept, weights
+
     def chain_accept(
         self,
         target_probs: Float64[Tensor, "batch rows vocab"],
@@ -190,6 +261,14 @@ class SamplingKernels:
             byref(chain_probs_struct(given, is_block)), accepted.data_ptr(), weights.data_ptr()
         )
         return weights
+
+
+@lru_cache(maxsize=1024)
+def tree_shape(tree: TokenTree) -> array[int]:
+    """Return the parents of a tree, then of every target row its draft row, -1 of leaves."""
+    rows = {parent: row for row, parent in enumerate(expanded(tree))}
+    draft_rows = (rows.get(node, -1) for node in range(-1, len(tree.parents)))
+    return array("q", (*tree.parents, *draft_rows))
 
 
 def chain_probs_struct(given: Sequence[Tensor], is_block: bool) -> ChainProbsStruct:

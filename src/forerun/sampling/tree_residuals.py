@@ -27,31 +27,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.sampling.processors import failed_rows
-from forerun.theory.tree import TokenTree
+from forerun.theory.tree import TokenTree, expanded, post_order
 
-__all__ = ["Forest", "Residuals", "TreeRule", "expanded", "forest_of", "post_order", "residuals_of"]
+__all__ = ["Forest", "Residuals", "TreeRule", "forest_of", "residuals_of"]
 
 TreeRule = Literal["traversal", "rejection", "greedy_coupling"]
-
-
-@lru_cache(maxsize=1024)
-def expanded(tree: TokenTree) -> tuple[int, ...]:
-    """Return the nodes that have children, ascending; -1 is the last committed token."""
-    return tuple(sorted(set(tree.parents)))
-
-
-@lru_cache(maxsize=1024)
-def post_order(tree: TokenTree) -> tuple[int, ...]:
-    """Return every node behind all its descendants, siblings in draw order."""
-    order: list[int] = []
-
-    def visit(node: int) -> None:
-        for child in tree.children(node):
-            visit(child)
-            order.append(child)
-
-    visit(-1)
-    return tuple(order)
 
 
 class Level(NamedTuple):

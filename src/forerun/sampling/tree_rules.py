@@ -30,17 +30,11 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from forerun.sampling.host import on_host
+from forerun.sampling.kernels import kernels_for
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import failed_rows
-from forerun.sampling.tree_residuals import (
-    Forest,
-    TreeRule,
-    expanded,
-    forest_of,
-    post_order,
-    residuals_of,
-)
-from forerun.theory.tree import TokenTree
+from forerun.sampling.tree_residuals import Forest, TreeRule, forest_of, residuals_of
+from forerun.theory.tree import TokenTree, expanded, post_order
 
 __all__ = [
     "TreeOutcome",
@@ -93,7 +87,7 @@ def verify_trees(
     rule: TreeRule,
     trees: Sequence[TokenTree],
     target_probs: Float[Tensor, "rows vocab"],
-    draft_probs: Float[Tensor, "parents vocab"],
+    draft_probs: Sequence[Float[Tensor, "_ vocab"]],
     tokens: Int64[Tensor, " rows"],
     keys: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> list[TreeOutcome]:
@@ -106,14 +100,18 @@ def verify_trees(
         rule: one of `TreeRule`; the module says for which proposals it is exact.
         trees: one or more, each with a node.
         target_probs: the target's rows of all trees, one after the other.
-        draft_probs: likewise, the rows that children were drawn from.
+        draft_probs: of every tree the rows that children were drawn from.
         tokens: fed at the rows of `target_probs`; the first of every tree is not a draft token.
         keys: `tree_keys` of every tree.
     """
     device = target_probs.device
+    drafts = [rows.to(device) for rows in draft_probs]
+    if rule == "traversal" and (kernels := kernels_for(target_probs, *drafts)):
+        fed = tokens.contiguous()
+        return by_kernels(trees, fed, kernels.verify_trees(target_probs, fed, trees, drafts, keys))
     forest = forest_of(tuple(trees), rule, device=device)
     drafted = tokens.to(device)[forest.node_rows]
-    found = residuals_of(rule, forest, target_probs, draft_probs, drafted)
+    found = residuals_of(rule, forest, target_probs, torch.cat(drafts), drafted)
     tests, finals = (
         uniform(torch.tensor([key for part in each for key in part], device=device))
         for each in zip(*keys, strict=True)
@@ -128,6 +126,27 @@ def verify_trees(
         *on_host(passed, rows, drawn, found.accept, found.shares, tokens, failed_rows(target_probs))
     )
     return outcomes_of(rule, trees, numbers)
+
+
+def by_kernels(
+    trees: Sequence[TokenTree],
+    tokens: Int64[Tensor, " rows"],
+    verdicts: Sequence[tuple[int, int, int, float]],
+) -> list[TreeOutcome]:
+    """Return the outcomes that the kernels found."""
+    fed, found, row = tokens.tolist(), [], 0
+    for tree, (last, token, is_valid, expected) in zip(trees, verdicts, strict=True):
+        path = tree.path(last)
+        found.append(
+            TreeOutcome(
+                path=path,
+                tokens=(*(fed[row + node + 1] for node in path), token),
+                expected_accepted=expected,
+                is_valid=bool(is_valid),
+            )
+        )
+        row += len(tree.parents) + 1
+    return found
 
 
 def first_passed(forest: Forest, passed: Bool[Tensor, " nodes"]) -> Int64[Tensor, " trees"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["NO_TREE", "TokenTree"]
+__all__ = ["NO_TREE", "TokenTree", "expanded", "post_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +95,23 @@ def _ancestor_mask(parents: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
         above = rows[parent] if parent >= 0 else (False,) * len(parents)
         rows.append((*above[:node], True, *above[node + 1 :]))
     return tuple(rows)
+
+
+@lru_cache(maxsize=1024)
+def expanded(tree: TokenTree) -> tuple[int, ...]:
+    """Return the nodes that have children, ascending; -1 is the last committed token."""
+    return tuple(sorted(set(tree.parents)))
+
+
+@lru_cache(maxsize=1024)
+def post_order(tree: TokenTree) -> tuple[int, ...]:
+    """Return every node behind all its descendants, siblings in draw order."""
+    order: list[int] = []
+
+    def visit(node: int) -> None:
+        for child in tree.children(node):
+            visit(child)
+            order.append(child)
+
+    visit(-1)
+    return tuple(order)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forerun.sampling import chain, tree_rules
+from forerun.sampling.kernels import sampling_kernels
 from forerun.sampling.tree_rules import (
     TreeRule,
     TreeWeights,
@@ -187,11 +188,12 @@ def test_a_node_of_acceptance_probability_0_is_rejected_by_the_smallest_noise(ru
     monkeypatch.setattr(
         tree_rules, "uniform", lambda keys: torch.zeros(keys.shape, dtype=torch.float64)
     )
+    monkeypatch.setattr(tree_rules, "kernels_for", lambda *rows: None)
     tree = TokenTree((-1, 0))
     target = torch.tensor([[0.0, 1, 0, 0, 0], [0.0, 0, 1, 0, 0], [1.0, 0, 0, 0, 0]])
     draft = torch.tensor([[0.5, 0.5, 0, 0, 0], [0.5, 0.5, 0, 0, 0]])
     (found,) = verify_trees(
-        rule, [tree], target, draft, torch.tensor([3, 0, 1]), [tree_keys(1, 2, 2)]
+        rule, [tree], target, [draft], torch.tensor([3, 0, 1]), [tree_keys(1, 2, 2)]
     )
     assert found.path == ()
     assert found.tokens == (1,)
@@ -225,13 +227,17 @@ def drawn_trees(
 @pytest.mark.parametrize("seed", range(8))
 def test_trees_of_a_batch_are_verified_as_if_alone(rule, seed):
     trees, target, draft, fed = drawn_trees(rule, seed)
+    sizes = [len(expanded(tree)) for tree in trees]
+    drafts = list(draft.split(sizes))
     keys = [tree_keys(seed, index, len(tree.parents)) for index, tree in enumerate(trees)]
-    together = verify_trees(rule, trees, target, draft, fed, keys)
+    together = verify_trees(rule, trees, target, drafts, fed, keys)
     row = parent = 0
     for index, tree in enumerate(trees):
         own = slice(row, row := row + len(tree.parents) + 1)
         drafted = slice(parent, parent := parent + len(expanded(tree)))
-        (alone,) = verify_trees(rule, [tree], target[own], draft[drafted], fed[own], [keys[index]])
+        (alone,) = verify_trees(
+            rule, [tree], target[own], [draft[drafted]], fed[own], [keys[index]]
+        )
         assert alone == together[index]
         weights = tree_weights(
             rule, tree, target[own][None], draft[drafted][None], fed[own][None, 1:]
@@ -249,7 +255,7 @@ def test_nothing_is_accepted_behind_a_row_without_a_distribution(rule):
         target, draft, fed = target[:7], draft[:4], fed[:7]
         target[1] = torch.nan  # the row of node 0, whose descendants are 2, 3 and 5
         keys = [tree_keys(seed, 0, 6)]
-        (found,) = verify_trees(rule, trees[:1], target, draft, fed, keys)
+        (found,) = verify_trees(rule, trees[:1], target, [draft], fed, keys)
         assert found.is_valid == (0 not in found.path)
         # The same tree without the descendants, under the same noise.
         small = TokenTree((-1, -1, 1))
@@ -257,7 +263,7 @@ def test_nothing_is_accepted_behind_a_row_without_a_distribution(rule):
         tests, finals = keys[0]
         some = [([tests[n] for n in (0, 1, 4)], [finals[n] for n in kept])]
         target[1] = 0.2
-        (alone,) = verify_trees(rule, [small], target[kept], draft[[0, 2]], fed[kept], some)
+        (alone,) = verify_trees(rule, [small], target[kept], [draft[[0, 2]]], fed[kept], some)
         assert found.is_valid == (0 not in alone.path)
         ended += not found.is_valid
         if found.is_valid:
@@ -266,3 +272,37 @@ def test_nothing_is_accepted_behind_a_row_without_a_distribution(rule):
             assert alone.tokens == found.tokens
     assert ended
     assert seen_valid
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_kernels_verify_as_the_torch_code_does(seed, monkeypatch):
+    trees, target, draft, fed = drawn_trees("traversal", seed)
+    target, draft = target.float(), draft.float()
+    if seed % 2:
+        target[1] = torch.nan
+    drafts = list(draft.split([len(expanded(tree)) for tree in trees]))
+    keys = [tree_keys(seed, index, len(tree.parents)) for index, tree in enumerate(trees)]
+    assert tree_rules.kernels_for(target) is not None
+    fast = verify_trees("traversal", trees, target, drafts, fed, keys)
+    monkeypatch.setattr(tree_rules, "kernels_for", lambda *rows: None)
+    slow = verify_trees("traversal", trees, target, drafts, fed, keys)
+    for ours, theirs in zip(fast, slow, strict=True):
+        assert ours.path == theirs.path
+        assert ours.is_valid == theirs.is_valid
+        assert ours.expected_accepted == pytest.approx(theirs.expected_accepted, rel=1e-5)
+        assert not ours.is_valid or ours.tokens == theirs.tokens
+
+
+def test_the_kernels_have_the_weights_of_the_torch_code():
+    kernels = sampling_kernels()
+    assert kernels is not None
+    target, draft = random_probs(64, 7, seed=1), random_probs(64, 4, seed=2)
+    tokens = (
+        torch.stack([random_probs(seed=seed).multinomial(6) for seed in range(0)] or [])
+        if False
+        else torch.tensor([[0, 1, 2, 3, 4, 0]]).expand(64, 6)
+    )
+    accept, weights = kernels.tree_weights(TREE, target, draft, tokens)
+    found = tree_weights("traversal", TREE, target, draft, tokens)
+    torch.testing.assert_close(accept, found.accept)
+    torch.testing.assert_close(normalised(weights), normalised(found.final))

@@ -161,4 +161,33 @@ struct ForerunChainProbs {
 void forerun_chain_accept(const ForerunChainProbs* given, double* accept_probs);
 void forerun_chain_weights(const ForerunChainProbs* given, const int64_t* num_accepted, double* weights);
 
+// A tree of drawn nodes: num_nodes + 1 rows of the target, a token and a parent (-1: the root) per node, per
+// row of the target the row of the draft that its children were drawn from (-1 without children), one key
+// per node, then one per row.
+struct ForerunTree {
+    const float *target, *draft;
+    const int64_t *tokens, *keys, *parents, *draft_rows;
+    int64_t num_nodes;
+};
+
+// last: the last accepted node, -1 for none; is_valid: no row from the root to it is NaN.
+struct ForerunTreeVerdict {
+    int64_t last, final_token, is_valid;
+    double expected_accepted;
+};
+
+void forerun_verify_trees(const ForerunTree* trees, int64_t num_trees, int64_t vocab_size,
+                          ForerunTreeVerdict* verdicts);
+
+// The probability stage of the same in fp64, for the enumeration: trees of one topology, target
+// [num_trees][num_nodes + 1][vocab_size], draft [num_trees][num_parents][vocab_size]. Gives acceptance
+// probabilities [num_trees][num_nodes], and weights of the final token behind every row.
+struct ForerunTreeProbs {
+    int64_t num_trees, num_nodes, num_parents, vocab_size;
+    const double *target, *draft;
+    const int64_t *tokens, *parents, *draft_rows;
+};
+
+void forerun_tree_weights(const ForerunTreeProbs* given, double* accept, double* weights);
+
 }

@@ -5,6 +5,7 @@
 
 #include "pass.h"
 #include "sampling.h"
+#include "trees.h"
 
 namespace forerun {
 namespace {
@@ -393,5 +394,29 @@ void forerun_chain_weights(const ForerunChainProbs* given, const int64_t* num_ac
         const Chain<double> chain = chain_of(*given, index);
         chain.prefix_ratios(prefix.data());
         chain.weights(num_accepted[index], prefix.data(), weights + index * given->vocab_size);
+    }
+}
+
+void forerun_verify_trees(const ForerunTree* trees, int64_t num_trees, int64_t vocab_size,
+                          ForerunTreeVerdict* verdicts) {
+    for (int64_t i = 0; i < num_trees; ++i) verdicts[i] = verify_tree(trees[i], vocab_size);
+}
+
+void forerun_tree_weights(const ForerunTreeProbs* given, double* accept, double* weights) {
+    const int64_t num_nodes = given->num_nodes, size = given->vocab_size;
+    for (int64_t index = 0; index < given->num_trees; ++index) {
+        DrawnTree<double> tree{given->target + index * (num_nodes + 1) * size,
+                               given->draft + index * given->num_parents * size,
+                               given->tokens + index * num_nodes,
+                               given->parents,
+                               given->draft_rows,
+                               num_nodes,
+                               size,
+                               {},
+                               {}};
+        tree.weigh();
+        std::copy(tree.accept.begin(), tree.accept.end(), accept + index * num_nodes);
+        for (int64_t node = -1; node < num_nodes; ++node)
+            tree.weights(node, weights + (index * (num_nodes + 1) + node + 1) * size);
     }
 }

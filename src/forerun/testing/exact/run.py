@@ -26,7 +26,7 @@ from forerun.testing.exact.pairs import Inexact, ModelPairs, random_pairs, struc
 from forerun.testing.exact.plants import PLANTED, PLANTED_VIEWS, SHAPES, Shape, View, shaped_pairs
 from forerun.testing.exact.report import ExactReport, PlantedResult, VerifierResult
 from forerun.testing.exact.tree_plants import PLANTED_TREE, PLANTED_TREES
-from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees
+from forerun.testing.exact.trees import TreeVerifier, all_trees, emit_trees, kernel_weights
 from forerun.testing.exact.walks import Walker, compare_with_plain, emit_walks, goodput_k
 from forerun.theory.tree import TokenTree
 
@@ -109,9 +109,9 @@ def _check_verifiers(num_pairs: int, seed: int, tell: Progress) -> Iterator[Veri
             tell(f"{rule}, {shape}")
             sets = _shaped_sets(settings, -(-num_pairs // SHAPED_SHARE), seed, SHAPES[shape])
             yield _check(f"{rule}, {shape}", emit, sets)
-    for rule in get_args(TreeRule):
-        tell(f"{rule}, trees")
-        yield _check(f"{rule}, trees", _trees(TreeVerifier(rule=rule)), _tree_sets(num_pairs, seed))
+    for name, verifier in _tree_verifiers():
+        tell(name)
+        yield _check(name, _trees(verifier), _tree_sets(num_pairs, seed))
     tell("coupled, any draft")
     yield _check_coupled(_pair_sets(CHAINS[1:2] + TREES[2:], num_pairs, seed))
 
@@ -160,6 +160,14 @@ def _verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
     yield "walk, deterministic chain", CHAINS, _walks(Walker())
     yield "walk, deterministic tree", TREES, _walks(Walker())
     yield "walk, sampled chain", CHAINS, _walks(Walker(sampled=True))
+
+
+def _tree_verifiers() -> Iterator[tuple[str, TreeVerifier]]:
+    for rule in get_args(TreeRule):
+        yield f"{rule}, trees", TreeVerifier(rule=rule)
+    if sampling_kernels():
+        verifier = TreeVerifier(rule="traversal", stage=kernel_weights)
+        yield "traversal, trees, CPU kernels", verifier
 
 
 def _shaped_verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:

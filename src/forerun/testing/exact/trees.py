@@ -25,7 +25,7 @@ from forerun.sampling.tree_rules import (
     tree_keys,
     tree_weights,
 )
-from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted
+from forerun.testing.exact.chains import NUM_PROMPT, REQUEST, Emitted, loaded_kernels
 from forerun.testing.exact.pairs import Inexact, ModelPairs
 from forerun.theory.tree import TokenTree
 
@@ -36,6 +36,7 @@ __all__ = [
     "all_trees",
     "check_keys",
     "emit_trees",
+    "kernel_weights",
     "without",
 ]
 
@@ -58,6 +59,19 @@ class DrawnTrees:
     probs: Float64[Tensor, "pairs prefixes drafts"]
     draft: Float64[Tensor, "pairs prefixes drafts parents vocab"]
     target: Float64[Tensor, "pairs prefixes drafts rows vocab"]
+
+
+def kernel_weights(
+    rule: TreeRule,
+    tree: TokenTree,
+    target_probs: Float64[Tensor, "batch rows vocab"],
+    draft_probs: Float64[Tensor, "batch parents vocab"],
+    tokens: Int64[Tensor, "batch nodes"],
+) -> TreeWeights:
+    """Return what the CPU kernels compute in place of `tree_weights`, for traversal alone."""
+    assert rule == "traversal"
+    accept, weights = loaded_kernels().tree_weights(tree, target_probs, draft_probs, tokens)
+    return TreeWeights(accept=accept, final=weights, shares=torch.zeros_like(accept))
 
 
 def as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
