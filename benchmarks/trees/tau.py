@@ -133,7 +133,7 @@ def cells() -> Iterator[Cell]:
 
 def measure(engine: Engine, cell: Cell) -> list[dict[str, object]]:
     """Decode the prompts, and return a record per rule with means over prompts."""
-    engine._stepper.controller = Same(cell.plan)
+    engine.stepper.controller = Same(cell.plan)
     seen = Expectations(cell)
     engine.observers[:] = [seen]
     prompts = [prompt.text for prompt in held_out_prompts()][:NUM_PROMPTS]
