@@ -97,7 +97,7 @@ peers: $(STAMP) $(PAIRS)  ## compare with the peers installed (25 minutes, nothi
 	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures \
 	  --target zoo:code-40m --draft zoo:code-2m-for-40m $(ARGS)
 	$(BIN)/python benchmarks/peers/compare.py --out build/peer-figures --pair 292m \
-	  --ks 3 4 6 8 --rounds 4 --batch-rounds 2 --choice-rounds 2 $(ARGS)
+	  --ks 3 4 6 --rounds 4 --batch-rounds 2 --choice-rounds 2 $(ARGS)
 
 vllm-parity: $(STAMP) $(PEERS)/vllm/.installed  ## what vLLM accepts of a draft beside what we accept of it
 	$(BIN)/python benchmarks/align/vllm_parity.py --out build/vllm-parity $(ARGS)

@@ -26,7 +26,7 @@ from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.zoo.catalog import PREFIX, held_out_prompts
 from forerun.provenance import collect, content_hash
 
-MAX_CONTEXT = 1024
+MAX_CONTEXT = 512
 RANDOM_PAIR = (
     "The target has random weights and the draft is its first two layers, so these figures show "
     "the speed of the engines at a given acceptance, and no speed on real text."
