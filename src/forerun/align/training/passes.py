@@ -131,15 +131,15 @@ class PassLoss(nn.Module):
         found: PassStates,
     ) -> LearnedRows:
         """Return the rows of all passes in the order of the places that they learn."""
-        width = batch.ids.shape[1]
         ranks = batch.predicts.flatten().cumsum(0) - 1  # of the learned places
         places = [
             learning[number].flatten().nonzero()[:, 0] + number + 1
             for number in range(self.num_passes)
         ]
         counts = torch.tensor([len(of_pass) for of_pass in places], device=ranks.device)
-        weights = found.hidden[0].new_tensor(self.weights).repeat_interleave(counts)
-        assert all(bool((of_pass % width > 0).all()) for of_pass in places)
+        exact = torch.promote_types(found.hidden[0].dtype, torch.float32)  # that of the losses
+        weights = torch.tensor(self.weights, dtype=exact, device=ranks.device)
+        weights = weights.repeat_interleave(counts)
         all_places = torch.cat(places)
         order = torch.argsort(all_places, stable=True)
         all_places = all_places[order]

@@ -84,7 +84,8 @@ def unroll(
     attention = ColumnAttention(mask=seen(batch), active=active)
     following = F.pad(batch.ids, (0, num_passes))
     width = batch.ids.shape[1]
-    state = head.fuse(features.to(head.fc.weight.dtype))
+    dtype = head.fc.weight.dtype
+    state = head.fuse(features.to(dtype)).to(dtype)  # the residual stream stays whole in autocast
     tokens = following[:, 1 : width + 1]
     output = head(embed(tokens), state, batch.positions, attention)[active]
     outputs = [output[learning[0][active]]]

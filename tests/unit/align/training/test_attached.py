@@ -1,0 +1,194 @@
+"""Heads under training: made for the target and its responses, trained, saved and gone on from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from tests import training
+
+from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
+from forerun.align.data.packing import Packing
+from forerun.align.objectives.named import objective_of
+from forerun.align.progress import StepMetrics
+from forerun.align.teachers.choose import TeacherSource, feature_teacher
+from forerun.align.training.attached import AttachedDraft, load_attached
+from forerun.align.training.passes import PassLoss
+from forerun.align.training.trainer import Trainer
+from forerun.align.training.unroll import UnrolledEagle3
+from forerun.drafters.eagle3.checkpoint import read_eagle3_head
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
+from forerun.provenance import content_hash
+
+LAYERS = (0, 1, 2)
+
+
+def config_of(folder: Path, method: str = "eagle3", **attached: object) -> AlignConfig:
+    target = folder / "target"
+    if not target.exists():
+        training.target_folder(target)
+    shape = {"num_passes": 3, "feature_layers": LAYERS, "draft_vocab_size": 24} | attached
+    return AlignConfig(
+        target=str(target),
+        method=method,
+        out=folder / "out",
+        device="cpu",
+        data=DataConfig(prompts=folder / "prompts.jsonl"),
+        attached=AttachedConfig(**shape),
+        training=training.config(num_steps=30),
+    )
+
+
+def head_of(draft: AttachedDraft) -> Eagle3Head:
+    assert isinstance(draft.model, UnrolledEagle3)
+    return draft.model.head
+
+
+def trainer_of(
+    config: AlignConfig,
+    draft: AttachedDraft,
+    folder: Path,
+    kind: str,
+    precision: Literal["no", "bf16"] = "no",
+) -> Trainer:
+    source = TeacherSource(
+        target=config.target,
+        target_hash=content_hash(config.target),
+        sampling=config.sampling,
+        cache_dir=folder / "cache",
+        device="cpu",
+    )
+    packing = packed()
+    settings = TeacherConfig(teacher=kind)
+    teacher = feature_teacher(settings, draft.feature_layers, source, packing.samples)
+    teacher.prepare(packing.samples)
+    return Trainer(
+        config=config.training,
+        module=draft.loss(objective_of(config), config),
+        teacher=teacher,
+        accelerator=training.fresh_accelerator(precision),
+        folder=folder,
+        identity={},
+    )
+
+
+def packed() -> Packing:
+    return training.packing()
+
+
+def curve(trainer: Trainer, until: int) -> list[StepMetrics]:
+    found: list[StepMetrics] = []
+    trainer.run(packed(), until, found.append)
+    return found
+
+
+def losses(steps: list[StepMetrics]) -> list[float]:
+    return [step.loss for step in steps]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_a_head_learns(tmp_path, method, precision):
+    config = config_of(tmp_path, method)
+    draft = load_attached(config, training.samples())
+    steps = curve(trainer_of(config, draft, tmp_path, "hidden", precision), 30)
+    alphas = [step.acceptance_probability for step in steps]
+    assert sum(losses(steps[-5:])) < 0.8 * sum(losses(steps[:5]))
+    assert sum(alphas[-5:]) > sum(alphas[:5])
+
+
+def test_features_of_a_cache_and_of_the_target_train_alike(tmp_path):
+    config = config_of(tmp_path)
+    curves = []
+    for kind in ("hidden", "model"):
+        draft = load_attached(config, training.samples())
+        curves.append(losses(curve(trainer_of(config, draft, tmp_path / kind, kind), 3)))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+def test_an_interrupted_training_continues(tmp_path):
+    config = config_of(tmp_path)
+
+    def begun(folder: str) -> Trainer:
+        draft = load_attached(config, training.samples())
+        return trainer_of(config, draft, tmp_path / folder, "model")
+
+    through = losses(curve(begun("a"), 6))
+    done = losses(curve(begun("b"), 3))
+    again = begun("b")
+    assert again.resume() == 3
+    assert [*done, *losses(curve(again, 6))] == pytest.approx(through, rel=1e-6)
+
+
+def test_a_saved_head_is_the_trained_one(tmp_path):
+    config = config_of(tmp_path)
+    draft = load_attached(config, training.samples())
+    trainer = trainer_of(config, draft, tmp_path, "model")
+    curve(trainer, 2)
+    out = tmp_path / "head"
+    draft.save(out, trainer.weights())
+    draft.save(out, trainer.weights())  # again, over what is there
+    saved, trained = read_eagle3_head(out), head_of(draft)
+    assert saved.config == trained.config
+    for name, value in trained.state_dict().items():
+        expected = value.bfloat16().float() if value.is_floating_point() else value
+        assert torch.equal(saved.state_dict()[name], expected), name
+    assert content_hash(str(out))
+    known = load_attached(replace(config, draft=str(out)), training.samples(3))
+    assert torch.equal(head_of(known).target_ids, trained.target_ids)
+    assert torch.equal(head_of(known).fc.weight, saved.fc.weight)
+
+
+def test_its_vocabulary_is_that_of_the_responses(tmp_path):
+    config = config_of(tmp_path, draft_vocab_size=10)
+    samples = training.samples()
+    learned = {t for s in samples for a, b in s.spans for t in s.token_ids[a:b]}
+    found = head_of(load_attached(config, samples)).target_ids.tolist()
+    assert len(found) == 10
+    assert set(found) <= learned
+
+
+def test_its_shape_can_be_chosen(tmp_path):
+    shape = {"intermediate_size": 20, "num_heads": 3, "num_kv_heads": 1}
+    head = head_of(load_attached(config_of(tmp_path, **shape), training.samples()))
+    assert head.layers[0].mlp.gate_proj.weight.shape[0] == 20
+    assert (head.config.num_heads, head.config.num_kv_heads) == (3, 1)
+
+
+def test_fresh_heads_are_alike(tmp_path):
+    """Processes make theirs by themselves."""
+    config = config_of(tmp_path)
+    heads = [head_of(load_attached(config, training.samples())) for _ in range(2)]
+    for one, other in zip(*(head.parameters() for head in heads), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_head_of_another_target_is_refused(tmp_path):
+    config = config_of(tmp_path)
+    draft = load_attached(config, training.samples())
+    weights = {f"model.head.{name}": p for name, p in head_of(draft).named_parameters()}
+    draft.save(tmp_path / "head", weights)
+    other = config_of(tmp_path / "other")
+    training.target_folder(tmp_path / "other" / "target", hidden_size=48)
+    with pytest.raises(IncompatibleDraft, match="for a target 32 wide with 300 tokens"):
+        load_attached(replace(other, draft=str(tmp_path / "head")), training.samples())
+
+
+def test_a_target_too_shallow_for_the_default_layers_is_named(tmp_path):
+    with pytest.raises(InvalidModel, match="2 layers has no layers 2, L/2 and L - 3"):
+        load_attached(config_of(tmp_path, feature_layers=()), training.samples())
+    with pytest.raises(UnsupportedFeatures, match=r"feature_layers names \[7\]"):
+        load_attached(config_of(tmp_path, feature_layers=(0, 1, 7)), training.samples())
+
+
+def test_greedy_deployments_train_at_temperature_1(tmp_path):
+    config = config_of(tmp_path)
+    greedy = replace(config, sampling=replace(config.sampling, temperature=0))
+    draft = load_attached(greedy, training.samples())
+    module = draft.loss(objective_of(greedy), greedy)
+    assert isinstance(module, PassLoss)
+    assert (module.temperature, module.objective.name) == (1.0, "fkl")
