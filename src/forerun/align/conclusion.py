@@ -122,7 +122,7 @@ def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> No
         InvalidRequest: the upload failed.
     """
     k = config.evaluation.num_speculative_tokens if report.best_k is None else report.best_k
-    serving = describe_pair(config.target, workspace.draft, k, config.sampling)
+    serving = describe_pair(config.target, workspace.draft, k, config.sampling, config.method)
     export_draft(config.export, serving)
     if not serving.speculates:
         logger.warning(

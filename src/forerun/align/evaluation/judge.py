@@ -7,10 +7,12 @@ parameters. Looping text is easy to draft, so a text counts up to its first repe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from forerun.align.evaluation.attached import attached_acceptance, head_in
 from forerun.align.evaluation.figures import DraftFigures, judge_figures
 from forerun.align.evaluation.judged import EvaluationPrompt, JudgedPrompt
 from forerun.align.evaluation.teacher_forced import acceptance_probabilities
@@ -101,7 +103,7 @@ class Judge:
         chosen = evenly_spaced(len(self.prompts), max_prompts)
         prompts = [self.prompts[index].prompt_ids for index in chosen]
         outputs = engine.generate(prompts, [self._params_of(index) for index in chosen])
-        alphas = self._alphas(engine, chosen)
+        alphas = self._alphas(engine, draft, chosen)
         judged = [
             judged_prompt(
                 self.prompts[index].tag,
@@ -133,16 +135,16 @@ class Judge:
             self.prompts[index] = answered
         return [self.prompts[index].response_ids or () for index in chosen]
 
-    def _alphas(self, engine: Engine, chosen: Sequence[int]) -> list[tuple[float, ...]]:
+    def _alphas(
+        self, engine: Engine, draft: str | Path | Drafter, chosen: Sequence[int]
+    ) -> list[tuple[float, ...]]:
         """Return the teacher-forced acceptance probabilities of every prompt and position."""
-        draft = draft_model_of(engine)
-        if draft is None:
+        scored = scorer_of(engine, draft)
+        if scored is None:
             return [()] * len(chosen)
         return [
             tuple(
-                acceptance_probabilities(
-                    engine.target,
-                    draft,
+                scored(
                     self.prompts[index].prompt_ids,
                     response[: first_repeat(response)],
                     self.params,
@@ -201,11 +203,27 @@ def judged_prompt(
     )
 
 
+Scorer = Callable[[Sequence[int], Sequence[int], SamplingParams, frozenset[int]], Sequence[float]]
+"""From prompt, response, parameters and ends of texts to one acceptance probability per token."""
+
+
+def scorer_of(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:
+    """Return what scores a draft on the target's text; None where it is no model of its own."""
+    drafter = engine.drafter
+    if drafter is None:
+        return None
+    if drafter.required_features:
+        head = head_in(draft, engine.target) if isinstance(draft, str | Path) else None
+        return None if head is None else partial(attached_acceptance, engine.target, head)
+    model = draft_model_of(engine)
+    return None if model is None else partial(acceptance_probabilities, engine.target, model)
+
+
 def draft_model_of(engine: Engine) -> LanguageModel | None:
     """Return the draft's own model; None where the drafter has none beside the target."""
-    drafter = engine.drafter if engine.drafter is not None else None
-    if isinstance(drafter, DraftModel) and drafter.model.store is not engine.target.store:
-        return drafter.model
+    drafter = engine.drafter
+    if isinstance(drafter, DraftModel) and not drafter.required_features:
+        return None if drafter.model.store is engine.target.store else drafter.model
     return None
 
 

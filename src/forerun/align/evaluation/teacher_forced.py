@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -17,11 +17,13 @@ from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.tree import TokenTree
 
 __all__ = [
+    "CHUNK",
     "acceptance_probabilities",
     "along",
     "logits_of",
     "num_known",
     "overlap",
+    "overlaps",
     "probs_of_rows",
 ]
 
@@ -62,18 +64,37 @@ def acceptance_probabilities(
     if not response:
         return []
     first = len(prompt_ids) - 1
+    passes = zip(logits_of(target, ids, first), logits_of(draft, ids, first), strict=True)
+    return overlaps(passes, prompt_ids, response, params, target.vocab_size, eos_token_ids)
+
+
+def overlaps(
+    passes: Iterable[tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows draft_vocab"]]],
+    prompt_ids: Sequence[int],
+    response: Sequence[int],
+    params: SamplingParams,
+    vocab_size: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> list[float]:
+    """Return the acceptance probability at every token of a response, from logits in order.
+
+    Args:
+        passes: logits of target and draft at the same tokens, in chunks.
+        prompt_ids: what the response answers.
+        response: one token per row.
+        params: of the request; the draft's own temperature holds for the draft.
+        vocab_size: of the target.
+        eos_token_ids: the model's own.
+    """
     history = None
     if params.needs_history:
-        history = History.of(
-            params, prompt_ids, vocab_size=target.vocab_size, eos_token_ids=eos_token_ids
-        )
+        history = History.of(params, prompt_ids, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     alphas: list[float] = []
-    passes = zip(logits_of(target, ids, first), logits_of(draft, ids, first), strict=True)
     for target_logits, draft_logits in passes:
         chunk = response[len(alphas) : len(alphas) + len(target_logits)]
         histories = [] if history is None else along(history, chunk)
         target_rows = probs_of_rows(target_logits, params, histories)
-        shared = fit_vocabulary(draft_logits.to(target_rows.device), target.vocab_size)
+        shared = fit_vocabulary(draft_logits.to(target_rows.device), vocab_size)
         draft_rows = probs_of_rows(shared, draft_params(params), histories)
         alphas += overlap(target_rows, draft_rows).tolist()
         if history is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forerun.align.config import Export
+from forerun.align.config import Export, Method
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams, draft_params
 
@@ -48,6 +48,7 @@ class Serving:
         sampling: parameters of the requests.
         draft_context: context length of the draft, in tokens.
         target_context: context length of the target, in tokens.
+        method: what the draft is.
 
     Raises:
         InvalidRequest: K is negative.
@@ -59,6 +60,7 @@ class Serving:
     sampling: SamplingParams
     draft_context: int
     target_context: int
+    method: Method = "draft_model"
 
     def __post_init__(self) -> None:
         """Refuse a negative K."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from forerun.align.config import Export
-from forerun.align.export.engines import ENGINES, Serving
+from forerun.align.export.engines import Serving
+from forerun.align.export.heads import engines_of
 from forerun.align.export.write import DRAFT_PAYS_NOT, SERVING_FOLDER
 from forerun.atomic_write import atomic_write
 from forerun.errors import InvalidRequest
@@ -102,7 +103,7 @@ def model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterat
         yield f"base_model: {serving.target}"
     yield from ("---", "", f"# {repo}", "")
     target = Path(serving.target).name if is_local else serving.target
-    yield f"A draft model for speculative decoding with `{target}`, distilled by forerun. The text"
+    yield f"A draft for speculative decoding with `{target}`, distilled by forerun. The text"
     yield "is the target's with any draft; a good draft makes decoding faster."
     yield ""
     card = read_card(serving.draft)
@@ -119,7 +120,7 @@ def model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterat
     if not serving.speculates:
         yield from (DRAFT_PAYS_NOT, "")
     on_hub = replace(serving, target=target, draft=Path(repo))
-    for one in (ENGINES[engine](on_hub) for engine in dict.fromkeys(engines)):
+    for one in engines_of(engines, on_hub):
         yield from (f"## {one.engine}", "", f"```{one.language}", one.command, "```", "")
         yield from (f"- {note}" for note in one.notes)
         yield ""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forerun.align.config import Export
+from forerun.align.config import Export, Method
 from forerun.align.export.engines import (
     ASSISTANT_SETTINGS,
     ENGINES,
@@ -20,6 +20,7 @@ from forerun.align.export.engines import (
     Serving,
     assistant_settings,
 )
+from forerun.align.export.heads import RAW_FOLDER, engines_of, write_raw
 from forerun.atomic_write import atomic_write
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
@@ -39,7 +40,11 @@ DRAFT_PAYS_NOT = (
 
 
 def describe_pair(
-    target: str, draft: Path, num_speculative_tokens: int, sampling: SamplingParams
+    target: str,
+    draft: Path,
+    num_speculative_tokens: int,
+    sampling: SamplingParams,
+    method: Method = "draft_model",
 ) -> Serving:
     """A description of the pair for other engines, read from the two folders.
 
@@ -48,6 +53,7 @@ def describe_pair(
         draft: folder of the aligned draft.
         num_speculative_tokens: K of the deployment; 0 where speculation was not found to pay.
         sampling: parameters of its requests.
+        method: what the draft is.
 
     Raises:
         InvalidModel: a folder cannot be read.
@@ -55,7 +61,9 @@ def describe_pair(
         InvalidRequest: K is negative.
     """
     folder = model_folder(target)
-    sizes, draft_sizes = architecture_of(folder), architecture_of(draft)
+    sizes = architecture_of(folder)
+    # A head's context and tokens are the target's.
+    draft_sizes = architecture_of(draft) if method == "draft_model" else sizes
     if sizes.vocab_size != draft_sizes.vocab_size:
         raise IncompatibleDraft(
             f"the draft's logits are {draft_sizes.vocab_size} wide, the target's "
@@ -70,6 +78,7 @@ def describe_pair(
         sampling=sampling,
         draft_context=draft_sizes.max_positions,
         target_context=sizes.max_positions,
+        method=method,
     )
 
 
@@ -84,10 +93,12 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
     """
     folder = serving.draft / SERVING_FOLDER
     earlier = [engine for engine in ENGINES if (folder / f"{engine}.json").exists()]
-    chosen = [ENGINES[engine](serving) for engine in dict.fromkeys((*engines, *earlier))]
+    chosen = engines_of((*engines, *earlier), serving)
     written = [write_json(folder / f"{one.engine}.json", dict(one.settings)) for one in chosen]
     if any(one.engine == "hf" for one in chosen):
         written.append(write_generation_config(serving))
+    if serving.method == "eagle3" and any(one.engine == "sglang" for one in chosen):
+        write_raw(serving.draft, folder / RAW_FOLDER, serving.target)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
         scratch.write_text("\n".join(page_of(serving, chosen)) + "\n", encoding="utf-8")
@@ -111,7 +122,7 @@ def page_of(serving: Serving, chosen: Sequence[EngineSettings]) -> Iterator[str]
     command = f"forerun generate PROMPT --target {shlex.quote(serving.target)}"
     if serving.speculates:
         yield (
-            f"A draft model for `{serving.target}`, to draft {serving.num_speculative_tokens} "
+            f"A draft for `{serving.target}`, to draft {serving.num_speculative_tokens} "
             f"tokens per step {at}. The text is the target's with any draft; the settings decide "
             "how many tokens are accepted."
         )
@@ -119,7 +130,7 @@ def page_of(serving: Serving, chosen: Sequence[EngineSettings]) -> Iterator[str]
             f" --draft {shlex.quote(str(serving.draft))} --k {serving.num_speculative_tokens}"
         )
     else:
-        yield f"A draft model for `{serving.target}`, judged {at}."
+        yield f"A draft for `{serving.target}`, judged {at}."
         yield ""
         yield DRAFT_PAYS_NOT
     yield ""

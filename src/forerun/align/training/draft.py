@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,7 @@ class DraftConfig:
     seed: int = 0
 
 
+@runtime_checkable
 class TrainedDraft(Protocol):
     """What is trained: a draft model, or a head on the target."""
 

@@ -34,7 +34,7 @@ class MedusaOverTarget(nn.Module):
         rows: FeatureTeacherRows,
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
-        """Run all heads over the rows that learn; see `AttachedHead`."""
+        """Run all heads over the rows that learn; see `PassLoss`."""
         active = learning.any(0)
         hidden = rows.last.to(torch.float32)[active]
         states = self.head.states(hidden)

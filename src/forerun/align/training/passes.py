@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -21,7 +20,7 @@ from forerun.align.objectives.named import Objective
 from forerun.align.teachers.base import TeacherRows
 from forerun.align.teachers.features import FeatureTeacherRows
 
-__all__ = ["AttachedHead", "PassLoss", "PassStates", "learned_passes"]
+__all__ = ["PassLoss", "PassStates", "learned_passes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,21 +36,6 @@ class PassStates:
     hidden: Sequence[Float[Tensor, "_ hidden"]]
     head: DraftHead
     target_ids: Int64[Tensor, " draft_vocab"] | None = None
-
-
-class AttachedHead(Protocol):
-    """A head on the target's hidden states, as it is trained."""
-
-    def __call__(
-        self, batch: PackedBatch, rows: FeatureTeacherRows, learning: Bool[Tensor, "passes rows w"]
-    ) -> PassStates:
-        """Run all passes over a batch.
-
-        Args:
-            batch: on the device of the head.
-            rows: the target's features.
-            learning: the rows that learn in each pass, see `learned_passes`.
-        """
 
 
 def learned_passes(batch: PackedBatch, num_passes: int) -> Bool[Tensor, "passes rows width"]:
@@ -75,7 +59,8 @@ class PassLoss(nn.Module):
     """The loss of all passes of a head, summed over its rows and averaged over its passes.
 
     Args:
-        model: the head.
+        model: the head: from a batch, the target's features and the rows that learn in each pass
+            to `PassStates`.
         objective: what is minimised.
         temperature: the one the head is deployed at; decides which acceptance is reported.
         num_passes: tokens that a row predicts.

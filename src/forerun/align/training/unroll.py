@@ -27,7 +27,7 @@ __all__ = ["UnrolledEagle3", "unroll"]
 
 
 class UnrolledEagle3(nn.Module):
-    """An EAGLE-3 head with the target's frozen embedding, as it is trained; see `AttachedHead`.
+    """An EAGLE-3 head with the target's frozen embedding, as it is trained; see `PassLoss`.
 
     Args:
         head: in fp32.
@@ -45,7 +45,7 @@ class UnrolledEagle3(nn.Module):
         rows: FeatureTeacherRows,
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
-        """Run all passes; see `AttachedHead`."""
+        """Run all passes; see `PassLoss`."""
         outputs = unroll(self.head, self.embed, batch, rows.features, learning)
         hidden = [self.head.norm(output) for output in outputs]
         return PassStates(

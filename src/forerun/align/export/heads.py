@@ -1,0 +1,94 @@
+"""Settings with which vLLM and SGLang use a head on the target's hidden states.
+
+The fields were read in vLLM 0.32 and in the SGLang documentation of 2026. transformers has no
+drafting with such heads.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from forerun.align.config import Export
+from forerun.align.export.engines import ENGINES, EngineSettings, Serving
+from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
+
+__all__ = ["HEAD_ENGINES", "RAW_FOLDER", "engines_of", "write_raw"]
+
+RAW_FOLDER = "sglang"
+"""Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
+
+
+def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
+    """Return the settings of the engines that can serve the pair, each once."""
+    known = ENGINES if serving.method == "draft_model" else HEAD_ENGINES[serving.method]
+    return [known[engine](serving) for engine in dict.fromkeys(engines) if engine in known]
+
+
+def vllm_eagle3(serving: Serving) -> EngineSettings:
+    """An EAGLE-3 head beside the target; its folder is in the form that vLLM reads."""
+    settings: dict[str, Any] = {"model": serving.target}
+    command = f"vllm serve {shlex.quote(serving.target)}"
+    if serving.speculates:
+        speculative = {
+            "method": "eagle3",
+            "model": str(serving.draft),
+            "num_speculative_tokens": serving.num_speculative_tokens,
+        }
+        settings["speculative_config"] = speculative
+        command += f" --speculative-config {shlex.quote(json.dumps(speculative))}"
+    return EngineSettings(
+        engine="vllm",
+        settings=settings,
+        command=command,
+        language="bash",
+        notes=("The head shares the target's embedding; its own file holds everything else.",),
+        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/eagle/",
+    )
+
+
+def sglang_eagle3(serving: Serving) -> EngineSettings:
+    """An EAGLE-3 head in the raw form; SGLang sees a chain as a tree with one branch."""
+    k = serving.num_speculative_tokens
+    settings: dict[str, Any] = {"model-path": serving.target}
+    if serving.speculates:
+        settings |= {
+            "speculative-algorithm": "EAGLE3",
+            "speculative-draft-model-path": str(serving.draft / "serving" / RAW_FOLDER),
+            "speculative-num-steps": k,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": k + 1,
+        }
+    options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
+    return EngineSettings(
+        engine="sglang",
+        settings=settings,
+        command=f"python3 -m sglang.launch_server {options}",
+        language="bash",
+        notes=(f"The head is written again for SGLang, in serving/{RAW_FOLDER}.",),
+        source="https://docs.sglang.io/docs/advanced_features/speculative_decoding",
+    )
+
+
+HEAD_ENGINES: Mapping[str, Mapping[Export, Callable[[Serving], EngineSettings]]] = MappingProxyType(
+    {"eagle3": {"vllm": vllm_eagle3, "sglang": sglang_eagle3}, "medusa": {}}
+)
+
+
+def write_raw(draft: Path, folder: Path, target: str) -> None:
+    """Write an EAGLE-3 head in the raw form, for SGLang.
+
+    Args:
+        draft: folder of the head.
+        folder: to write.
+        target: its name or folder.
+
+    Raises:
+        InvalidModel: the head cannot be read.
+    """
+    head = read_eagle3_head(draft)
+    write_eagle3_head(head.bfloat16(), folder, form="raw", target=target)

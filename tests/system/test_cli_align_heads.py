@@ -1,0 +1,129 @@
+"""`forerun align --method eagle3` from prompts to a head that the engine runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.system.conftest import save_model
+
+from forerun.align.evaluation.attached import attached_acceptance, head_in
+from forerun.cli.main import main
+from forerun.drafters.eagle3.checkpoint import read_eagle3_head
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.sampling.config import SamplingParams
+
+ARGUMENTS = (
+    *("--max-tokens", "12", "--threads", "1", "--num-steps", "4", "--num-evaluations", "2"),
+    *("--max-prompts", "4", "--window", "48", "--tokens-per-step", "192", "--k", "2"),
+    *("--held-out-share", "0.3", "--json"),
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deep") / "target"
+    save_model(folder, num_layers=5, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"prompt": f"def f{i}(x):\n", "tag": "odd" if i % 2 else "even"} for i in range(24)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def aligned(target, prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("aligned") / "run"
+    assert main(command(target, prompts, out, "--export", "vllm", "--export", "sglang")) == 0
+    return out
+
+
+def command(target, prompts, out, *more):
+    files = ("--target", str(target), "--prompts", str(prompts), "--out", str(out))
+    return ["align", "--method", "eagle3", *files, *ARGUMENTS, *more]
+
+
+def test_a_head_is_trained_judged_and_carded(aligned):
+    report = json.loads((aligned / "report.json").read_text())
+    assert [judgement["step"] for judgement in report["judgements"]] == [0, 2, 4]
+    assert [pair["after"]["temperature"] for pair in report["judged"]] == [1.0, 0.0]
+    for pair in report["judged"]:
+        figures = pair["after"]["overall"]
+        assert 1 <= figures["acceptance_length"]["estimate"] <= 3
+        assert 0 <= figures["acceptance_probability"]["estimate"] <= 1
+    card = json.loads((aligned / "draft" / "forerun.json").read_text())
+    assert card["settings"]["method"] == "eagle3"
+    assert (aligned / "acceptance.svg").exists()
+
+
+def test_alpha_is_that_of_the_first_drafted_token(aligned, target):
+    """The same sums, from the drafter's own rows: one token is drafted at every place."""
+    engine = Engine.load(str(target), dtype="float32", config=EngineConfig(runner="torch"))
+    head = head_in(aligned / "draft", engine.target)
+    assert head is not None
+    prompt, params = "def f(x):\n", SamplingParams(max_tokens=20, seed=3)
+    (output,) = engine.generate([prompt], params)
+    alphas = attached_acceptance(
+        engine.target, head, output.prompt_token_ids, output.token_ids, params
+    )
+    assert len(alphas) == len(output.token_ids)
+    assert all(0 <= alpha <= 1 + 1e-6 for alpha in alphas)
+
+
+def test_the_engine_decodes_with_it(aligned, target):
+    plain = Engine.load(str(target), dtype="float32")
+    engine = Engine.load(
+        str(target),
+        dtype="float32",
+        draft=str(aligned / "draft"),
+        config=EngineConfig(num_speculative_tokens=2, controller="fixed"),
+    )
+    params = SamplingParams(temperature=0, max_tokens=16)
+    expected, found = (e.generate(["def g(x):\n"], params)[0].token_ids for e in (plain, engine))
+    assert found == expected
+
+
+def test_it_is_exported_for_both_engines(aligned):
+    serving = aligned / "draft" / "serving"
+    vllm = json.loads((serving / "vllm.json").read_text())
+    assert vllm["speculative_config"]["method"] == "eagle3"
+    settings = json.loads((aligned / "draft" / "config.json").read_text())
+    assert settings["speculators_model_type"] == "eagle3"
+    raw = json.loads((serving / "sglang" / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
+    one, other = read_eagle3_head(aligned / "draft"), read_eagle3_head(serving / "sglang")
+    assert one.config == other.config
+    assert "speculative-algorithm EAGLE3" in (serving / "README.md").read_text()
+
+
+def test_a_finished_run_is_shown_again_and_refreshed(aligned, target, prompts, tmp_path, capsys):
+    assert main(command(target, prompts, aligned)) == 0
+    assert "finished before" in capsys.readouterr().err
+    out = tmp_path / "again"
+    refresh = ("--refresh", str(aligned), "--out", str(out), "--num-steps", "2", "--threads", "1")
+    assert main(["align", *refresh, "--json"]) == 0
+    report = json.loads((out / "report.json").read_text())
+    first = report["judged"][0]["before"]["overall"]["acceptance_length"]
+    last = json.loads((aligned / "report.json").read_text())
+    assert first == last["judged"][0]["after"]["overall"]["acceptance_length"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--lora-rank", "4"), "--lora-rank does not go with --method eagle3"),
+        (("--on-policy-share", "0.5"), "--on-policy-share does not go with --method eagle3"),
+        (("--teacher", "sampled"), 'teacher "sampled" does not have'),
+        (("--objective", "ce"), "--objective ce reads text alone"),
+        (("--feature-layers", "9"), "feature_layers names [9], but the target has 5 layers"),
+        (("--draft-vocab-size", "9000"), "draft_vocab_size is 9000, but the target has 257"),
+    ],
+)
+def test_settings_a_head_cannot_have_are_refused(more, message, target, prompts, tmp_path, capsys):
+    assert main(command(target, prompts, tmp_path / "out", *more)) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
