@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head for a finished target: `python recipes/zoo/code_40m_eagle3.py --target DIR`.
+"""Train an EAGLE-3 head: `python recipes/zoo/code_40m_eagle3.py --target DIR --out DIR`.
 
 The head is at most 6 MiB in bf16 for a target 512 wide. It learns from the target's own answers to
 openings of library functions, whose features are computed once. A second call resumes where the
@@ -148,10 +148,10 @@ def write_card(args: Args, head: Path, out: Path) -> None:
     lines = [
         f"# EAGLE-3 head for {args.target.name}",
         "",
-        f"{size / (1 << 20):.1f} MiB in bf16; {args.draft_vocab_size:,} tokens can be drafted. Trained by",
-        "`forerun align --method eagle3` on the target's own answers at T=1 (recipe:",
-        "recipes/zoo/code_40m_eagle3.py); judged on 60 prompts from modules kept out of all training.",
-        "Intervals are of 95%, over prompts.",
+        f"{size / (1 << 20):.1f} MiB in bf16; {args.draft_vocab_size:,} tokens can be drafted.",
+        "Trained by `forerun align --method eagle3` on the target's own answers at T=1",
+        "(recipes/zoo/code_40m_eagle3.py); judged on 60 prompts from modules kept out of all",
+        "training. Intervals are of 95%, over prompts.",
         "",
         "| T | tau at K=5 | alpha | accepted by position |",
         "|---|---|---|---|",
@@ -166,14 +166,12 @@ def write_card(args: Args, head: Path, out: Path) -> None:
         lines.append(f"| {pair['after']['temperature']:g} | {tau} | {alpha} | {betas} |")
     lines += [
         "",
-        f"Decoding {NUM_MEASURED} of these prompts one by one with {args.threads} threads; a drafted token",
-        "is measured at K=5, in plain steps; speeds are multiples of plain decoding.",
+        f"Decoding {NUM_MEASURED} of these prompts one by one, {args.threads} threads; a drafted",
+        "token is measured at K=5, in plain steps; speeds are multiples of plain decoding.",
         "",
         "| T | plain tokens/s | drafted token | K=1 | K=2 | K=3 | K=4 | K=5 |",
         "|---|---|---|---|---|---|---|---|",
         *(costs(args, head, temperature) for temperature in (0.0, 1.0)),
-        "",
-        report["provenance"].get("line", ""),
     ]
     (head / "README.md").write_text("\n".join(lines).rstrip() + "\n", "utf-8")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.system.conftest import save_model
+from tests.system.conftest import byte_tokenizer, save_model
 
 from forerun.align.evaluation.attached import attached_acceptance, head_in
 from forerun.cli.main import main
@@ -25,6 +25,7 @@ ARGUMENTS = (
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deep") / "target"
     save_model(folder, num_layers=5, seed=1)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

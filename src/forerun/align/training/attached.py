@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from jaxtyping import Float, Int64
+from torch import Tensor
 
 from forerun.align.config import AlignConfig, AttachedConfig
 from forerun.align.data.sample import Sample
 from forerun.align.data.vocabulary import drafted_tokens
 from forerun.align.objectives.named import Objective
-from forerun.align.teachers.target import check_layers, embedding_table
+from forerun.align.teachers.base import one_per_row
+from forerun.align.teachers.target import (
+    TargetModel,
+    adopt_target,
+    check_layers,
+    embedding_table,
+)
 from forerun.align.training.medusa import MedusaOverTarget
 from forerun.align.training.passes import PassLoss
 from forerun.align.training.unroll import UnrolledEagle3
@@ -28,6 +34,7 @@ from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
 from forerun.drafters.eagle3.config import Eagle3Config, default_feature_layers
+from forerun.drafters.eagle3.golden import write_golden
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.medusa.config import MedusaConfig
 from forerun.drafters.medusa.head import MedusaHeads
@@ -37,7 +44,17 @@ from forerun.models.checkpoint import read_checkpoint
 from forerun.models.huggingface import MODULE_NAMES, read_weights
 from forerun.models.load import model_folder, read_config
 
-__all__ = ["AttachedDraft", "TargetParts", "feature_layers_of", "fresh_eagle3", "load_attached"]
+__all__ = [
+    "AttachedDraft",
+    "GoldenText",
+    "TargetParts",
+    "feature_layers_of",
+    "fresh_eagle3",
+    "load_attached",
+]
+
+LEAST_GOLDEN, MOST_GOLDEN = 8, 32
+"""Tokens of the text of golden rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +64,7 @@ class TargetParts:
     Attributes:
         settings: of the target, as transformers has them.
         architecture: its sizes.
+        model: the target itself.
         embedding: of every token, as it enters the residual stream.
         norm: weight of the final norm.
         head: output matrix.
@@ -54,26 +72,42 @@ class TargetParts:
 
     settings: Mapping[str, Any]
     architecture: Architecture
+    model: TargetModel
     embedding: Float[Tensor, "vocab hidden"]
     norm: Float[Tensor, " hidden"]
     head: Float[Tensor, "vocab hidden"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenText:
+    """A text with the target's features, from which golden rows are computed; see `golden`."""
+
+    tokens: Int64[Tensor, " tokens"]
+    features: Float[Tensor, "tokens layers hidden"]
+
+
 class AttachedDraft:
-    """A head under training; it takes the place of `Draft`.
+    """A head under training; see `TrainedDraft`.
 
     Args:
         config: of the alignment.
         model: the head as it is trained.
         feature_layers: layers of the target that it reads.
+        golden: for the rows that are kept beside an EAGLE-3 head; None where no text is long
+            enough.
     """
 
     def __init__(
-        self, config: AlignConfig, model: nn.Module, feature_layers: tuple[int, ...]
+        self,
+        config: AlignConfig,
+        model: UnrolledEagle3 | MedusaOverTarget,
+        feature_layers: tuple[int, ...],
+        golden: GoldenText | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.feature_layers = feature_layers
+        self.golden = golden
 
     def loss(self, objective: Objective, config: AlignConfig) -> PassLoss:
         """Return the loss that is minimised."""
@@ -94,7 +128,6 @@ class AttachedDraft:
             folder: to write.
             weights: trained weights by their names in `PassLoss`, as `Trainer.weights` gives them.
         """
-        assert isinstance(self.model, UnrolledEagle3 | MedusaOverTarget)
         head = copy.deepcopy(self.model.head).cpu().float()
         parameters = dict(head.named_parameters())
         with torch.no_grad():
@@ -116,6 +149,14 @@ class AttachedDraft:
             target_architecture=read_checkpoint(target).architecture,
             num_speculative_tokens=self.config.evaluation.num_speculative_tokens,
         )
+        if self.golden is not None:
+            write_golden(
+                head,
+                folder,
+                tokens=self.golden.tokens,
+                features=self.golden.features,
+                embed=self.model.embed,
+            )
 
 
 def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDraft:
@@ -139,8 +180,21 @@ def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDra
         head = fresh_eagle3(config.attached, target, samples, seed)
     else:
         head = known_eagle3(model_folder(config.draft), target)
+    layers = head.config.feature_layers
     model = UnrolledEagle3(head, target.embedding)
-    return AttachedDraft(config, model, head.config.feature_layers)
+    return AttachedDraft(config, model, layers, golden_text(target.model, layers, samples))
+
+
+def golden_text(
+    target: TargetModel, layers: tuple[int, ...], samples: Sequence[Sample]
+) -> GoldenText | None:
+    """Return the beginning of the first text that is long enough, with the target's features."""
+    ids = next((s.token_ids for s in samples if len(s.token_ids) >= LEAST_GOLDEN), ())
+    if not ids:
+        return None
+    text = Sample(prompt_hash="", token_ids=ids[:MOST_GOLDEN], spans=((1, len(ids[:MOST_GOLDEN])),))
+    states = target.layer_states(one_per_row([text], [0]), layers)[0, :, :-1]
+    return GoldenText(tokens=torch.tensor(text.token_ids), features=states)
 
 
 def read_parts(folder: Path) -> TargetParts:
@@ -148,10 +202,12 @@ def read_parts(folder: Path) -> TargetParts:
     checkpoint = read_checkpoint(folder)
     settings, architecture = read_config(checkpoint)
     network = read_weights(checkpoint, torch.float32)
+    model = adopt_target(network)
     norm = network.get_submodule(MODULE_NAMES[architecture.name].norm)
     return TargetParts(
         settings=settings,
         architecture=architecture,
+        model=model,
         embedding=embedding_table(network).clone(),
         norm=norm.weight.detach().clone(),
         head=network.get_output_embeddings().weight.detach().clone(),
