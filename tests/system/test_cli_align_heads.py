@@ -12,7 +12,9 @@ from forerun.cli.main import main
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
 from forerun.sampling.config import SamplingParams
+from forerun.theory.record import StepRecord
 
 ARGUMENTS = (
     *("--max-tokens", "12", "--threads", "1", "--num-steps", "4", "--num-evaluations", "2"),
@@ -62,18 +64,28 @@ def test_a_head_is_trained_judged_and_carded(aligned):
     assert (aligned / "acceptance.svg").exists()
 
 
-def test_alpha_is_that_of_the_first_drafted_token(aligned, target):
-    """The same sums, from the drafter's own rows: one token is drafted at every place."""
-    engine = Engine.load(str(target), dtype="float32", config=EngineConfig(runner="torch"))
-    head = head_in(aligned / "draft", engine.target)
+def test_alpha_tells_which_greedy_drafts_are_accepted(aligned, target):
+    """At T=0 with one drafted token: a step accepts exactly where alpha is 1."""
+    config = EngineConfig(num_speculative_tokens=1, controller="fixed", num_threads=1)
+    draft = aligned / "draft"
+    engine = Engine.load(str(target), dtype="float32", draft=str(draft), config=config)
+    head = head_in(draft, engine.target)
     assert head is not None
-    prompt, params = "def f(x):\n", SamplingParams(max_tokens=20, seed=3)
-    (output,) = engine.generate([prompt], params)
+    records: list[StepRecord] = []
+    engine.observers[:] = [EmittedRecords(records.append)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (output,) = engine.generate(["def f(x):\n"], params)
+    accepted = [record.num_accepted for record in records if record.num_drafted == 1]
     alphas = attached_acceptance(
         engine.target, head, output.prompt_token_ids, output.token_ids, params
     )
-    assert len(alphas) == len(output.token_ids)
-    assert all(0 <= alpha <= 1 + 1e-6 for alpha in alphas)
+    assert len(alphas) == len(output.token_ids) == 24
+    place, expected = 1, []  # reading the prompt emits the first token
+    while len(expected) < len(accepted):
+        expected.append(int(alphas[place] == 1))
+        place += 1 + expected[-1]
+    assert expected == accepted
+    assert len(accepted) > 8
 
 
 def test_the_engine_decodes_with_it(aligned, target):

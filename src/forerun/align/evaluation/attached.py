@@ -83,6 +83,7 @@ def read_text(
     target: LanguageModel, ids: Sequence[int], layers: tuple[int, ...]
 ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows layers width"]]:
     """Return the target's logits and features at all tokens of a text but the last."""
+    target.store.keep_features(())  # an engine over the same target may have asked for some
     context = Context(target.store, list(ids[:-1]))
     logits, features = [], []
     try:
