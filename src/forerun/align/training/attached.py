@@ -149,7 +149,7 @@ class AttachedDraft:
             target_architecture=read_checkpoint(target).architecture,
             num_speculative_tokens=self.config.evaluation.num_speculative_tokens,
         )
-        if self.golden is not None:
+        if self.golden is not None and isinstance(self.model, UnrolledEagle3):
             write_golden(
                 head,
                 folder,
