@@ -66,8 +66,6 @@ def check_attached(config: AlignConfig, objective: Objective) -> None:
             f"--objective {objective.name} reads text alone, but --method {method} learns the "
             "target's distributions; take another objective, such as fkl"
         )
-    if method == "medusa" and config.draft is not None:
-        raise InvalidRequest("--draft does not go with --method medusa: its heads are made fresh")
 
 
 def check_place(config: AlignConfig, workspace: Workspace) -> None:
