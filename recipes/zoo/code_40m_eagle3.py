@@ -28,6 +28,8 @@ from forerun.theory.record import StepRecord
 PARADOX = Path(__file__).parents[1] / "paradox"
 MAX_BYTES = 6 << 20
 """Of the shipped file."""
+MAX_PROMPT = 160
+"""Tokens of a prompt; with an answer it fills one packed row, so that little is padding."""
 NUM_MEASURED = 12
 """Prompts whose decoding is timed for the card."""
 
@@ -40,22 +42,22 @@ class Args:
     """Folder of the target."""
     out: Path = Path("eagle3")
     """Work folder; OUT/aligned/draft is the head."""
-    prompts: int = 1000
+    prompts: int = 1100
     """Openings that the target continues."""
     max_tokens: int = 192
     """Longest answer."""
-    steps: int = 1300
-    """Optimiser steps of 2,048 tokens."""
+    steps: int = 1500
+    """Optimiser steps of 1,056 tokens."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     objective: str = "fkl"
     """What is minimised."""
-    draft_vocab_size: int = 3072
+    draft_vocab_size: int = 2560
     """Tokens the head can draft."""
-    intermediate_size: int = 176
+    intermediate_size: int = 240
     """Width of its feed-forward."""
     heads: int = 4
-    """Attention heads, which share one key/value head."""
+    """Attention heads, two to a key/value head."""
     fixed_share: float = 0.0
     """Share of learned tokens from the library's own source."""
     threads: int = 2
@@ -68,12 +70,18 @@ def flags(args: Args) -> tuple[str, ...]:
     """Flags of `forerun align`."""
     return (
         *("--method", "eagle3", "--temperature", "1", "--max-tokens", str(args.max_tokens)),
-        *("--max-prompt-tokens", "160", "--fixed-share", str(args.fixed_share)),
-        *("--objective", args.objective, "--num-passes", "5", "--num-steps", str(args.steps)),
+        *("--max-prompt-tokens", str(MAX_PROMPT), "--fixed-share", str(args.fixed_share)),
+        *("--objective", args.objective, "--num-passes", "4", "--num-steps", str(args.steps)),
         *("--draft-vocab-size", str(args.draft_vocab_size), "--num-heads", str(args.heads)),
-        *("--num-kv-heads", "1", "--intermediate-size", str(args.intermediate_size)),
-        *("--learning-rate", str(args.learning_rate), "--tokens-per-step", "2048"),
-        *("--rows-per-pass", "4", "--num-evaluations", "3", "--max-prompts", "24", "--k", "5"),
+        *(
+            "--num-kv-heads",
+            str(args.heads // 2),
+            "--intermediate-size",
+            str(args.intermediate_size),
+        ),
+        *("--learning-rate", str(args.learning_rate), "--tokens-per-step", "1056"),
+        *("--window", str(MAX_PROMPT + args.max_tokens), "--rows-per-pass", "3"),
+        *("--num-evaluations", "3", "--max-prompts", "24", "--k", "5"),
         *("--no-prediction", "--threads", str(args.threads)),
         *("--export", "vllm", "--export", "sglang"),
     )

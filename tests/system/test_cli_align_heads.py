@@ -8,6 +8,7 @@ import pytest
 from tests.system.conftest import byte_tokenizer, save_model
 
 from forerun.align.evaluation.attached import attached_acceptance, head_in
+from forerun.cli.command import Exit
 from forerun.cli.main import main
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head
 from forerun.engine.config import EngineConfig
@@ -138,5 +139,5 @@ def test_a_finished_run_is_shown_again_and_refreshed(aligned, target, prompts, t
     ],
 )
 def test_settings_a_head_cannot_have_are_refused(more, message, target, prompts, tmp_path, capsys):
-    assert main(command(target, prompts, tmp_path / "out", *more)) == 1
+    assert main(command(target, prompts, tmp_path / "out", *more)) == Exit.BAD_INPUT
     assert message in " ".join(capsys.readouterr().err.split())

@@ -152,6 +152,9 @@ class AttachedConfig:
     """eagle3: attention heads; by default the target's."""
     num_kv_heads: int | None = None
     """eagle3: key/value heads; by default the target's."""
+    norm_before_residual: bool = True
+    """eagle3: the residual carries the normed state, which learns faster: the target's states are
+    many times larger than what a fresh layer adds. Older versions of SGLang ignore the flag."""
     num_blocks: int = 1
     """medusa: residual blocks per head."""
 

@@ -53,7 +53,7 @@ __all__ = [
     "load_attached",
 ]
 
-LEAST_GOLDEN, MOST_GOLDEN = 8, 32
+LEAST_GOLDEN, MOST_GOLDEN = 8, 12
 """Tokens of the text of golden rows."""
 
 
@@ -255,6 +255,7 @@ def fresh_eagle3(
         norm_eps=settings.get("rms_norm_eps", 1e-6),
         max_positions=sizes.max_positions,
         rope=rope_of(settings),
+        norm_before_residual=attached.norm_before_residual,
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)  # noqa: TID251 (torch fills weights from it)
