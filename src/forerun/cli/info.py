@@ -53,6 +53,8 @@ def run(options: InfoOptions) -> int:
             f"{options.draft} is a drafter without a model: it has no files to describe"
         )
     target, tokenizer = describe_for(options, options.model)
+    if options.draft is not None and is_head(options.draft):
+        return show_with_head(target, options)
     draft, fit = None, None
     if options.draft is not None:
         draft, draft_tokenizer = describe_for(options, options.draft)
@@ -65,6 +67,32 @@ def run(options: InfoOptions) -> int:
             print_model(draft)
             print_fit(fit)
     return 0 if fit is None or fit.fits else 1
+
+
+def is_head(name: str) -> bool:
+    """Whether a draft is a checkpoint of a registered type instead of a language model."""
+    from forerun.drafters.registry import find_checkpoint
+    from forerun.models.checkpoint import read_object
+    from forerun.models.load import model_folder
+
+    settings = model_folder(name) / "config.json"
+    return settings.is_file() and find_checkpoint(read_object(settings)) is not None
+
+
+def show_with_head(target: ModelDescription, options: InfoOptions) -> int:
+    """Describe a model and a head on its hidden states; returns 1 if the head does not fit."""
+    from forerun.cli.info_head import describe_head, print_head
+    from forerun.cli.info_report import print_model
+    from forerun.models.load import model_folder
+
+    assert options.draft is not None
+    head = describe_head(model_folder(options.draft), model_folder(options.model))
+    if options.json:
+        print(json.dumps(target.to_dict() | {"draft": head.to_dict()}))
+    else:
+        print_model(target)
+        print_head(head)
+    return 0 if head.fits else 1
 
 
 def describe_for(options: InfoOptions, name: str) -> tuple[ModelDescription, Tokenizer]:

@@ -116,7 +116,22 @@ def eagle3(folder: Path, target: LanguageModel) -> Drafter:
     return load_eagle3(folder, target)
 
 
-_checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = [(is_eagle3, eagle3)]
+def medusa(folder: Path, target: LanguageModel) -> Drafter:
+    """Load the Medusa heads in a folder; see `load_medusa`."""
+    from forerun.drafters.medusa.drafter import load_medusa  # as above
+
+    return load_medusa(folder, target)
+
+
+def is_medusa(config: Mapping[str, Any]) -> bool:
+    """Whether the contents of a config.json describe Medusa heads."""
+    return "medusa_num_heads" in config or config.get("model_type") == "medusa"
+
+
+_checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = [
+    (is_eagle3, eagle3),
+    (is_medusa, medusa),
+]
 
 
 def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None:

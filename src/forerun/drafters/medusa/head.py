@@ -61,27 +61,34 @@ class MedusaHeads(nn.Module):
             self.heads.append(nn.Sequential(*parts))
             self.add_module(str(index), self.heads[-1])
 
-    def states(self, hidden: Float[Tensor, "rows width"]) -> list[Float[Tensor, "rows width"]]:
+    def states(
+        self, hidden: Float[Tensor, "rows width"], num_heads: int | None = None
+    ) -> list[Float[Tensor, "rows width"]]:
         """Return what every head hands to its output matrix.
 
         Args:
             hidden: the target's states behind its final norm.
+            num_heads: the first so many; None: all.
         """
-        return [head[: self.config.num_blocks](hidden) for head in self.heads]
+        return [head[: self.config.num_blocks](hidden) for head in self.heads[:num_heads]]
 
     def forward(
-        self, hidden: Float[Tensor, "rows width"], shared: SharedHead | None = None
+        self,
+        hidden: Float[Tensor, "rows width"],
+        shared: SharedHead | None = None,
+        num_heads: int | None = None,
     ) -> Float[Tensor, "heads rows vocab"]:
         """Return the logits of every head.
 
         Args:
             hidden: the target's states behind its final norm.
             shared: the target's output head; needed unless heads have their own.
+            num_heads: the first so many; None: all.
         """
-        states = self.states(hidden)
+        states = self.states(hidden, num_heads)
         if not self.config.own_heads:
             assert shared is not None
             return shared(torch.cat(states)).view(len(states), len(hidden), -1)
         return torch.stack(
-            [head[-1](state) for head, state in zip(self.heads, states, strict=True)]
+            [head[-1](state) for head, state in zip(self.heads, states, strict=False)]
         )

@@ -1,0 +1,205 @@
+"""Reading and writing of Medusa heads, in the reference's form and in that of vLLM.
+
+Reference (FasterDecoding/Medusa): `medusa_lm_head.safetensors` with `{head}.{block}.linear.weight`,
+`.bias` and, where heads do not use the target's output matrix, `{head}.{num_blocks}.weight`.
+vLLM: `model.safetensors` with `blocks.{head}.layers.{block}.weight`, `.bias`, and
+`lm_heads.{head}.weight` or one `lm_head.weight`; without `medusa_fc_bias` in config.json it drops
+the biases without notice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.atomic_write import atomic_write
+from forerun.drafters.medusa.config import MedusaConfig
+from forerun.drafters.medusa.head import MedusaHeads
+from forerun.errors import InvalidModel
+from forerun.models.checkpoint import read_object
+from forerun.models.tensor_files import writing_tensors
+
+__all__ = ["VLLM_NOTE", "read_medusa", "write_medusa", "write_medusa_vllm"]
+
+WEIGHTS = "medusa_lm_head.safetensors"
+VLLM_WEIGHTS = "model.safetensors"
+VLLM_NOTE = (
+    "vLLM reads these heads as a top-1 chain, and their biases only because config.json has "
+    "medusa_fc_bias: a checkpoint in the reference's form loses its biases there without notice"
+)
+VLLM_LINEAR = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+VLLM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+LINEAR = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+
+
+def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
+    """Read Medusa heads in either form, in fp32.
+
+    Args:
+        folder: with config.json and the weights.
+        vocab_size: of the target, for heads that use its output matrix.
+
+    Raises:
+        InvalidModel: a file is missing or damaged, or tensors are missing, unknown or misshapen.
+    """
+    settings = read_object(folder / "config.json")
+    tensors = read_heads(folder)
+    linear = {match for name in tensors if (match := LINEAR.fullmatch(name))}
+    if not linear:
+        raise InvalidModel(
+            f"the Medusa heads in {folder} have no residual block (0.0.linear.weight)"
+        )
+    num_heads = 1 + max(int(match[1]) for match in linear)
+    num_blocks = 1 + max(int(match[2]) for match in linear)
+    declared = settings.get("medusa_num_heads", settings.get("num_heads", num_heads))
+    if declared != num_heads:
+        raise InvalidModel(
+            f"config.json in {folder} declares {declared!r:.40} Medusa heads, the weights hold "
+            f"{num_heads}"
+        )
+    own = tensors.get(f"0.{num_blocks}.weight")
+    config = MedusaConfig(
+        hidden_size=len(tensors[min(match[0] for match in linear)]),
+        vocab_size=vocab_size if own is None else len(own),
+        num_heads=num_heads,
+        num_blocks=num_blocks,
+        own_heads=own is not None,
+    )
+    heads = MedusaHeads(config)
+    check_names(heads.state_dict(), tensors, folder)
+    heads.load_state_dict(tensors)
+    return heads.eval()
+
+
+def read_heads(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of Medusa heads under the reference's names.
+
+    Raises:
+        InvalidModel: there is no file of a known name, or it is damaged.
+    """
+    path = next((p for n in (WEIGHTS, VLLM_WEIGHTS) if (p := folder / n).is_file()), None)
+    if path is None:
+        raise InvalidModel(
+            f"{folder} has neither {WEIGHTS} nor {VLLM_WEIGHTS}; pickled heads "
+            "(medusa_lm_head.pt) can run code when loaded: convert them to safetensors"
+        )
+    try:
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InvalidModel(f"{path} cannot be read: {error}") from error
+    stored = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
+    if path.name == WEIGHTS:
+        return stored
+    stored.pop("lm_head.weight", None)  # the target's own output matrix
+    blocks = {int(match[2]) for name in stored if (match := VLLM_LINEAR.fullmatch(name))}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if match := VLLM_LINEAR.fullmatch(name):
+            tensors[f"{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
+        elif match := VLLM_HEAD.fullmatch(name):
+            tensors[f"{match[1]}.{len(blocks)}.weight"] = tensor
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def check_names(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse tensors that are not exactly those of the heads.
+
+    Raises:
+        InvalidModel: naming the first one that is missing, unknown or misshapen.
+    """
+    for problem, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("holds, beside those of Medusa heads,", found.keys() - expected.keys()),
+    ):
+        if names:
+            raise InvalidModel(f"{folder} {problem} {len(names)} tensors, the first {min(names)}")
+    for name in sorted(expected):
+        if expected[name].shape != found[name].shape:
+            raise InvalidModel(
+                f"{name} in {folder} has the shape {tuple(found[name].shape)}; the other heads ask "
+                f"for {tuple(expected[name].shape)}"
+            )
+
+
+def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
+    """Write heads in their own dtype and in the reference's form.
+
+    Args:
+        heads: to write.
+        folder: created if it does not exist.
+        target: name or folder of the target.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    config = heads.config
+    settings = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_blocks,
+        "base_model_name_or_path": target,
+    }
+    write_files(folder, settings, WEIGHTS, heads.state_dict())
+
+
+def write_medusa_vllm(
+    heads: MedusaHeads, folder: Path, *, output: Tensor | None, max_positions: int
+) -> None:
+    """Write heads in their own dtype and in the form that vLLM reads; see `VLLM_NOTE`.
+
+    Args:
+        heads: to write.
+        folder: created if it does not exist.
+        output: the target's output matrix, for heads without matrices of their own.
+        max_positions: longest context of the target.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: `output` is missing or not needed.
+    """
+    config = heads.config
+    if (output is None) != config.own_heads:
+        raise ValueError("the target's output matrix is written for heads without their own")
+    tensors = {}
+    for name, tensor in heads.state_dict().items():
+        if match := LINEAR.fullmatch(name):
+            tensors[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
+        else:
+            tensors[f"lm_heads.{name.partition('.')[0]}.weight"] = tensor
+    if output is not None:
+        tensors["lm_head.weight"] = output
+    settings = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_blocks,
+        "max_seq_len": max_positions,
+        "max_position_embeddings": max_positions,
+        "medusa_fc_bias": True,
+        "original_lm_head": not config.own_heads,
+    }
+    write_files(folder, settings, VLLM_WEIGHTS, tensors)
+
+
+def write_files(
+    folder: Path, settings: dict[str, Any], name: str, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write config.json and then the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    with atomic_write(folder / "config.json") as scratch:
+        text = json.dumps({**settings, "torch_dtype": dtype}, indent=2)
+        scratch.write_text(text + "\n", encoding="utf-8")
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    with atomic_write(folder / name) as scratch, writing_tensors():
+        save_file(plain, scratch, metadata={"format": "pt"})
