@@ -16,8 +16,7 @@ from forerun.drafters.eagle3.load import examine
 from forerun.drafters.medusa.drafter import load_medusa
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.base import LanguageModel
-from forerun.models.checkpoint import read_object
-from forerun.models.content_hash import weights_hash
+from forerun.models.checkpoint import read_object, weights_hash
 from forerun.models.draft_card import staleness
 from forerun.models.load import load_model
 from forerun.models.memory import readable

@@ -85,7 +85,7 @@ class MedusaDrafter:
     ) -> Float[Tensor, "depth requests vocab"]:
         """Return the log-probabilities of the first heads."""
         normed = self.target.final_norm(hidden)
-        logits = self.heads(normed, self.target.head, depth)
+        logits: Tensor = self.heads(normed, self.target.head, depth)
         return logits.float().log_softmax(-1)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
