@@ -10,7 +10,7 @@ PEERS  := build/peers
 PAIRS  := build/pairs/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz check format docs exact profile pairs peers peers-openvino peers-vllm peers-llamacpp vllm-parity live-vllm suffix memory soak paradox on-call faults objectives zoo clean
+.PHONY: help install demo test test-full fuzz check format docs exact profile pairs peers peers-openvino peers-vllm peers-llamacpp vllm-parity live-vllm suffix memory soak soak-server schema paradox on-call faults objectives zoo clean
 
 help:  ## list the recipes
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -114,6 +114,12 @@ memory: $(STAMP) $(PAIRS)  ## peak memory against computed, start to first token
 
 soak: $(STAMP)  ## 10,000 random requests against plain decoding (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)
+
+soak-server: $(STAMP)  ## 10,000 random requests over HTTP: disconnects, bad bodies, a drafter that dies
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.soak $(ARGS)
+
+schema: $(STAMP)  ## schemathesis over the server's OpenAPI description (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.described $(ARGS)
 
 paradox: $(STAMP)  ## useless, distilled, stale, refreshed: the story of one draft (half an hour; resumable)
 	$(BIN)/python recipes/paradox/run.py $(ARGS)

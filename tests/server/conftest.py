@@ -21,11 +21,12 @@ from forerun.server.run import open_socket, uvicorn_config
 
 MODEL = "tiny"
 TIMEOUT_S = 60.0
+NUM_SLOTS = 8
 
 
 def tiny_engine(*, with_draft: bool = True, **changes: Any) -> Engine:
-    target = tiny.adapted(tiny.network("llama"), num_slots=8)
-    draft = tiny.drafting(tiny.adapted(tiny.network("llama", seed=1), num_slots=8))
+    target = tiny.adapted(tiny.network("llama"), num_slots=NUM_SLOTS)
+    draft = tiny.drafting(tiny.adapted(tiny.network("llama", seed=1), num_slots=NUM_SLOTS))
     settings = {"max_batch": 4, "max_waiting": 12} | changes
     return tiny.engine_over(target, draft if with_draft else None, **settings)
 

@@ -115,7 +115,8 @@ MALFORMED = [
     (b'{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias"),
     (b'{"prompt": "x", "logit_bias": {"999999": 1}}', "999999"),
     (b'{"prompt": "x", "logprobs": 50}', "at most 20"),
-    (b'{"prompt": "x", "n": 99}', "n is 99"),
+    (b'{"prompt": "x", "n": 99}', "are 99 sequences"),
+    (b'{"prompt": ["x", "y"], "n": 9}', "are 18 sequences; this server runs and queues 16"),
     (b'{"prompt": "x", "deadline_s": -1}', "deadline_s is -1"),
     (b'{"prompt": "x", "echo": true}', "echo"),
     (b'{"prompt": "x", "stream_options": {"include_usage": true}}', "stream_options"),
@@ -161,10 +162,12 @@ def test_other_addresses_need_a_key():
 
 
 def test_the_queue_is_limited():
-    with serving(tiny_engine(max_batch=1, max_waiting=0)) as client:
-        body = PROMPT | {"prompt": [PROMPT["prompt"]] * 2}
-        response = client.post("/v1/completions", json=body)
-        assert is_error(response, 429, "at most 1 may")
+    with serving(tiny_engine(max_batch=1, max_waiting=1)) as client:
+        long = PROMPT | {"max_tokens": 80, "ignore_eos": True, "stream": True, "n": 2}
+        with client.stream("POST", "/v1/completions", json=long) as running:
+            next(running.iter_lines())
+            response = client.post("/v1/completions", json=PROMPT)
+        assert is_error(response, 429, "at most 2 may")
         assert response.headers["retry-after"] == "1"
         ends_s = time.monotonic() + 20  # the prompt that was queued is aborted after a step
         while client.post("/v1/completions", json=PROMPT).status_code == 429:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.conftest import serving, tiny_engine
@@ -45,6 +48,19 @@ def test_counters_are_those_of_the_usage(scraped):
     assert samples["forerun:http_responses_total", "200"] == 2
     steps = {key[1:]: n for key, n in samples.items() if key[0] == "forerun:sequence_steps_total"}
     assert steps["draft_model", "2"] == figures["num_steps"]
+
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILES = ["grafana/forerun.json", "prometheus/forerun.rules.yml", "../docs/serving.md"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_name_metrics_that_exist(scraped, name):
+    text, *_ = scraped
+    known = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
+    named = set(re.findall(r"(?:vllm|forerun):[a-z_0-9]+", (DEPLOY / name).read_text()))
+    assert named
+    assert {re.sub("_(bucket|count|sum)$", "", metric) for metric in named} <= known
 
 
 def test_our_own_reader_understands_them(scraped):

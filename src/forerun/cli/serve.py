@@ -67,7 +67,8 @@ def run(options: ServeOptions) -> int:
     keys = options.read_keys()
     listener = open_socket(options.server)  # before weights are read: the port may be in use
     engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
-    app = create_app(AsyncEngine(engine), options.model, options.server, keys)
+    running = AsyncEngine(engine)
+    app = create_app(running, options.model, options.server, keys)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(
@@ -75,7 +76,7 @@ def run(options: ServeOptions) -> int:
         f"http://{host}:{port}/",
         flush=True,
     )
-    serve(app, listener, options.server)
+    serve(app, listener, options.server, running)
     return Exit.GOOD
 
 

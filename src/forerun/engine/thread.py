@@ -248,6 +248,11 @@ class EngineThread:
                 "in this process, or fork before the engine is loaded"
             )
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine's thread, if one did."""
+        return self._cause
+
     def check_running(self) -> None:
         """Raise where a request could not be queued.
 

@@ -154,6 +154,12 @@ async def answered(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true")
     params = body.sampling(server.config.max_logprobs)
+    most = engine.engine.intake.max_unfinished
+    if len(prompts) * params.n > most:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} sequences; "
+            f"this server runs and queues {most}: send them in several requests"
+        )
     plan = body.plan(engine.capabilities(), engine.engine.config.max_nodes)
     key: ApiKey = request.state.key
     key.check(body.priority, len(prompts) * params.n, params.max_tokens)

@@ -81,12 +81,21 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
+        has_begun = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 self.count(message["status"])
             await send(message)
 
-        await self._handle(scope, receive, counted)
+        try:
+            await self._handle(scope, receive, counted)
+        except Exception:
+            if not has_begun:  # what is outside of this middleware answers
+                self.count(500)
+            raise
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)

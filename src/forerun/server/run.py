@@ -9,7 +9,8 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from forerun.errors import InvalidRequest
+from forerun.engine.thread import EngineThread
+from forerun.errors import EngineStopped, InvalidRequest
 from forerun.server.config import ServerConfig
 
 __all__ = ["open_socket", "serve", "uvicorn_config"]
@@ -17,6 +18,8 @@ __all__ = ["open_socket", "serve", "uvicorn_config"]
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 15
 BACKLOG = 256
+CHECK_S = 1
+"""Between two looks at whether the engine is alive."""
 
 
 def open_socket(config: ServerConfig) -> socket.socket:
@@ -35,15 +38,28 @@ def open_socket(config: ServerConfig) -> socket.socket:
         ) from error
 
 
-def serve(app: ASGIApp, listener: socket.socket, config: ServerConfig) -> None:
+def serve(
+    app: ASGIApp, listener: socket.socket, config: ServerConfig, engine: EngineThread | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT; running requests may then go on for `drain_s` seconds.
 
     Args:
         app: the application.
         listener: from `open_socket`; it is closed.
         config: settings of the server.
+        engine: of the application, if it has one; when an error ends it, the server ends too.
+
+    Raises:
+        EngineStopped: an error ended the engine.
     """
-    server = uvicorn.Server(uvicorn_config(app, config))
+
+    async def notice_failure() -> None:
+        server.should_exit |= engine is not None and engine.failure is not None
+
+    settings = uvicorn_config(app, config)
+    settings.callback_notify = notice_failure
+    settings.timeout_notify = CHECK_S
+    server = uvicorn.Server(settings)
     # uvicorn raises the signal once more when it has drained, for handlers that were there before.
     before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -51,6 +67,8 @@ def serve(app: ASGIApp, listener: socket.socket, config: ServerConfig) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if engine is not None and engine.failure is not None:
+        raise EngineStopped(f"the engine ended by an error: {engine.failure}") from engine.failure
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:

@@ -1,0 +1,164 @@
+"""Tokens/s and time to first token through HTTP streaming, over the engine's own.
+
+The server runs in a process of its own, the engine in this one, with the same settings; blocks of
+both alternate. Within a block both answer the same prompts, all at once. Nothing else should run.
+
+    python benchmarks/serve/run.py --model zoo:code-11m --draft zoo:code-2m --out build/serve.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from forerun.engine.engine import Engine
+from forerun.models.zoo.catalog import held_out_prompts
+from forerun.sampling.config import SamplingParams
+from forerun.theory.intervals import bootstrap_ratio
+
+BATCHES = (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One measurement: emitted tokens over wall seconds, and seconds to each first token."""
+
+    num_tokens: int
+    wall_s: float
+    ttft_s: tuple[float, ...]
+
+
+def settings(options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "num_speculative_tokens": options.k,
+        "controller": "fixed",
+        "max_batch": max(BATCHES),
+        "max_context": 2048,
+        "num_threads": options.threads,
+    }
+
+
+def start_server(options: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "forerun", "serve", options.model, "--port", "0"]
+    command += ["--draft", options.draft, "--controller", "fixed", "--k", str(options.k)]
+    command += ["--max-batch", str(max(BATCHES)), "--max-context", "2048"]
+    if options.threads:
+        command += ["--threads", str(options.threads)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()[-1]
+
+
+def by_engine(engine: Engine, prompts: list[str], params: SamplingParams) -> Block:
+    started_s = time.perf_counter()
+    outputs = engine.generate(prompts, params)
+    wall_s = time.perf_counter() - started_s
+    ttft_s = tuple(output.completions[0].ttft_s or 0.0 for output in outputs)
+    return Block(sum(len(output.token_ids) for output in outputs), wall_s, ttft_s)
+
+
+async def by_http(
+    client: httpx.AsyncClient, prompts: list[str], params: dict[str, object]
+) -> Block:
+    async def one(prompt: str) -> tuple[int, float]:
+        asked_s = time.perf_counter()
+        first_s, usage = 0.0, {}
+        body = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/v1/completions", json=body | params) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if not first_s and line:
+                    first_s = time.perf_counter() - asked_s
+                if '"usage"' in line:
+                    usage = json.loads(line.removeprefix("data: "))["usage"]
+        return usage["completion_tokens"], first_s
+
+    started_s = time.perf_counter()
+    found = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    wall_s = time.perf_counter() - started_s
+    return Block(sum(n for n, _ in found), wall_s, tuple(ttft_s for _, ttft_s in found))
+
+
+async def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+    params: dict[str, object] = {
+        "temperature": 0.0,
+        "max_tokens": options.max_tokens,
+        "ignore_eos": True,
+    }
+    texts = [prompt.text for prompt in held_out_prompts()]
+    process, url = start_server(options)
+    rows = []
+    try:
+        engine = Engine.load(options.model, options.draft, **settings(options))
+        async with httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=600) as client:
+            for batch in BATCHES:
+                arms: dict[str, list[Block]] = {"engine": [], "http": []}
+                for block in range(options.blocks + 1):  # the first one warms up
+                    prompts = [texts[(block * batch + n) % len(texts)] for n in range(batch)]
+                    own = by_engine(engine, prompts, SamplingParams(**params))
+                    served = await by_http(client, prompts, params)
+                    assert own.num_tokens == served.num_tokens
+                    if block:
+                        arms["engine"].append(own)
+                        arms["http"].append(served)
+                rows.append(row_of(batch, arms))
+                print(json.dumps(rows[-1]))
+    finally:
+        process.terminate()
+        process.wait(60)
+    return rows
+
+
+def row_of(batch: int, arms: dict[str, list[Block]]) -> dict[str, object]:
+    rates = {
+        name: sum(b.num_tokens for b in blocks) / sum(b.wall_s for b in blocks)
+        for name, blocks in arms.items()
+    }
+    # Both arms emit the same tokens, so the ratio of rates is that of the walls.
+    ratio = bootstrap_ratio(
+        [b.wall_s for b in arms["engine"]], [b.wall_s for b in arms["http"]], seed=0
+    )
+    ttft_ms = {
+        name: 1e3 * statistics.median(t for b in blocks for t in b.ttft_s)
+        for name, blocks in arms.items()
+    }
+    return {
+        "batch": batch,
+        "engine_tokens_per_s": rates["engine"],
+        "http_tokens_per_s": rates["http"],
+        "ratio": ratio.estimate,
+        "ratio_95": [ratio.low, ratio.high],
+        "engine_ttft_ms": ttft_ms["engine"],
+        "http_ttft_ms": ttft_ms["http"],
+        "ttft_difference_ms": ttft_ms["http"] - ttft_ms["engine"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="zoo:code-11m")
+    parser.add_argument("--draft", default="zoo:code-2m")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = asyncio.run(measure(options))
+    if options.out is not None:
+        options.out.write_text(
+            json.dumps({"options": vars(options) | {"out": None}, "rows": rows}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
