@@ -210,7 +210,7 @@ def resident_mb() -> float:
 
 def run(num_requests: int, seed: int) -> tuple[Counter[str], float, float]:
     """Send the requests and check that the engine ends idle."""
-    engine = tiny_engine(max_waiting=8)
+    engine = tiny_engine(max_waiting=10)
     engine.stepper.drafter.drafter = Dying(engine.stepper.drafter.drafter)
     config = ServerConfig(port=0, max_body_bytes=MAX_BODY_BYTES)
     with serving(engine, config, keys=[ApiKey.of("a", KEY)]) as client:
