@@ -64,7 +64,7 @@ class GateReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
+class HeadReading:
     """One way to read the files of a head."""
 
     config: Eagle3Config
@@ -134,7 +134,7 @@ def matching_head(
     raise refusal
 
 
-def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[Reading]:
+def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[HeadReading]:
     """Yield the ways to read the files of a head, config.json's own first."""
     d2t = tensors.get("d2t")
     absolute = None
@@ -155,7 +155,7 @@ def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[Re
         if is_absolute and absolute is not None:
             given = {**tensors, "d2t": absolute}
             changes.append("d2t holds target ids instead of offsets")
-        yield Reading(config=read, tensors=given, changes=tuple(changes))
+        yield HeadReading(config=read, tensors=given, changes=tuple(changes))
 
 
 def first_difference(head: Eagle3Head, golden: GoldenRows) -> str | None:

@@ -1,0 +1,105 @@
+"""`forerun info TARGET --draft HEAD`, and decoding with the head, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from forerun.cli.main import main
+from forerun.drafters.eagle3.checkpoint import write_eagle3_head
+from forerun.drafters.eagle3.config import Eagle3Config
+from forerun.drafters.eagle3.golden import write_golden
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.medusa.checkpoint import write_medusa
+from forerun.drafters.medusa.config import MedusaConfig
+from forerun.drafters.medusa.head import MedusaHeads
+from forerun.models.base import Span
+from forerun.models.context import pack
+from forerun.models.load import load_model
+
+TARGET = "zoo:code-2m"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random EAGLE-3 head for the small shipped model, with golden rows."""
+    folder = tmp_path_factory.mktemp("head")
+    target = load_model(TARGET, max_batch=1, max_context=32, runner="eager")
+    torch.manual_seed(0)
+    layers = (0, 1, target.num_layers)
+    head = Eagle3Head(
+        Eagle3Config(
+            target_hidden_size=target.hidden_size,
+            target_vocab_size=target.vocab_size,
+            feature_layers=layers,
+            draft_vocab_size=512,
+            hidden_size=target.hidden_size,
+            intermediate_size=64,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=64,
+            max_positions=1024,
+        )
+    )
+    ids = [*range(40, 52)]
+    slot = target.store.reserve()
+    batch = pack([Span(slot=slot, start=0, num_chain=len(ids))], ids, [], target.device)
+    object.__setattr__(batch, "feature_layers", layers)
+    features = target.forward(batch).features
+    tokens = torch.tensor(ids)
+    write_golden(head, folder, tokens=tokens, features=features, embed=target.embed)
+    write_eagle3_head(head.to(torch.bfloat16), folder, target=TARGET)
+    return folder
+
+
+def info(capsys, folder):
+    code = main(["info", TARGET, "--draft", str(folder), "--json"])
+    return code, json.loads(capsys.readouterr().out)["draft"]
+
+
+def test_a_fitting_head_is_described(capsys, folder):
+    code, found = info(capsys, folder)
+    assert code == 0
+    assert found["fits"]
+    assert found["is_checked"]
+    assert found["changes"] == []
+    assert found["sizes"]["draft_vocab_size"] == 512
+
+
+def test_a_mislabelled_head_is_reported(capsys, folder):
+    path = folder / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"norm_output": True}))
+    try:
+        code, found = info(capsys, folder)
+        assert code == 0
+        assert found["changes"] == ["norm_output=False"]
+        assert main(["info", TARGET, "--draft", str(folder)]) == 0
+        assert "the golden rows show norm_output=False" in " ".join(capsys.readouterr().out.split())
+    finally:
+        path.write_text(before)
+
+
+def test_a_head_for_another_target_does_not_fit(capsys, folder):
+    assert main(["info", "zoo:code-11m", "--draft", str(folder)]) == 1
+    assert "made for a target with hidden size" in " ".join(capsys.readouterr().out.split())
+
+
+def test_medusa_heads_are_described_and_draft(capsys, tmp_path):
+    heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
+    write_medusa(heads, tmp_path, target=TARGET)
+    code, found = info(capsys, tmp_path)
+    assert code == 0, found["problems"]
+    assert found["method"] == "medusa"
+    assert found["sizes"]["num_heads"] == 2
+
+
+def test_text_with_a_head_is_that_without(capsys, folder):
+    args = ["generate", "def add(a, b):", "--target", TARGET, "--dtype", "float32"]
+    args += ["--max-tokens", "16", "--temperature", "0"]
+    assert main(args) == 0
+    plain = capsys.readouterr().out
+    assert main([*args, "--draft", str(folder), "--k", "3", "--controller", "fixed"]) == 0
+    assert capsys.readouterr().out == plain
