@@ -19,7 +19,7 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.levels import Levels, draft_keys, draft_levels, race_keys
-from forerun.drafters.tree_growth import ACCEPTANCE_BY_RANK
+from forerun.drafters.tree_growth import MAX_WIDTH
 from forerun.drafters.tree_levels import draft_trees
 from forerun.errors import DrafterError
 from forerun.models.base import LanguageModel, RowBatch, SampledChains, Span
@@ -44,7 +44,7 @@ class DraftModel:
 
     method = "draft_model"
     required_features: tuple[int, ...] = ()
-    max_width = len(ACCEPTANCE_BY_RANK)
+    max_width = MAX_WIDTH
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.model = model
@@ -162,6 +162,7 @@ class DraftModel:
             sequence, verdict = self._sequences.get(outcome.request_id), outcome.verdict
             if sequence is not None and verdict is not None and outcome.proposal is not None:
                 sequence.commit(verdict.tokens[: verdict.num_accepted])
+                sequence.learn(outcome.proposal, verdict.path)
 
     def forget(self, request_id: str) -> None:
         """Give the slot of a request back, if it has one."""

@@ -12,6 +12,7 @@ from forerun.models.base import Span
 from forerun.models.context import Context
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams, draft_params
+from forerun.sampling.proposal import Proposal
 from forerun.theory.stop_rule import StopRule
 from forerun.theory.tree import TokenTree
 
@@ -39,6 +40,9 @@ class DraftSequence:
         tree_shape: the largest tree to draft; a chain is the tree of width 1.
         tree_choice: how the nodes of a tree are chosen.
         tree_rows: the draft tokens of a tree that were fed, as paths, in the order of their rows.
+        num_tried: nodes on accepted paths of drawn trees that had children, the last committed
+            token included, and a few to begin with.
+        num_first: how often the first child of these was accepted.
         kv_verified: a proposal computed from all cached rows has been verified, so these rows may
             be offered to other requests that begin with the same tokens.
     """
@@ -56,6 +60,8 @@ class DraftSequence:
     tree_shape: Tree = ONE_NODE
     tree_choice: Choice = Choice.DETERMINISTIC
     tree_rows: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    num_tried: float = 8.0
+    num_first: float = 0.62 * 8
     kv_verified: bool = True  # rows found in the cache were verified before they were offered
 
     @classmethod
@@ -188,6 +194,25 @@ class DraftSequence:
             rows = [self.num_chain + self.tree_rows[p] for p in paths if p in self.tree_rows]
             self.context.commit([*range(self.num_chain), *rows])
         self.kv_verified = True
+
+    @property
+    def first_acceptance(self) -> float:
+        """How often the first of drawn siblings is accepted, as far as this request has shown."""
+        return self.num_first / self.num_tried
+
+    def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
+        """Count how often first children were accepted, which shapes later trees of drawn tokens.
+
+        Args:
+            proposal: the draft that was verified.
+            path: its accepted nodes.
+        """
+        if not proposal.choice.is_drawn:
+            return
+        for node, following in zip((-1, *path), (*path, None), strict=True):
+            if children := proposal.tree.children(node):
+                self.num_tried += 1
+                self.num_first += following == children[0]
 
     def close(self) -> None:
         """Give the cache slot back; verified rows may serve other requests."""

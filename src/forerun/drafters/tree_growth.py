@@ -3,9 +3,10 @@
 Deterministic nodes are the most probable paths (EAGLE-2, 2406.16858). A level's pass computes only
 candidates of nodes that are among the best so far, for no other can have a child in the final tree.
 
-Drawn nodes fill a shape that is fixed beforehand (Sequoia, 2402.12374), and none is left out
-because of what was drawn for it. Where a node's row has no token left for another child, that child
-and what would follow it are not drafted: this depends on tokens drawn before it alone.
+Drawn nodes fill a shape that is fixed beforehand (Sequoia, 2402.12374), by what was accepted in
+earlier steps of the request. None is left out because of what was drawn for it. Where a node's row
+has no token left for another child, that child and what would follow it are not drafted: this
+depends on tokens drawn before it alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from forerun.theory.static_tree import static_tree
 from forerun.theory.tree import TokenTree
 
 __all__ = [
-    "ACCEPTANCE_BY_RANK",
+    "MAX_WIDTH",
     "BestFirst",
     "Drawings",
     "Drawn",
@@ -35,8 +36,17 @@ __all__ = [
     "draw_siblings",
 ]
 
-ACCEPTANCE_BY_RANK = (0.62, 0.16, 0.07, 0.04, 0.02, 0.015, 0.01, 0.01)
-"""Of drawn siblings, how often the first, second, ... is accepted; it shapes their trees."""
+LATER_RANKS = (0.4, 0.18, 0.1, 0.06, 0.04, 0.03, 0.02)
+"""Of drawn siblings whose first is not accepted, how often the second, third, ... is."""
+MAX_WIDTH = 1 + len(LATER_RANKS)
+STEP = 0.05
+"""To which the acceptance of first siblings is rounded, so that few shapes are computed."""
+
+
+def acceptance_by_rank(first: float) -> tuple[float, ...]:
+    """Return the acceptance of drawn siblings by rank, given how often the first is accepted."""
+    rounded = min(1 - STEP, max(STEP, STEP * round(first / STEP)))
+    return (rounded, *((1 - rounded) * share for share in LATER_RANKS))
 
 
 class Drawings(NamedTuple):
@@ -119,7 +129,8 @@ class Drawn:
     def __init__(self, sequence: DraftSequence) -> None:
         self.sequence = sequence
         shape = sequence.tree_shape
-        self.template = static_tree(ACCEPTANCE_BY_RANK, shape.num_nodes, shape.depth, shape.width)
+        ranks = acceptance_by_rank(sequence.first_acceptance)
+        self.template = static_tree(ranks, shape.num_nodes, shape.depth, shape.width)
         self.frontier: list[Path] = [()]
         self._paths: dict[int, Path] = {-1: ()}  # of every node of the template drawn so far
         self._nodes: dict[Path, int] = {(): -1}

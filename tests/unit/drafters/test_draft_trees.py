@@ -292,3 +292,21 @@ def test_a_tree_under_a_verifier_for_chains_is_refused_by_name(caplog):
     params = replace(DRAWN["auto"], verification="block")
     run(target, tiny.drafting(tiny.cousin(target, 3), 8), params, SHAPES[0])
     assert 'verification is "block", which is not exact for a tree' in caplog.text
+
+
+def test_trees_of_drawn_tokens_get_deeper_where_first_siblings_are_accepted():
+    target = tiny.tabular(0)
+    twin = TabularModel(
+        log_probs=target.log_probs, order=2, store=type(target.store)(4, tiny.MAX_CONTEXT, 64)
+    )
+    stranger = tiny.tabular(9, scale=4.0)
+    shape = Tree(num_nodes=9, depth=7, width=4)
+    depths = {}
+    for name, model in (("twin", twin), ("stranger", stranger)):
+        params = replace(DRAWN["auto"], max_tokens=60)
+        _, seen = run(target, tiny.drafting(model, 8), params, shape, prompts=PROMPTS[:1])
+        full = [p for p in seen.found if p.num_drafted == 9]
+        depths[name] = [max(proposal.tree.depths) for proposal in full]
+    assert depths["twin"][0] == depths["stranger"][0]
+    assert depths["twin"][-1] > depths["twin"][0]
+    assert depths["stranger"][-1] < depths["stranger"][0]
