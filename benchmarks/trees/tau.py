@@ -6,7 +6,8 @@
 Only counts are used, no times. A cell decodes the same prompts with one draft, temperature, rule
 and number of nodes, and averages E[tokens per verification | draft tokens] over all full steps.
 Every rule is exact, so all cells of a temperature see texts of the same distribution. Recursive
-rejection is computed on the trees that traversal verifies.
+rejection is computed on the trees that traversal verifies. A "coupled" draft shares the target's
+noise, which is what requests with a seed get; there the tokens are counted.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 DEPTHS = {3: 3, 7: 6, 15: 8, 31: 10}
 """The most levels of a tree, by its nodes."""
 WIDTH = 8
-RULES = ("chain", "walk", "traversal", "greedy_coupling")
-NUM_PROMPTS = 12
-MAX_TOKENS = 48
+RULES = ("chain", "walk", "traversal", "greedy_coupling", "coupled_chain", "coupled")
+VERIFICATIONS = {"chain": "block", "coupled_chain": "coupled"}
+NUM_PROMPTS = 10
+MAX_TOKENS = 40
 RESULTS = Path(__file__).parent / "results" / "tau.jsonl"
 
 
@@ -61,13 +63,13 @@ class Cell:
             max_tokens=MAX_TOKENS,
             ignore_eos=True,
             seed=1,
-            verification="block" if self.rule == "chain" else self.rule,
+            verification=VERIFICATIONS.get(self.rule, self.rule),
         )
 
     @property
     def plan(self) -> Plan:
         """Of every step."""
-        if self.rule == "chain":
+        if self.rule.endswith("chain"):
             return Plan(method="draft", shape=Chain(num_tokens=self.num_nodes))
         depth = DEPTHS[self.num_nodes]
         return Plan(method="draft", shape=Tree(num_nodes=self.num_nodes, depth=depth, width=WIDTH))
@@ -106,7 +108,10 @@ class Expectations:
             if not full or entry.verdict is None:
                 continue
             figures = self.totals[entry.sequence.key]
-            figures[self.cell.rule].append(1 + entry.verdict.expected_accepted)
+            accepted = entry.verdict.expected_accepted
+            if self.cell.rule.startswith("coupled"):  # the draft shares the noise: count instead
+                accepted = entry.verdict.num_accepted
+            figures[self.cell.rule].append(1 + accepted)
             figures["actual"].append(1 + entry.verdict.num_accepted)
             figures["drafted"].append(entry.num_drafted)
             figures["levels"].append(entry.depth)
@@ -201,8 +206,16 @@ def run(limit_s: float) -> None:
 def table() -> None:
     """Print a table per draft and temperature, the largest of each row marked."""
     found = {(r["draft"], r["temperature"], r["num_nodes"], r["rule"]): r for r in read()}
-    names = ("chain", "walk", "rejection", "greedy_coupling", "traversal")
-    print("| draft | T | nodes | block chain | " + " | ".join(names[1:]) + " |")
+    names = (
+        "chain",
+        "traversal",
+        "rejection",
+        "greedy_coupling",
+        "walk",
+        "coupled_chain",
+        "coupled",
+    )
+    print("| draft | T | nodes | " + " | ".join(names).replace("_", " ") + " |")
     print("|---|---|---|" + "---|" * len(names))
     for draft, temperature, num_nodes in product(DRAFTS, TEMPERATURES, DEPTHS):
         row = [found.get((draft, temperature, num_nodes, name)) for name in names]

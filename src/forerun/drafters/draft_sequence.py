@@ -104,14 +104,12 @@ class DraftSequence:
             self.tree_choice = self._choice_of_tree(plan)
 
     def _choice_of_tree(self, plan: Plan) -> Choice:
-        """Return how nodes of a tree are chosen for the verification of the request.
-
-        Trees that share the target's noise are not drafted: with a seed the most probable paths
-        are walked, which leaves the text a function of the seed as well.
-        """
+        """Return how nodes of a tree are chosen for the verification of the request."""
         verification = plan.verification or self.params.verification
-        if self.choice is not Choice.SAMPLED or verification in ("walk", "coupled"):
+        if verification == "walk":
             return Choice.DETERMINISTIC
+        if self.choice is not Choice.SAMPLED:
+            return self.choice
         if verification == "greedy_coupling":
             return Choice.TOP_AND_SAMPLED
         return Choice.WITHOUT_REPLACEMENT
@@ -207,7 +205,7 @@ class DraftSequence:
             proposal: the draft that was verified.
             path: its accepted nodes.
         """
-        if not proposal.choice.is_drawn:
+        if proposal.choice is Choice.DETERMINISTIC:
             return
         for node, following in zip((-1, *path), (*path, None), strict=True):
             if children := proposal.tree.children(node):

@@ -22,8 +22,10 @@ from torch import Tensor
 from forerun.drafters.draft_sequence import DraftSequence
 from forerun.drafters.tree_builder import BuiltTree, Candidates, Path, build_tree
 from forerun.errors import DrafterError
-from forerun.sampling.noise import Purpose, draw, step_key, uniform
+from forerun.sampling.choice import Choice
+from forerun.sampling.noise import Purpose, draw, position_key, step_key, uniform
 from forerun.sampling.proposal import Assurance, Proposal
+from forerun.sampling.race import race
 from forerun.theory.static_tree import static_tree
 from forerun.theory.tree import TokenTree
 
@@ -34,6 +36,7 @@ __all__ = [
     "Drawn",
     "draw_behind_top",
     "draw_siblings",
+    "race_siblings",
 ]
 
 LATER_RANKS = (0.4, 0.18, 0.1, 0.06, 0.04, 0.03, 0.02)
@@ -139,16 +142,23 @@ class Drawn:
     def noise_keys(self) -> list[list[int]]:
         """Return the noise keys of the children of every path of the frontier.
 
-        By committed length and node: a rejected position is drawn afresh next step.
+        By committed length and node: a rejected position is drawn afresh next step. Under the
+        target's noise by position alone.
         """
         key, num_committed = self.sequence.request.noise_key, self.sequence.num_committed
-        return [
-            [
-                step_key(key, num_committed, child, Purpose.DRAFT)
-                for child in self.template.children(self._nodes[path])
+        if self.sequence.tree_choice is Choice.COUPLED:
+            return [
+                [position_key(key, num_committed + len(path))] * len(self.children(path))
+                for path in self.frontier
             ]
+        return [
+            [step_key(key, num_committed, child, Purpose.DRAFT) for child in self.children(path)]
             for path in self.frontier
         ]
+
+    def children(self, path: Path) -> tuple[int, ...]:
+        """Return the nodes of the template that are drawn behind a path."""
+        return self.template.children(self._nodes[path])
 
     def add(
         self, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], rows: Tensor
@@ -183,7 +193,9 @@ class Drawn:
         places = {node: place - 1 for place, node in enumerate(nodes)}
         tree = TokenTree(tuple([places[self.template.parents[node]] for node in nodes[1:]]))
         tokens = torch.tensor([self._paths[node][-1] for node in nodes[1:]], dtype=torch.int64)
-        draft_probs = torch.stack([self._rows[node] for node in nodes if node in self._rows])
+        draft_probs = None
+        if self.sequence.tree_choice.is_drawn:
+            draft_probs = torch.stack([self._rows[node] for node in nodes if node in self._rows])
         return Proposal(
             tokens=tokens,
             tree=tree,
@@ -212,6 +224,24 @@ def draw_siblings(
         chances[:, rank : rank + 1] = left.gather(1, drawn)
         if rank + 1 < keys.shape[1]:
             left.scatter_(1, drawn, 0.0)
+    return Drawings(tokens=tokens, chances=chances, rows=probs)
+
+
+def race_siblings(
+    probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, "rows siblings"]
+) -> Drawings:
+    """Let the tokens of every row race on the target's clocks, the winners of before taken out.
+
+    The first token is the one that a coupled chain has; the target, racing on the same clocks, is
+    likely to have one of the first.
+    """
+    left = probs.clone()
+    tokens, chances = torch.empty_like(keys), probs.new_empty(keys.shape)
+    for rank in range(keys.shape[1]):
+        drawn = race(left, keys[:, 0].contiguous())[:, None]
+        tokens[:, rank : rank + 1] = drawn
+        chances[:, rank : rank + 1] = left.gather(1, drawn)
+        left.scatter_(1, drawn, 0.0)
     return Drawings(tokens=tokens, chances=chances, rows=probs)
 
 

@@ -22,6 +22,7 @@ from forerun.drafters.tree_growth import (
     Drawn,
     draw_behind_top,
     draw_siblings,
+    race_siblings,
 )
 from forerun.models.base import LanguageModel, RowBatch, Span
 from forerun.models.context import pack
@@ -141,4 +142,5 @@ def choose(
     padded = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, keys)], batch_first=True)
     if choice is Choice.TOP_AND_SAMPLED:
         return draw_behind_top(probs, padded.to(probs.device), counts)
-    return draw_siblings(probs, padded.to(probs.device))
+    draw = race_siblings if choice is Choice.COUPLED else draw_siblings
+    return draw(probs, padded.to(probs.device))

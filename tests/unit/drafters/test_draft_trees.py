@@ -310,3 +310,23 @@ def test_trees_of_drawn_tokens_get_deeper_where_first_siblings_are_accepted():
     assert depths["twin"][0] == depths["stranger"][0]
     assert depths["twin"][-1] > depths["twin"][0]
     assert depths["stranger"][-1] < depths["stranger"][0]
+
+
+def test_trees_that_share_the_targets_noise_are_raced_and_accepted_more_often():
+    """The first sibling is the token of a coupled chain; the text is that of the seed alone."""
+    target = tiny.tabular(0)
+    draft = tiny.cousin(target, 3)
+    seeded = WALKED["seeded"]
+    shape = Tree(num_nodes=7, depth=3, width=3)
+    found = {}
+    for name, params in (("raced", seeded), ("ranked", replace(seeded, verification="walk"))):
+        params = replace(params, max_tokens=80)
+        texts, seen = run(target, tiny.drafting(draft, 8), params, shape)
+        assert texts == plain(target, params)
+        found[name] = sum(seen.accepted) / len(seen.accepted)
+        choices = {proposal.choice for proposal in seen.found}
+        assert choices == {Choice.COUPLED if name == "raced" else Choice.DETERMINISTIC}
+    assert found["raced"] > found["ranked"]
+    _, chains = run(target, tiny.drafting(draft, 8), seeded, Chain(num_tokens=3), prompts=[[1, 2]])
+    _, trees = run(target, tiny.drafting(draft, 8), seeded, shape, prompts=[[1, 2]])
+    assert trees.found[0].tokens[0] == chains.found[0].tokens[0]
