@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests import heads, natives, tiny
 
+from forerun.control.base import Tree
+from forerun.control.fixed import FixedController
 from forerun.drafters.base import StepOutcome
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.load import load_eagle3
@@ -54,6 +56,7 @@ class Watching:
         self.required_features = drafter.required_features
         self.max_width = getattr(drafter, "max_width", 1)
         self.num_checked = 0
+        self.num_branching = 0
         self.checks_params = True
 
     def propose(self, requests, plans):
@@ -69,10 +72,14 @@ class Watching:
         ids = list(request.ids)
         features = features_of(self.other, ids[:-1], self.head.config.feature_layers)
         tokens = proposal.tokens.tolist()
+        self.num_branching += not proposal.tree.is_chain
         for node, token in enumerate(tokens):
             before = [tokens[above] for above in proposal.tree.path(node)[:-1]]
             probs = heads.slow_probs(self.head, self.other, ids, before, features)
-            if proposal.choice is Choice.DETERMINISTIC and proposal.tree.is_chain:
+            if proposal.choice is Choice.DETERMINISTIC and not proposal.tree.is_chain:
+                siblings = proposal.tree.children(proposal.tree.parents[node])
+                assert probs[token] >= probs.topk(len(siblings)).values[-1] - 1e-6
+            elif proposal.choice is Choice.DETERMINISTIC:
                 assert probs[token] >= probs.max() - 1e-6
             elif proposal.draft_probs is not None and proposal.tree.is_chain:
                 expected = probs.pow(1 / request.params.temperature)
@@ -131,6 +138,23 @@ def test_text_is_that_of_plain_decoding(network, target, params, limits):
     if limits:
         assert any(c.num_preemptions for o in outputs for c in o.completions)
     assert watching.num_checked > 20
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, FREE], ids=["greedy", "seeded", "free"])
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
+def test_trees(network, target, params, is_native):
+    target = natives.native_model(network) if is_native else target
+    head = heads.eagle3_head(target, norm_output=True)
+    drafter = heads.eagle3_drafter(target, head)
+    watching = Watching(drafter, head, target, tiny.adapted(network))
+    shape = FixedController(Tree(num_nodes=6, depth=3, width=3), "eagle3")
+    engine = tiny.engine_over(target, watching, k=6, controller=shape)
+    outputs = engine.generate(PROMPTS, params)
+    assert watching.num_checked > 40
+    assert watching.num_branching > 5
+    if params is not FREE:
+        plain = tiny.engine_over(target).generate(PROMPTS, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
 
 
 def test_long_prompts_are_read_in_chunks(monkeypatch, target):
