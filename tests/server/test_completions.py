@@ -63,6 +63,16 @@ def test_texts_are_those_of_the_library(client, library, body, speculation):
     assert [texts[i] for i in sorted(texts)] == [c.text for c in expected.completions]
 
 
+def test_a_tree_drafts_the_same_text(client, library):
+    expected = library.generate([PROMPT], SamplingParams(**SEEDED))[0]
+    tree = {"tree": {"num_nodes": 3, "depth": 2, "width": 2}}
+    body = {"prompt": PROMPT, **SEEDED, "speculation": tree}
+    found = client.post("/v1/completions", json=body).json()
+    assert found["choices"][0]["text"] == expected.text
+    figures = found["usage"]["speculative_decoding"]
+    assert figures["num_drafted"] > sum(figures["drafted_per_position"])
+
+
 def test_several_prompts_are_numbered_together(client, library):
     params = {"seed": 3, "max_tokens": 9, "n": 2}
     prompts = list(tiny.PROMPTS[:3])
