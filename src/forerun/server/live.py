@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import forerun
-from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.diagnosis import Diagnosis, diagnose
 from forerun.diagnose.readers.trace.reader import evidence_of_steps
 from forerun.diagnose.words import change_line, headline
 from forerun.engine.engine import Engine
@@ -35,7 +35,7 @@ from forerun.server.live_types import (
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord
 
-__all__ = ["LiveView"]
+__all__ = ["LiveView", "live_diagnosis"]
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""
@@ -43,7 +43,7 @@ MAX_DIAGNOSED = 3000
 """Latest steps of requests that a diagnosis rests on."""
 MIN_DIAGNOSED = 50
 DIAGNOSIS_INTERVAL_S = 15.0
-MAX_REQUESTS = 8
+MAX_REQUESTS = 6
 MAX_PROMPT_TOKENS = 60
 """Tokens at the end of a prompt that are shown."""
 MAX_CHARACTERS = 4000
@@ -290,7 +290,16 @@ class LiveView:
 
 def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
     """Return what `forerun diagnose` concludes from these steps."""
-    found = diagnose(evidence_of_steps(steps, "the latest steps"))
+    return live_diagnosis(diagnose(evidence_of_steps(steps, "the latest steps")), len(steps))
+
+
+def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
+    """Return the part of a diagnosis that the page shows.
+
+    Args:
+        found: the diagnosis.
+        num_steps: that it rests on.
+    """
     changes = {change.remedy.change: change for item in found.causes for change in item.changes}
     helpful = [change for change in changes.values() if change.prediction is not None]
     return LiveDiagnosis(
@@ -303,7 +312,7 @@ def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
             for item in found.causes[:MAX_CAUSES]
         ),
         changes=tuple(change_line(change) for change in helpful[:MAX_CHANGES]),
-        num_steps=len(steps),
+        num_steps=num_steps,
     )
 
 

@@ -15,49 +15,18 @@ from typing import Any
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.response_store import Response
 from forerun.align.data.sample import TopLogprobs
+from forerun.engine.endpoint import BrokenReply, sampling_fields
 from forerun.errors import InvalidRequest
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.terminal_text import printable
 
-__all__ = ["ID_FLAGS", "BrokenReply", "check_params", "request_body", "response_of"]
+__all__ = ["request_body", "response_of"]
 
-ID_FLAGS: Mapping[str, object] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-"""Asks vLLM for ids beside text; most other servers take no notice."""
 ID_PREFIX = "token_id:"
 FINISH_REASONS = ("stop", "length")
-EXTENSIONS = (
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-)
-"""Sent where they differ from their defaults: not every server accepts all but the first two."""
 MAX_TOKEN_CHARACTERS = 1024
 """Of one token, generously: the longest in use are runs of some hundred spaces."""
-DEFAULTS = SamplingParams()
-
-
-class BrokenReply(Exception):
-    """Raised where a server's answer does not follow the protocol; a retry may help."""
-
-
-def check_params(params: SamplingParams) -> None:
-    """Refuse sampling parameters that no server takes.
-
-    Raises:
-        InvalidRequest: there is no limit to the response, or a parameter no protocol has.
-    """
-    if params.max_tokens is None:
-        raise InvalidRequest("max_tokens is not set; servers then stop after 16 tokens: set it")
-    if params.bad_token_ids:
-        raise InvalidRequest("bad_token_ids cannot be asked of a server; use logit_bias")
 
 
 def request_body(
@@ -67,12 +36,13 @@ def request_body(
 
     Args:
         prompt: sent as tokens, or as messages to the chat endpoint.
-        params: as `check_params` passes them.
+        params: how the tokens are chosen.
         chat: whether it is the chat endpoint.
         num_logprobs: most likely tokens to report per position, 0 for none.
 
     Raises:
-        InvalidRequest: the chat endpoint is to continue a plain text.
+        InvalidRequest: the chat endpoint is to continue a plain text, or a parameter is not in the
+            protocol.
     """
     if chat and not prompt.messages:
         raise InvalidRequest(
@@ -84,15 +54,7 @@ def request_body(
         if chat
         else {"prompt": list(prompt.prompt_ids)}
     )
-    body |= {name: getattr(params, name) for name in ("temperature", "top_p", "max_tokens")}
-    if params.stop:
-        body["stop"] = list(params.stop)
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    for name in EXTENSIONS:
-        value = getattr(params, name)
-        if value != getattr(DEFAULTS, name):
-            body[name] = list(value) if isinstance(value, tuple) else value
+    body |= sampling_fields(params)
     if num_logprobs:
         body |= {"logprobs": True, "top_logprobs": num_logprobs} if chat else {}
         body |= {} if chat else {"logprobs": num_logprobs}

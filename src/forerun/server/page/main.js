@@ -42,6 +42,7 @@ function show(live) {
   const drafts = setup.methods.length ? `drafted by ${setup.methods.join(", ")}` : "without a draft";
   setText("setup", `${setup.target}, ${drafts}`);
   state(load.num_running ? "busy" : "idle", load.num_running ? "decoding" : "idle");
+  for (const id of ["playground-panel", "requests-panel"]) byId(id).hidden = setup.engine !== "forerun";
   showFigures(live);
   showCharts(live);
   showDiagnosis(live.diagnosis);

@@ -290,14 +290,14 @@ def test_a_strict_server_is_asked_without_extensions(plain):
     client = client_of(server, plain)
     for _ in range(2):
         client.respond(prompt(3), 0, PARAMS)
-    assert ["return_token_ids" in body for body in server.asked] == [True, False, False]
+    assert ["return_token_ids" in body for body in server.asked] == [True, True, False, False]
 
 
 def test_a_bad_request_without_extensions_is_final(plain):
     server = Server(httpx.Response(400, text="too long"))
     with pytest.raises(InvalidRequest, match="too long"):
         respond(server, plain)
-    assert len(server.asked) == 2
+    assert len(server.asked) == 3  # with all flags that ask for ids, with one, without any
 
 
 # --------------------------------------------------------------------------------------- all of it

@@ -1,0 +1,196 @@
+"""Starts vLLM with a speculative configuration, and serves it with the live page in front."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from forerun.bounded_documents import parse_json
+from forerun.bounded_read import read_bytes
+from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.server.config import ServerConfig
+from forerun.server.errors import error_body
+from forerun.server.guard import Guard
+from forerun.server.keys import ApiKey, Keyring
+from forerun.server.page_routes import page_router
+from forerun.server.vllm_view import VllmView
+
+__all__ = ["create_proxy", "speculative_config", "vllm_running"]
+
+DEFAULT_K = 4
+START_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 30.0
+HOP_HEADERS = frozenset(
+    "connection content-encoding content-length host keep-alive te trailer transfer-encoding "
+    "upgrade proxy-authenticate proxy-authorization authorization".split()
+)
+"""Headers that hold for one connection alone; the key of a client is not passed on."""
+
+
+def speculative_config(draft: str | None, num_speculative_tokens: int | None) -> dict[str, object]:
+    """Return vLLM's `--speculative-config`; empty for decoding without a draft.
+
+    An aligned draft has the settings that its alignment found best in `serving/vllm.json`.
+
+    Args:
+        draft: folder or name of a draft model, "suffix", "ngram", or None.
+        num_speculative_tokens: K; None takes that of the alignment, or 4.
+
+    Raises:
+        InvalidRequest: the settings of an alignment cannot be read.
+    """
+    if draft is None or num_speculative_tokens == 0:
+        return {}
+    k = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
+    if draft in ("suffix", "ngram"):
+        return {"method": draft, "num_speculative_tokens": DEFAULT_K} | k
+    path = Path(draft) / "serving" / "vllm.json"
+    if not path.is_file():
+        return {"method": "draft_model", "model": draft, "num_speculative_tokens": DEFAULT_K} | k
+    settings = parse_json(read_bytes(path), path.name)
+    found = settings.get("speculative_config", {}) if isinstance(settings, dict) else None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{path} has no speculative_config that is an object: export it again")
+    return found | k if found else {}
+
+
+@contextmanager
+def vllm_running(
+    target: str,
+    speculative: Mapping[str, object],
+    *,
+    program: str = "vllm",
+    arguments: Sequence[str] = (),
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[str]:
+    """Start vLLM on a free port of this machine, wait until it is ready, and stop it at the end.
+
+    Args:
+        target: folder or hub name.
+        speculative: its speculative configuration; empty for none.
+        program: the `vllm` executable.
+        arguments: further options of `vllm serve`.
+        timeout_s: until it must be ready.
+
+    Yields:
+        Its address.
+
+    Raises:
+        InvalidRequest: there is no such program.
+        ServerUnavailable: it ended, or is not ready in time.
+    """
+    found = shutil.which(program)
+    if found is None:
+        raise InvalidRequest(f"there is no program {program!r}: install vLLM, or give --vllm PATH")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [found, "serve", target, "--host", "127.0.0.1", "--port", str(port)]
+    if speculative:
+        command += ["--speculative-config", json.dumps(dict(speculative))]
+    process = subprocess.Popen([*command, *arguments])
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_until_ready(address, process, timeout_s)
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(address: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Return once the server answers that it is healthy.
+
+    Raises:
+        ServerUnavailable: it ended, or is not ready in time.
+    """
+    ends_s = time.monotonic() + timeout_s
+    while time.monotonic() < ends_s:
+        if (code := process.poll()) is not None:
+            raise ServerUnavailable(f"vLLM ended with code {code} before it was ready")
+        try:
+            if httpx.get(f"{address}/health", timeout=5.0).is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise ServerUnavailable(f"vLLM was not ready after {timeout_s:.0f} s")
+
+
+def create_proxy(
+    address: str,
+    *,
+    target: str,
+    methods: Sequence[str],
+    config: ServerConfig | None = None,
+    keys: Sequence[ApiKey] = (),
+) -> FastAPI:
+    """Return an application that passes requests on to vLLM and shows its metrics on the live page.
+
+    Args:
+        address: of vLLM.
+        target: name of its model.
+        methods: names of its drafters.
+        config: settings of the server.
+        keys: that requests need; without any, none is needed.
+    """
+    config = config or ServerConfig()
+    reader = httpx.Client(base_url=address, timeout=5.0)
+    client = httpx.AsyncClient(base_url=address, timeout=None)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with client:
+            yield
+        reader.close()
+
+    app = FastAPI(title="forerun", lifespan=lifespan, docs_url=None, redoc_url=None)
+    keyring = Keyring(keys, config.max_requests)
+    app.add_middleware(Guard, config=config, keyring=keyring, count=ignore_status)
+    app.include_router(page_router(VllmView(reader, target=target, methods=methods)))
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
+    async def pass_on(path: str, request: Request) -> Response:
+        return await passed_on(client, request)
+
+    return app
+
+
+async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:
+    """Return vLLM's answer to a request, as it arrives."""
+    headers = [(k, v) for k, v in request.headers.items() if k not in HOP_HEADERS]
+    url = httpx.URL(path=request.url.path, query=request.url.query.encode())
+    body = await request.body()
+    asked = client.build_request(request.method, url, headers=headers, content=body)
+    try:
+        reply = await client.send(asked, stream=True)
+    except httpx.HTTPError as error:
+        message = f"vLLM does not answer: {error or type(error).__name__}"
+        return JSONResponse(json.loads(error_body(message, 503)), status_code=503)
+
+    async def content() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in reply.aiter_bytes():
+                yield chunk
+        finally:
+            await reply.aclose()
+
+    kept = {name: value for name, value in reply.headers.items() if name not in HOP_HEADERS}
+    return StreamingResponse(content(), status_code=reply.status_code, headers=kept)
+
+
+def ignore_status(status: int) -> None:
+    """Count nothing: vLLM has metrics of its own."""

@@ -1,0 +1,184 @@
+"""The live page over a vLLM server: its metrics, read when a page asks for them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from forerun.diagnose.diagnosis import diagnose
+from forerun.diagnose.evidence import Evidence, Reading
+from forerun.diagnose.readers.prometheus import Metrics, PrometheusText, metrics_of
+from forerun.server.live import live_diagnosis
+from forerun.server.live_types import (
+    LiveDiagnosis,
+    LiveLoad,
+    LivePoint,
+    LivePosition,
+    LiveSetup,
+    LiveSnapshot,
+    LiveTotals,
+)
+
+__all__ = ["VllmView"]
+
+HISTORY = 120
+"""Samples that are kept; an open page makes about one a second."""
+RECENT_S = 10.0
+DIAGNOSIS_INTERVAL_S = 15.0
+MIN_DRAFTS = 50
+PREFIX = "vllm:spec_decode_num_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSample:
+    """Metrics of a server at one time."""
+
+    at_s: float
+    metrics: Metrics
+
+    def total(self, name: str) -> float:
+        """Return a metric summed over its labels; 0 where the server does not have it."""
+        return self.metrics.totals.get(name, 0.0)
+
+
+class VllmView:
+    """What the live page shows of a vLLM server; figures that need single steps are left out.
+
+    Args:
+        client: reads the server's `/metrics`; its base address is the server.
+        target: name of the target.
+        methods: names of its drafters.
+        version: of vLLM.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        *,
+        target: str,
+        methods: Sequence[str],
+        version: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.clock = clock
+        self._setup = LiveSetup(
+            engine="vllm", version=version, target=target, methods=tuple(methods), max_context=None
+        )
+        self._started_s = clock()
+        self._samples: deque[MetricsSample] = deque(maxlen=HISTORY)
+        self._diagnosis: LiveDiagnosis | None = None
+        self._diagnosed_s = -DIAGNOSIS_INTERVAL_S
+
+    def snapshot(self) -> LiveSnapshot:
+        """Read the metrics once and return what changed; an unreachable server adds no sample."""
+        self._sample()
+        now_s = self.clock()
+        samples = list(self._samples) or [MetricsSample(at_s=now_s, metrics=Metrics())]
+        latest, growth = samples[-1], grown_in(samples)
+        recent = [sample for sample in samples if sample.at_s >= now_s - RECENT_S]
+        drafts = growth.totals.get(PREFIX + "drafts", 0.0)
+        accepted = growth.totals.get(PREFIX + "accepted_tokens", 0.0)
+        return LiveSnapshot(
+            uptime_s=now_s - self._started_s,
+            window_s=latest.at_s - samples[0].at_s,
+            setup=self._setup,
+            totals=LiveTotals(
+                num_steps=int(latest.total(PREFIX + "drafts")),
+                num_drafted=int(latest.total(PREFIX + "draft_tokens")),
+                num_accepted=int(latest.total(PREFIX + "accepted_tokens")),
+                num_emitted=int(latest.total("vllm:generation_tokens")),
+            ),
+            load=LiveLoad(
+                num_running=int(latest.total("vllm:num_requests_running")),
+                num_waiting=int(latest.total("vllm:num_requests_waiting")),
+                kv_share=latest.metrics.totals.get("vllm:kv_cache_usage_perc"),
+            ),
+            tokens_per_s=rate_of(recent),
+            speedup=None,
+            num_plain_steps=0,
+            acceptance_length=1.0 + accepted / drafts if drafts else None,
+            positions=positions_of(growth),
+            drafting_step=None,
+            plain_step=None,
+            history=tuple(
+                point_of(before, after, now_s, self._setup.methods)
+                for before, after in zip(samples, samples[1:], strict=False)
+                if after.total("vllm:generation_tokens") > before.total("vllm:generation_tokens")
+            ),
+            requests=(),
+            shows_texts=False,
+            diagnosis=self._diagnosis,
+        )
+
+    def _sample(self) -> None:
+        try:
+            answer = self.client.get("/metrics").raise_for_status()
+        except httpx.HTTPError:
+            return
+        page = PrometheusText()
+        for line in answer.text.splitlines():
+            page.read(line)
+        self._samples.append(MetricsSample(at_s=self.clock(), metrics=page.metrics))
+
+    def diagnose(self) -> None:
+        """Diagnose what the metrics counted since the first sample kept, if that is due."""
+        samples = list(self._samples)
+        if not samples or self.clock() - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
+            return
+        growth = grown_in(samples)
+        drafts = int(growth.totals.get(PREFIX + "drafts", 0.0))
+        if drafts < MIN_DRAFTS:
+            return
+        self._diagnosed_s = self.clock()
+        evidence = Evidence(readings=[Reading(source="metrics of vLLM", kinds={"vllm"})])
+        metrics_of(growth).add_to(evidence, "metrics of vLLM")
+        self._diagnosis = live_diagnosis(diagnose(evidence), drafts)
+
+
+def grown_in(samples: Sequence[MetricsSample]) -> Metrics:
+    """Return how much the counters grew between the first and the last sample."""
+    return samples[-1].metrics.since(samples[0].metrics)
+
+
+def rate_of(samples: Sequence[MetricsSample]) -> float:
+    """Return output tokens per second between the first and the last sample."""
+    if len(samples) < 2:
+        return 0.0
+    tokens = grown_in(samples).totals.get("vllm:generation_tokens", 0.0)
+    return tokens / max(1e-3, samples[-1].at_s - samples[0].at_s)
+
+
+def positions_of(growth: Metrics) -> tuple[LivePosition, ...]:
+    """Return acceptance by position; vLLM drafts K tokens for every draft."""
+    drafts = int(growth.totals.get(PREFIX + "drafts", 0.0))
+    counts = growth.positions.get(PREFIX + "accepted_tokens_per_pos", {})
+    return tuple(
+        LivePosition(position=index + 1, num_drafted=drafts, num_accepted=int(count))
+        for index, count in sorted(counts.items())
+        if drafts
+    )
+
+
+def point_of(
+    before: MetricsSample, after: MetricsSample, now_s: float, methods: Sequence[str]
+) -> LivePoint:
+    """Return what happened between two samples."""
+    growth = after.metrics.since(before.metrics)
+    drafts = growth.totals.get(PREFIX + "drafts", 0.0)
+    accepted = growth.totals.get(PREFIX + "accepted_tokens", 0.0)
+    method = methods[0] if methods and drafts else "plain"
+    return LivePoint(
+        age_s=max(0.0, now_s - before.at_s),
+        tokens_per_s=rate_of((before, after)),
+        num_running=after.total("vllm:num_requests_running"),
+        acceptance_length=1.0 + accepted / drafts if drafts else None,
+        num_speculative_tokens=growth.totals.get(PREFIX + "draft_tokens", 0.0) / max(1.0, drafts),
+        speedup=None,
+        methods={method: max(1, int(drafts))},
+    )
