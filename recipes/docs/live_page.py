@@ -20,7 +20,7 @@ from forerun.engine.engine import Engine
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.server.app import create_app
 
-WIDTH, HEIGHT = 1200, 1310
+WIDTH, HEIGHT = 1200, 1400
 NUM_CLIENTS = 2
 MAX_TOKENS = 192
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from socket import socket
+from typing import TYPE_CHECKING, Literal
 
 from forerun.cli.command import Command, Exit, is_flag
 from forerun.cli.flags import PairFlags
 from forerun.engine.config import EngineConfig
+from forerun.errors import InvalidRequest
 from forerun.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -33,6 +39,13 @@ class ServeOptions:
     """Sequences decoded at once; the others wait."""
     max_waiting: int = 256
     """Sequences that may wait; one more is refused with status 429."""
+    engine: Literal["forerun", "vllm"] = "forerun"
+    """What decodes. vllm: vLLM is started with the speculative configuration of the draft, which is
+    that of its alignment where it has one, and its metrics are shown on the live page."""
+    vllm: str = "vllm"
+    """The vllm program, for --engine vllm."""
+    vllm_args: str = ""
+    """Further options of `vllm serve`, in one text: "--dtype bfloat16 --max-num-seqs 8"."""
     api_keys: Path | None = None
     """TOML file of keys and their limits, see docs/serving.md; or set FORERUN_API_KEY."""
 
@@ -59,6 +72,8 @@ class ServeOptions:
 
 def run(options: ServeOptions) -> int:
     """Serve until a signal; returns the exit code."""
+    if options.engine == "vllm":
+        return run_vllm(options)
     from forerun.cli.session import load_engine
     from forerun.engine.asynchronous import AsyncEngine
     from forerun.server.app import create_app
@@ -69,15 +84,54 @@ def run(options: ServeOptions) -> int:
     engine = load_engine(options.pair, max_batch=options.max_batch, max_waiting=options.max_waiting)
     running = AsyncEngine(engine)
     app = create_app(running, options.model, options.server, keys)
+    announce(options.model, listener)
+    serve(app, listener, options.server, running)
+    return Exit.GOOD
+
+
+def run_vllm(options: ServeOptions) -> int:
+    """Start vLLM and serve it until a signal; returns the exit code."""
+    from forerun.models.zoo.catalog import PREFIX, zoo_path
+    from forerun.server.run import open_socket, serve
+    from forerun.server.vllm import create_proxy, speculative_config, vllm_running
+
+    keys = options.read_keys()
+    names = [
+        str(zoo_path(name)) if name.startswith(PREFIX) else name
+        for name in (options.pair.target, *options.pair.draft_names)
+    ]
+    if len(names) > 2:
+        raise InvalidRequest("--engine vllm takes one --draft")
+    k = options.pair.k
+    found = speculative_config(
+        names[1] if len(names) == 2 else None,
+        None if k == EngineConfig().num_speculative_tokens else k,
+    )
+    print(
+        f"speculative configuration of vLLM: {json.dumps(found) if found else 'none'}", flush=True
+    )
+    listener = open_socket(options.server)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.GOOD))  # so that vLLM is ended too
+    arguments = ["--served-model-name", options.model, *shlex.split(options.vllm_args)]
+    with vllm_running(names[0], found, program=options.vllm, arguments=arguments) as address:
+        methods = [str(found["method"])] if found else []
+        proxy = create_proxy(
+            address, target=options.model, methods=methods, config=options.server, keys=keys
+        )
+        announce(options.model, listener)
+        serve(proxy, listener, options.server)
+    return Exit.GOOD
+
+
+def announce(model: str, listener: socket) -> None:
+    """Print the addresses of the API and of the live page."""
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(
-        f"{options.model} is served at http://{host}:{port}/v1; what speculation does is shown at "
+        f"{model} is served at http://{host}:{port}/v1; what speculation does is shown at "
         f"http://{host}:{port}/",
         flush=True,
     )
-    serve(app, listener, options.server, running)
-    return Exit.GOOD
 
 
 def with_target(arguments: Sequence[str]) -> Sequence[str]:
@@ -96,5 +150,6 @@ COMMAND = Command(
     examples=(
         "forerun serve zoo:code-11m",
         "forerun serve path/to/target --draft path/to/draft --port 8001 --max-batch 16",
+        "forerun serve path/to/target --draft path/to/draft --engine vllm",
     ),
 )

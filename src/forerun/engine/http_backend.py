@@ -14,7 +14,7 @@ import httpx
 
 from forerun.engine.backend import BackendStats, Capabilities
 from forerun.engine.endpoint import Endpoint, client_for, sampling_fields
-from forerun.engine.results import Completion, RequestOutput, StreamChunk
+from forerun.engine.results import Completion, FinishReason, RequestOutput, StreamChunk
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.choice import TokenSource
@@ -28,6 +28,8 @@ MAX_CONCURRENT = 64
 SEED_MASK = (1 << 31) - 1
 """Seeds that every server takes."""
 TIMEOUT_S = 600.0
+FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "abort": "abort"}
+"""Every other one, such as that of a tool call, is an end by the model: "stop"."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -313,16 +315,14 @@ def capabilities_of(card: Mapping[str, Any]) -> Capabilities:
 
 def chunk_of(choice: Mapping[str, Any], request_id: str) -> StreamChunk:
     """Return the chunk that one choice of an event holds."""
-    finish_reason = choice.get("finish_reason")
-    if finish_reason not in (None, "stop", "length", "abort", "deadline"):
-        finish_reason = "stop"
+    ended = choice.get("finish_reason")
     return StreamChunk(
         request_id=request_id,
         index=int(choice.get("index", 0)),
         text=str(choice.get("text") or ""),
         token_ids=tuple(int(token) for token in choice.get("token_ids") or ()),
         sources=tuple(TokenSource(source) for source in choice.get("token_sources") or ()),
-        finish_reason=finish_reason,
+        finish_reason=None if ended is None else FINISH_REASONS.get(str(ended), "stop"),
         stop_reason=choice.get("stop_reason"),
     )
 

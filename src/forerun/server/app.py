@@ -115,7 +115,8 @@ def create_app(
     add_generation(app)
     add_tokens(app)
     add_status(app)
-    view = LiveView(engine.engine, target=model)
+    # One tenant must not read the texts of another.
+    view = LiveView(engine.engine, target=model, shows_texts=len({k.tenant for k in keys}) < 2)
     engine.engine.observers.append(view)
     app.include_router(page_router(view))
     return app

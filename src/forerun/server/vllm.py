@@ -97,7 +97,8 @@ def vllm_running(
     command = [found, "serve", target, "--host", "127.0.0.1", "--port", str(port)]
     if speculative:
         command += ["--speculative-config", json.dumps(dict(speculative))]
-    process = subprocess.Popen([*command, *arguments])
+    # In a session of its own, so that a key press in the terminal reaches it through us alone.
+    process = subprocess.Popen([*command, *arguments], start_new_session=True)
     try:
         address = f"http://127.0.0.1:{port}"
         wait_until_ready(address, process, timeout_s)
@@ -172,13 +173,14 @@ def create_proxy(
 async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:
     """Return vLLM's answer to a request, as it arrives."""
     headers = [(k, v) for k, v in request.headers.items() if k not in HOP_HEADERS]
-    url = httpx.URL(path=request.url.path, query=request.url.query.encode())
+    query = f"?{request.url.query}" if request.url.query else ""
+    url = httpx.URL(request.url.path + query)
     body = await request.body()
     asked = client.build_request(request.method, url, headers=headers, content=body)
     try:
         reply = await client.send(asked, stream=True)
     except httpx.HTTPError as error:
-        message = f"vLLM does not answer: {error or type(error).__name__}"
+        message = f"vLLM does not answer: {str(error) or type(error).__name__}"
         return JSONResponse(json.loads(error_body(message, 503)), status_code=503)
 
     async def content() -> AsyncIterator[bytes]:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import httpx
 
@@ -108,7 +109,7 @@ class VllmView:
             plain_step=None,
             history=tuple(
                 point_of(before, after, now_s, self._setup.methods)
-                for before, after in zip(samples, samples[1:], strict=False)
+                for before, after in pairwise(samples)
                 if after.total("vllm:generation_tokens") > before.total("vllm:generation_tokens")
             ),
             requests=(),

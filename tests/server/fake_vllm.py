@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""A program with the arguments, answers and metrics of `vllm serve`, for tests of the proxy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+TOKENS = ("one", " two", " three", " four")
+served = {"requests": 0}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self.answer(metrics(served["requests"]), "text/plain")
+        elif self.path == "/v1/models":
+            self.answer(json.dumps({"data": [{"id": options.served_model_name}]}))
+        else:
+            self.answer("", status=200 if self.path == "/health" else 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        served["requests"] += 1
+        if not body.get("stream"):
+            choice = {"index": 0, "text": "".join(TOKENS), "finish_reason": "length"}
+            found = {"choices": [choice], "authorization": self.headers.get("Authorization")}
+            return self.answer(json.dumps(found))
+        choices = [{"choices": [{"index": 0, "text": token}]} for token in TOKENS]
+        events = "".join(f"data: {json.dumps(choice)}\n\n" for choice in choices)
+        return self.answer(events + "data: [DONE]\n\n", "text/event-stream")
+
+    def answer(self, text: str, kind: str = "application/json", status: int = 200) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def metrics(n: int) -> str:
+    """Every request makes 100 drafts of K tokens, of which 60 and 40 are accepted."""
+    name = "vllm:spec_decode_num"
+    lines = [
+        f"vllm:generation_tokens_total {200 * n}",
+        "vllm:num_requests_running 1",
+        "vllm:num_requests_waiting 2",
+        "vllm:kv_cache_usage_perc 0.25",
+        f"{name}_drafts_total {100 * n}",
+        f"{name}_draft_tokens_total {100 * n * options.k}",
+        f"{name}_accepted_tokens_total {100 * n}",
+        f'{name}_accepted_tokens_per_pos_total{{position="0"}} {60 * n}',
+        f'{name}_accepted_tokens_per_pos_total{{position="1"}} {40 * n}',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("command", choices=["serve"])
+parser.add_argument("target")
+parser.add_argument("--host")
+parser.add_argument("--port", type=int)
+parser.add_argument("--served-model-name", default="m")
+parser.add_argument("--speculative-config", type=json.loads, default={})
+options = parser.parse_args()
+if options.target == "broken":
+    sys.exit(3)
+options.k = options.speculative_config.get("num_speculative_tokens", 0)
+ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()

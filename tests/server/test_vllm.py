@@ -1,0 +1,161 @@
+"""vLLM behind the live page, with a program in its place that answers and counts as it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.server.keys import ApiKey
+from forerun.server.live_types import LiveSnapshot
+from forerun.server.vllm import create_proxy, speculative_config, vllm_running
+from forerun.server.vllm_view import VllmView
+
+K = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> str:
+    """The program, run by this interpreter."""
+    script = Path(__file__).with_name("fake_vllm.py")
+    path = tmp_path_factory.mktemp("bin") / "vllm"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def address(program) -> Iterator[str]:
+    with vllm_running("target", K, program=program, timeout_s=60.0) as found:
+        yield found
+
+
+def client_of(app: FastAPI) -> TestClient:
+    return TestClient(app, base_url="http://localhost")
+
+
+def test_requests_and_streams_are_passed_on(address):
+    with client_of(create_proxy(address, target="t", methods=["draft_model"])) as client:
+        body = {"model": "m", "prompt": "count"}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == (
+            "one two three four"
+        )
+        streamed = client.post("/v1/completions", json=body | {"stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.text.count("data: ") == 5
+        assert client.get("/v1/models").json()["data"][0]["id"] == "m"
+        assert client.get("/nothing").status_code == 404
+        assert client.get("/").text.startswith("<!doctype html>")
+
+
+def test_keys_are_checked_here_and_not_passed_on(address):
+    key = ApiKey.of("default", "a key of enough characters")
+    app = create_proxy(address, target="t", methods=[], keys=[key])
+    with client_of(app) as client:
+        body = {"model": "m", "prompt": "count"}
+        assert client.post("/v1/completions", json=body).status_code == 401
+        assert client.get("/live").status_code == 401
+        assert client.get("/").status_code == 200
+        headers = {"Authorization": "Bearer a key of enough characters"}
+        answer = client.post("/v1/completions", json=body, headers=headers)
+        assert answer.json()["authorization"] is None
+
+
+def test_the_live_page_shows_what_vllm_counts(address):
+    now_s = [100.0]
+    with httpx.Client(base_url=address) as client:
+        view = VllmView(client, target="t", methods=["draft_model"], clock=lambda: now_s[0])
+        assert view.snapshot().acceptance_length is None
+        for _ in range(3):
+            httpx.post(f"{address}/v1/completions", json={"prompt": "x"})
+        now_s[0] += 2.0
+        found = view.snapshot()
+        view.diagnose()
+        assert view.snapshot().diagnosis is not None
+    assert found.setup.engine == "vllm"
+    assert found.acceptance_length == 2.0
+    assert [(p.num_drafted, p.num_accepted) for p in found.positions] == [(300, 180), (300, 120)]
+    assert found.tokens_per_s == pytest.approx(300.0)
+    assert found.load.num_waiting == 2
+    assert found.load.kv_share == 0.25
+    (point,) = found.history
+    assert point.num_speculative_tokens == 2.0
+    assert point.methods == {"draft_model": 300}
+    assert msgspec.json.decode(msgspec.json.encode(found), type=LiveSnapshot) == found
+
+
+def test_a_server_that_is_gone_leaves_the_page_and_an_error_in_the_usual_shape():
+    with client_of(create_proxy("http://127.0.0.1:9", target="t", methods=[])) as client:
+        assert client.get("/live").json()["totals"]["num_emitted"] == 0
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 503
+        assert "vLLM does not answer" in answer.json()["error"]["message"]
+
+
+def test_a_program_that_is_missing_or_ends_is_an_error(program):
+    with (
+        pytest.raises(InvalidRequest, match="no program 'no-such-vllm'"),
+        vllm_running("target", {}, program="no-such-vllm"),
+    ):
+        pass
+    with (
+        pytest.raises(ServerUnavailable, match="ended with code 3"),
+        vllm_running("broken", {}, program=program),
+    ):
+        pass
+
+
+def test_the_program_ends_with_the_server(program):
+    with vllm_running("target", {}, program=program) as found:
+        assert httpx.get(f"{found}/health").is_success
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{found}/health")
+
+
+def test_the_configuration_is_that_of_the_alignment_where_there_is_one(tmp_path):
+    assert speculative_config(None, None) == {}
+    assert speculative_config("draft", 0) == {}
+    assert speculative_config("draft", 2) == K
+    assert speculative_config("draft", None)["num_speculative_tokens"] == 4
+    assert speculative_config("suffix", 7) == {"method": "suffix", "num_speculative_tokens": 7}
+    settings = tmp_path / "serving" / "vllm.json"
+    settings.parent.mkdir()
+    aligned = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 6}
+    settings.write_text(json.dumps({"model": "t", "speculative_config": aligned}))
+    assert speculative_config(str(tmp_path), None) == aligned
+    assert speculative_config(str(tmp_path), 3) == aligned | {"num_speculative_tokens": 3}
+    settings.write_text(json.dumps({"model": "t"}))  # the alignment found no gain
+    assert speculative_config(str(tmp_path), None) == {}
+    for bad in ("[]", '{"speculative_config": 3}'):
+        settings.write_text(bad)
+        with pytest.raises(InvalidRequest, match="no speculative_config that is an object"):
+            speculative_config(str(tmp_path), None)
+
+
+def test_the_command_starts_the_server_and_ends_with_it(program, tmp_path):
+    import signal
+    import subprocess
+
+    command = [sys.executable, "-m", "forerun", "serve", "target", "--draft", "suffix"]
+    command += ["--engine", "vllm", "--vllm", program, "--port", "0"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert '"method": "suffix"' in process.stdout.readline()
+            address = process.stdout.readline().split()[4].rstrip(";").removesuffix("/v1")
+            assert httpx.get(f"{address}/live").json()["setup"]["methods"] == ["suffix"]
+            models = httpx.get(f"{address}/v1/models").json()
+            assert models["data"][0]["id"] == "target"
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30.0) == 0
