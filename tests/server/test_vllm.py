@@ -54,6 +54,8 @@ def test_requests_and_streams_are_passed_on(address):
         assert streamed.text.count("data: ") == 5
         assert client.get("/v1/models").json()["data"][0]["id"] == "m"
         assert client.get("/nothing").status_code == 404
+        assert client.get("http://localhost//127.0.0.1:9/v1/models").status_code == 404
+        assert client.get("/v1/models?of=all").status_code == 404  # the query arrives too
         assert client.get("/").text.startswith("<!doctype html>")
 
 

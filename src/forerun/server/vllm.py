@@ -173,8 +173,9 @@ def create_proxy(
 async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:
     """Return vLLM's answer to a request, as it arrives."""
     headers = [(k, v) for k, v in request.headers.items() if k not in HOP_HEADERS]
-    query = f"?{request.url.query}" if request.url.query else ""
-    url = httpx.URL(request.url.path + query)
+    # The bytes of the path as they came: a path such as //host/ must not name another server.
+    query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
+    url = client.base_url.copy_with(raw_path=request.scope["raw_path"] + query)
     body = await request.body()
     asked = client.build_request(request.method, url, headers=headers, content=body)
     try:
