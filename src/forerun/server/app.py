@@ -22,6 +22,7 @@ from forerun.errors import ForerunError, InvalidRequest
 from forerun.server.answers import DONE, Answer
 from forerun.server.config import ServerConfig
 from forerun.server.connection import Disconnected, EventStream, while_connected
+from forerun.server.description import ERRORS, STREAMS, TEXT, DescribedApp
 from forerun.server.errors import ModelNotServed, error_body, response_for, status_of
 from forerun.server.generation import Generation
 from forerun.server.grammar import Grammars
@@ -93,10 +94,11 @@ def create_app(
         async with engine:
             yield
 
-    app = FastAPI(
+    app = DescribedApp(
         title="forerun",
         version=forerun.__version__,
         lifespan=lifespan,
+        responses=ERRORS,
         docs_url=None,
         redoc_url=None,
     )
@@ -125,12 +127,12 @@ def create_app(
 def add_generation(app: FastAPI) -> None:
     """Add the routes that generate text."""
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMS, response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
         return await answered(body, body.prompts, request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMS, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         server: ServerState = request.app.state.server
@@ -269,7 +271,7 @@ def add_status(app: FastAPI) -> None:
         server.engine.check_running()
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=TEXT, response_class=Response)
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus's text format."""
         server: ServerState = request.app.state.server
