@@ -92,6 +92,7 @@ CASES: Mapping[str, Case] = {
     ),
     "two drafters": Case(profile="deep", alphas=(0.8, 0.3), other_alphas=(0.4, 0.85), requests=14),
     "trees pay": Case(profile="292m", alphas=(0.5,), siblings=0.4),
+    "trees pay a little": Case(profile="292m", alphas=(0.7,), siblings=0.4),
     "trees do not pay": Case(profile="292m", alphas=(0.7,), siblings=0.05),
     "draft 6 times as costly as profiled": Case(profile="deep", alphas=(0.6,), draft_factor=6.0),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forerun.control import allocation, beliefs, goodput, probes
+from forerun.control import allocation, goodput
 from forerun.control.base import Controller
 from forerun.control.config import BeliefConfig, GoodputConfig
 from forerun.control.goodput import GoodputController
@@ -45,19 +45,6 @@ def goodput_alone(costs: Mapping[str, Any], max_k: int) -> Controller:
     return GoodputController(costs, max_k)
 
 
-def no_ratio(self: Any) -> float:
-    """Believe the estimate by level and rank."""
-    return 1.0
-
-
-explore = probes.Probes._explore
-
-
-def explore_chains(self: Any, plans: Any, states: Any, drafting: Any, tree: Any) -> Any:
-    """Explore depths and drafters only."""
-    return explore(self, plans, states, drafting, None)
-
-
 def no_tree(self: Any, *inputs: Any) -> None:
     """Plan chains only."""
 
@@ -70,7 +57,6 @@ VARIANTS: Mapping[str, tuple[list[tuple[Any, str, Any]], Make]] = {
     "auto": ([], auto()),
     "without a profile": ([], without_profile),
     "no probes while idle": ([], auto(GoodputConfig(probe_share=0.0))),
-    "probes do not follow one another": ([(probes, "FOLLOWING", 0)], auto()),
     "no exploration of other depths and drafters": ([], auto(GoodputConfig(explore=0.0))),
     "one memory of acceptance, not two": ([], auto(GoodputConfig(beliefs=ONE_MEMORY))),
     "no acceptance of its own per request": (
@@ -81,11 +67,6 @@ VARIANTS: Mapping[str, tuple[list[tuple[Any, str, Any]], Make]] = {
     "no correction of costs": (NO_CORRECTION, auto()),
     "no watch over the speed": ([], goodput_alone),
     "neither correction nor watch": (NO_CORRECTION, goodput_alone),
-    "no ratio of trees to their estimate": (
-        [(beliefs.Siblings, "ratio", property(no_ratio))],
-        auto(),
-    ),
-    "trees are not explored": ([(probes.Probes, "_explore", explore_chains)], auto()),
     "no trees": ([(goodput.GoodputController, "_best_tree", no_tree)], auto()),
     "no switch margin": ([], auto(GoodputConfig(switch_margin=0.0))),
     "no plan reuse": ([(goodput, "DRAFTING_REUSE", 1), (goodput, "PLAIN_REUSE", 1)], auto()),

@@ -63,7 +63,6 @@ class Allocation(NamedTuple):
         step_s: what it is expected to take.
         lateness: largest expected time per token over a request's limit; 0 without limits.
         tree: drafter and levels where drafts are trees, of which `depths` are the nodes; else None.
-        accepted: expected of each request's tree; empty for chains.
     """
 
     depths: tuple[int, ...]
@@ -71,7 +70,6 @@ class Allocation(NamedTuple):
     step_s: float
     lateness: float = 0.0
     tree: TreeLevels | None = None
-    accepted: tuple[float, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -358,6 +356,4 @@ def best_tree(
         if tokens > best_rate * step_s:
             best_rate, num_best = tokens / step_s, num_nodes
             best = Allocation((), tokens, step_s, tree=levels)
-    depths = depths_of(nodes[:num_best], batch)
-    accepted = tuple(sum(own[:num]) for own, num in zip(survival, depths, strict=True))
-    return best._replace(depths=depths, accepted=accepted)
+    return best._replace(depths=depths_of(nodes[:num_best], batch))

@@ -9,7 +9,7 @@ from operator import mul
 from typing import NamedTuple
 
 from forerun.control.base import RequestState, Tree
-from forerun.control.config import LATER_RANK, MAX_POOLS, TREE_STRENGTH, BeliefConfig
+from forerun.control.config import LATER_RANK, MAX_POOLS, BeliefConfig
 from forerun.theory.budget import tree_survival
 from forerun.theory.posterior import Passing, Prospects
 from forerun.theory.record import StepRecord
@@ -42,22 +42,17 @@ class AcceptanceCurve(NamedTuple):
 
 
 class Siblings:
-    """Acceptance of children beyond the most likely one, and what trees accept beside estimates.
+    """Acceptance of the children of a node beyond the most likely one.
 
     Args:
         config: how things are learnt.
     """
 
     def __init__(self, config: BeliefConfig) -> None:
-        self.memory = config.pool.slow
         self.missed = Passing(config.pool, config.strength)
-        self.accepted = self.expected = 0.0
 
-    def observe(self, record: StepRecord, expected: float) -> None:
-        """Learn from a step with a tree of which `expected` tokens were expected to be accepted."""
-        expected /= self.ratio  # which was part of it
-        self.accepted = self.accepted * self.memory + record.num_accepted
-        self.expected = self.expected * self.memory + expected
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a step with a tree."""
         ranks, children = record.path_ranks or (), record.path_children or ()
         for at, num_children in enumerate(children):
             rank = ranks[at] if at < len(ranks) else num_children + 1
@@ -67,11 +62,6 @@ class Siblings:
     def later(self, width: int) -> list[float]:
         """Return P(a child is accepted | those before are not) of ranks 2 to `width`."""
         return [1.0 - miss for miss in self.missed.means(1.0 - LATER_RANK, width - 1)]
-
-    @property
-    def ratio(self) -> float:
-        """Accepted tokens of trees over those expected from acceptance by level and rank."""
-        return (self.accepted + TREE_STRENGTH) / (self.expected + TREE_STRENGTH)
 
 
 RequestClass = tuple[tuple[str, ...], float]
@@ -132,11 +122,8 @@ class Beliefs:
         siblings = self._siblings_of(self._request(state).kind, method)
         survival = curve.survival
         first = [b / a if a else 0.0 for a, b in pairwise((1.0, *survival[: shape.depth]))]
-        found = tree_survival(
-            first, siblings.later(shape.width), depth=shape.depth, num_nodes=shape.num_nodes
-        )
-        ratio = siblings.ratio
-        return [min(1.0, ratio * survived) for survived in found]
+        later = siblings.later(shape.width)
+        return tree_survival(first, later, depth=shape.depth, num_nodes=shape.num_nodes)
 
     def has_seen(self, state: RequestState, way: DraftVariant) -> bool:
         """Return whether a request of its tags and temperature has drafted so."""
@@ -146,14 +133,8 @@ class Beliefs:
         """Return the tokens since the request drafted last."""
         return state.num_committed - self._request(state).num_read
 
-    def observe(self, record: StepRecord, way: DraftVariant, expected: float = 0.0) -> None:
-        """Learn from a step in which a request was allowed to draft.
-
-        Args:
-            record: of the step.
-            way: how it drafted.
-            expected: tokens of a tree that were expected to be accepted.
-        """
+    def observe(self, record: StepRecord, way: DraftVariant) -> None:
+        """Learn from a step in which a request was allowed to draft."""
         request = self._requests.get(record.request_id)
         if request is None:
             return
@@ -163,7 +144,7 @@ class Beliefs:
             for prospects in (own, pool):
                 prospects.observe(record.k_budget, record.depth_drafted, record.num_accepted)
             return
-        self._siblings_of(request.kind, way.method).observe(record, expected)
+        self._siblings_of(request.kind, way.method).observe(record)
         num_passed, num_allowed = first_children(record.path_ranks or (), record.path_children)
         for prospects in (own, pool):
             prospects.accepted.observe(num_allowed, num_passed)

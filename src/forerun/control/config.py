@@ -64,10 +64,6 @@ LARGEST_PROBE_LOSS = 8.0
 """Loss that a probe beside drafting counts for at most."""
 FIRST_PROBES = 0.25
 """Loss that is allowed, per 8 idle steps at first, when drafting was just given up."""
-FOLLOWING = 3
-"""Probes that follow at once after one whose token was accepted."""
-FOLLOWING_LOSS = 2.5
-"""Loss above which none follows: a draft may be accepted often and still not pay."""
 LARGEST_PROBE_GAP = 100.0
 """Most steps between two probes while no request drafts."""
 
@@ -88,8 +84,6 @@ DEEPEST_TREE = 4
 """Most levels of a draft tree that is planned; deeper drafts are planned as chains."""
 LATER_RANK = 0.4
 """P(a further child is accepted | those before it are not) before any was drafted."""
-TREE_STRENGTH = 30.0
-"""Accepted tokens that the estimate by level and rank is worth against those that trees show."""
 
 # The rules of transformers.
 HEURISTIC_UP = 2

@@ -58,7 +58,6 @@ class ActivePlan:
         max_rows: rows of the pass that there was room for.
         allocation: what is expected of a step.
         room: prices other depths for the same requests.
-        tree: what is expected of trees, where chains were preferred to them; else None.
         reuse: steps that the plans are reused for; it doubles while decisions come out the same.
         steps_left: of them.
     """
@@ -69,7 +68,6 @@ class ActivePlan:
     max_rows: int
     allocation: Allocation
     room: Allocator
-    tree: Allocation | None = None
     reuse: int = 1
     steps_left: int = 0
 
@@ -125,7 +123,6 @@ class GoodputController:
         self._probes = Probes(self.config, self.methods, max_k)
         self._probed: list[Plan] | None = None
         self._chosen: dict[str, Plan] = {}
-        self._expected: dict[str, float] = {}
         self._num_plain = 0
         self._has_drafted = self._drafted = self._is_logged = False
 
@@ -141,11 +138,10 @@ class GoodputController:
         active = self._active = self._decide_anew(states, capacity)
         probes = self._probes
         room = capacity.max_rows - len(states) - sum(active.allocation.depths)
-        tree = shape_of(active.tree, room)
-        self._probed = probes.plans(active.plans, states, room, self.beliefs.num_unread, tree)
+        self._probed = probes.plans(active.plans, states, room, self.beliefs.num_unread)
         if self._probed is not None:
             active.steps_left = 0
-            probes.expect(self._probed, active.plans, active.allocation, active.room, active.tree)
+            probes.expect(self._probed, active.plans, active.allocation, active.room)
             if self.calibration is not None:
                 measured = self.calibration.at(0.0)
                 self._probed = [replace(p, stop=measured) if p.probe else p for p in self._probed]
@@ -161,8 +157,7 @@ class GoodputController:
         for record in records:
             if record.k_budget:
                 drafts = True
-                expected = self._expected.get(record.request_id, 0.0)
-                self.beliefs.observe(record, self._variant(record.method), expected)
+                self.beliefs.observe(record, self._variant(record.method))
                 if self.calibration is not None:
                     self.calibration.observe(record)
         first = records[0]
@@ -194,9 +189,7 @@ class GoodputController:
         allocation = self._choose(candidates, room, max_nodes)
         tree = self._best_tree(states, candidates, pricing, max_nodes)
         if tree is not None and self._prefers(tree, allocation):
-            allocation, tree = tree, None
-        accepted = allocation.accepted if tree is None else tree.accepted
-        self._expected = dict(zip(names, accepted, strict=False))
+            allocation = tree
         plans = self._plans(candidates, allocation, pricing)
         self._chosen = dict(zip(names, plans, strict=True))
         reuse = 1
@@ -212,7 +205,6 @@ class GoodputController:
             max_rows=capacity.max_rows,
             allocation=allocation,
             room=room,
-            tree=tree,
             reuse=max(1, min(reuse, most, min(state.max_new for state in states))),
         )
 
@@ -349,10 +341,3 @@ def tpot_limit_s(state: RequestState) -> float | None:
         return target_s
     in_time_s = max(left_s, 1e-9) / state.max_new
     return in_time_s if target_s is None else min(target_s, in_time_s)
-
-
-def shape_of(trees: Allocation | None, room: int) -> Tree | None:
-    """Return the largest tree of an allocation; None where there is none or no room for it."""
-    if trees is None or trees.tree is None or max(trees.depths) > room:
-        return None
-    return Tree(num_nodes=max(trees.depths), depth=trees.tree.depth, width=USUAL_WIDTH)

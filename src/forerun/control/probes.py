@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from forerun.control.allocation import Allocation, Allocator
-from forerun.control.base import Plan, RequestState, Tree
+from forerun.control.base import Plan, RequestState
 from forerun.control.config import (
     FIRST_PROBE_LOSS,
     FIRST_PROBES,
-    FOLLOWING,
-    FOLLOWING_LOSS,
     LARGEST_PROBE_GAP,
     LARGEST_PROBE_LOSS,
     LEAST_PROBE_LOSS,
@@ -29,9 +27,7 @@ class Probes:
     never known. While requests draft, one of them tries one token more or less, or another drafter.
     What a probe loses, in steps without it, is paid off by a share of the steps that follow before
     the next probe, so that share bounds what all probes lose. The share is larger where drafting
-    was given up only a short time ago, on few observations. A probe whose token was accepted is
-    followed by others at once, as long as they lose little: the drafter has nothing left to catch
-    up with.
+    was given up only a short time ago, on few observations.
 
     Args:
         config: the shares.
@@ -50,7 +46,6 @@ class Probes:
         self.idle_loss = self.explore_loss = FIRST_PROBE_LOSS
         self._share = config.probe_share
         self._num_idle_probes = self._num_explored = 0
-        self._num_following = 0
         self._expected_loss: float | None = None
 
     def pass_step(self, num_plain: int, *, has_drafted: bool) -> None:
@@ -70,14 +65,8 @@ class Probes:
             share, loss = self.config.explore, self.explore_loss
         else:
             share = self._share
-            loss = 0.0 if self._is_idle_probe_due else self.idle_loss
+            loss = self.idle_loss
         return PLAIN_REUSE if share <= 0.0 else max(1, int(loss / share))
-
-    @property
-    def _is_idle_probe_due(self) -> bool:
-        """Whether the loss is paid off, or accepted probes may be followed by another."""
-        most = FOLLOWING_LOSS if self._num_following else 0.0
-        return self.idle_loss <= most
 
     def plans(
         self,
@@ -85,7 +74,6 @@ class Probes:
         states: Sequence[RequestState],
         room: int,
         num_unread: Callable[[RequestState], int],
-        tree: Tree | None = None,
     ) -> list[Plan] | None:
         """Return the plans with a probe among them, or None if none is due or rows are lacking.
 
@@ -94,7 +82,6 @@ class Probes:
             states: of the requests.
             room: nodes that may be drafted besides.
             num_unread: tokens that a drafter has to read first; the request with fewest probes.
-            tree: the best tree where the plans are chains of a drafter that proposes trees.
         """
         drafting = [at for at, plan in enumerate(plans) if plan.num_speculative_tokens]
         if room < 1:
@@ -102,8 +89,8 @@ class Probes:
         if drafting:
             if self.explore_loss > 0.0 or self.config.explore <= 0.0:
                 return None
-            return self._explore(plans, states, drafting, tree)
-        if not self._is_idle_probe_due or self.config.probe_share <= 0.0:
+            return self._explore(plans, states, drafting)
+        if self.idle_loss > 0.0 or self.config.probe_share <= 0.0:
             return None
         able = [at for at, state in enumerate(states) if state.max_new > 1]
         if not able:
@@ -114,22 +101,16 @@ class Probes:
         return [*plans[:at], Plan.chain(method, 1, probe=True), *plans[at + 1 :]]
 
     def _explore(
-        self,
-        plans: list[Plan],
-        states: Sequence[RequestState],
-        drafting: Sequence[int],
-        tree: Tree | None,
+        self, plans: list[Plan], states: Sequence[RequestState], drafting: Sequence[int]
     ) -> list[Plan] | None:
-        """Let one request draft one token more, a tree, or with another drafter, in turns."""
+        """Let one request draft one token more, or one token with another drafter, in turns."""
         turn, place = divmod(self._num_explored, len(drafting))
         at = drafting[place]
         self._num_explored += 1
         plan = plans[at]
         others = [method for method in self.methods if method != plan.method]
         k = plan.shape.depth + (-1 if turn % 3 == 2 else 1)
-        if tree is not None and turn % 4 == 0 and tree.depth < states[at].max_new:
-            other = Plan(method=plan.method, shape=tree, probe=True)
-        elif others and turn % 2:
+        if others and turn % 2:
             other = Plan.chain(others[turn // 2 % len(others)], 1, probe=True)
         elif 0 < k < states[at].max_new and k <= self.max_k:
             other = Plan.chain(plan.method, k, stop=plan.stop, probe=True)
@@ -143,7 +124,6 @@ class Probes:
         plans: Sequence[Plan],
         without: Allocation,
         room: Allocator,
-        tree: Allocation | None = None,
     ) -> None:
         """Note the expected cost of a probe that differs from the best plans by its depth alone.
 
@@ -152,12 +132,7 @@ class Probes:
         self._expected_loss = None
         same = all(a.method == b.method for a, b in zip(probed, plans, strict=True))
         if any(without.depths) and without.tree is None and same:
-            if not any(isinstance(plan.shape, Tree) for plan in probed):
-                tried = room.at([plan.num_speculative_tokens for plan in probed])
-            elif tree is not None and len(probed) == 1:
-                tried = tree
-            else:
-                return
+            tried = room.at([plan.num_speculative_tokens for plan in probed])
             self._expected_loss = tried.step_s / without.step_s - tried.tokens / without.tokens
 
     def charge(
@@ -177,5 +152,3 @@ class Probes:
             self.explore_loss += loss
         else:
             self.idle_loss += loss
-            accepted = any(record.num_accepted for record in records)
-            self._num_following = FOLLOWING if accepted else max(0, self._num_following - 1)

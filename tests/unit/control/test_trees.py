@@ -54,7 +54,6 @@ def test_nodes_are_given_to_trees_until_a_row_costs_more_than_it_brings():
     best = best_tree(TreeLevels("d", 1), [survival], pricing, 8)
     assert best.depths == (3,)
     assert best.tokens == pytest.approx(1.87)
-    assert best.accepted == pytest.approx((0.87,))
     assert best.step_s == pytest.approx(times().tree_s(1, 1) + times().verify_s[3])
     assert best_tree(TreeLevels("d", 1), [survival], pricing, 2).depths == (2,)
 
@@ -93,7 +92,7 @@ def test_acceptance_of_later_children_is_learnt_from_paths():
         path = (rank,) if rank else ()
         path_children = (3, *(0 for _ in path))
         outcome = record(step, num_accepted=len(path), path_ranks=path, path_children=path_children)
-        beliefs.observe(outcome, WAY, 0.8)
+        beliefs.observe(outcome, WAY)
     found = beliefs.tree_survival(STATE, beliefs.curve(STATE, WAY, 1), "d", shape)
     assert found == pytest.approx([0.5, 0.2, 0.1], abs=0.08)
 
