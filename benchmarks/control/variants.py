@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forerun.control import allocation, goodput
+from forerun.control import allocation, goodput, probes
 from forerun.control.base import Controller
 from forerun.control.config import BeliefConfig, GoodputConfig
 from forerun.control.goodput import GoodputController
@@ -57,6 +57,7 @@ VARIANTS: Mapping[str, tuple[list[tuple[Any, str, Any]], Make]] = {
     "auto": ([], auto()),
     "without a profile": ([], without_profile),
     "no probes while idle": ([], auto(GoodputConfig(probe_share=0.0))),
+    "probes do not follow one another": ([(probes, "FOLLOWING", 0)], auto()),
     "no exploration of other depths and drafters": ([], auto(GoodputConfig(explore=0.0))),
     "one memory of acceptance, not two": ([], auto(GoodputConfig(beliefs=ONE_MEMORY))),
     "no acceptance of its own per request": (

@@ -64,6 +64,10 @@ LARGEST_PROBE_LOSS = 8.0
 """Loss that a probe beside drafting counts for at most."""
 FIRST_PROBES = 0.25
 """Loss that is allowed, per 8 idle steps at first, when drafting was just given up."""
+FOLLOWING = 3
+"""Probes that follow at once after one whose token was accepted."""
+FOLLOWING_LOSS = 2.5
+"""Loss above which none follows: a draft may be accepted often and still not pay."""
 LARGEST_PROBE_GAP = 100.0
 """Most steps between two probes while no request drafts."""
 

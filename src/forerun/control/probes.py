@@ -9,6 +9,8 @@ from forerun.control.base import Plan, RequestState
 from forerun.control.config import (
     FIRST_PROBE_LOSS,
     FIRST_PROBES,
+    FOLLOWING,
+    FOLLOWING_LOSS,
     LARGEST_PROBE_GAP,
     LARGEST_PROBE_LOSS,
     LEAST_PROBE_LOSS,
@@ -27,7 +29,9 @@ class Probes:
     never known. While requests draft, one of them tries one token more or less, or another drafter.
     What a probe loses, in steps without it, is paid off by a share of the steps that follow before
     the next probe, so that share bounds what all probes lose. The share is larger where drafting
-    was given up only a short time ago, on few observations.
+    was given up only a short time ago, on few observations. A probe whose token was accepted is
+    followed by others at once, as long as they lose little: the drafter has nothing left to catch
+    up with.
 
     Args:
         config: the shares.
@@ -46,6 +50,7 @@ class Probes:
         self.idle_loss = self.explore_loss = FIRST_PROBE_LOSS
         self._share = config.probe_share
         self._num_idle_probes = self._num_explored = 0
+        self._num_following = 0
         self._expected_loss: float | None = None
 
     def pass_step(self, num_plain: int, *, has_drafted: bool) -> None:
@@ -65,8 +70,14 @@ class Probes:
             share, loss = self.config.explore, self.explore_loss
         else:
             share = self._share
-            loss = self.idle_loss
+            loss = 0.0 if self._is_idle_probe_due else self.idle_loss
         return PLAIN_REUSE if share <= 0.0 else max(1, int(loss / share))
+
+    @property
+    def _is_idle_probe_due(self) -> bool:
+        """Whether the loss is paid off, or accepted probes may be followed by another."""
+        most = FOLLOWING_LOSS if self._num_following else 0.0
+        return self.idle_loss <= most
 
     def plans(
         self,
@@ -90,7 +101,7 @@ class Probes:
             if self.explore_loss > 0.0 or self.config.explore <= 0.0:
                 return None
             return self._explore(plans, states, drafting)
-        if self.idle_loss > 0.0 or self.config.probe_share <= 0.0:
+        if not self._is_idle_probe_due or self.config.probe_share <= 0.0:
             return None
         able = [at for at, state in enumerate(states) if state.max_new > 1]
         if not able:
@@ -152,3 +163,5 @@ class Probes:
             self.explore_loss += loss
         else:
             self.idle_loss += loss
+            accepted = any(record.num_accepted for record in records)
+            self._num_following = FOLLOWING if accepted else max(0, self._num_following - 1)
