@@ -101,9 +101,15 @@ def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
     )
 
 
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
+"""Weights of Medusa heads in the reference's form."""
+
+
 def content_hash(model: str) -> str:
     """Hash of a model's weight files, by name or folder."""
-    return weights_hash(weight_files(model_folder(model)))
+    folder = model_folder(model)
+    medusa = folder / MEDUSA_WEIGHTS
+    return weights_hash([medusa] if medusa.is_file() else weight_files(folder))
 
 
 def version_of(package: str) -> str:

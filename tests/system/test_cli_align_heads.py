@@ -127,6 +127,22 @@ def test_a_finished_run_is_shown_again_and_refreshed(aligned, target, prompts, t
     assert first == last["judged"][0]["after"]["overall"]["acceptance_length"]
 
 
+def test_medusa_heads_are_trained_judged_and_exported(target, prompts, tmp_path):
+    out = tmp_path / "medusa"
+    arguments = command(target, prompts, out, "--export", "vllm", "--method", "medusa")
+    assert main(arguments) == 0
+    report = json.loads((out / "report.json").read_text())
+    figures = report["judged"][0]["after"]["overall"]
+    assert 1 <= figures["acceptance_length"]["estimate"] <= 3
+    settings = json.loads((out / "draft" / "serving" / "vllm" / "config.json").read_text())
+    assert settings["medusa_fc_bias"] is True
+    plain = Engine.load(str(target), dtype="float32")
+    engine = Engine.load(str(target), dtype="float32", draft=str(out / "draft"))
+    params = SamplingParams(temperature=0, max_tokens=16)
+    expected, found = (e.generate(["def g(x):\n"], params)[0].token_ids for e in (plain, engine))
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -50,8 +50,8 @@ def check_attached(config: AlignConfig, objective: Objective) -> None:
     """
     check_feature_teacher(config.teacher.teacher)
     method = config.method
-    if method == "medusa":
-        raise InvalidRequest("--method medusa cannot be judged yet; use --method eagle3")
+    if method == "medusa" and config.draft is not None:
+        raise InvalidRequest("--draft does not go with --method medusa: its heads are made fresh")
     reasons = {
         "--on-policy-share": (config.data.on_policy_share, "a head writes no text of its own"),
         "--lora-rank": (config.training.lora_rank, "a head has no adapters: it is trained whole"),

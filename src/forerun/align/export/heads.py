@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from forerun.align.config import Export
 from forerun.align.export.engines import ENGINES, EngineSettings, Serving
+from forerun.align.teachers.target import load_target
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
+from forerun.drafters.medusa.checkpoint import VLLM_NOTE, read_medusa, write_medusa_vllm
 
-__all__ = ["HEAD_ENGINES", "RAW_FOLDER", "engines_of", "write_raw"]
+__all__ = ["HEAD_ENGINES", "RAW_FOLDER", "VLLM_FOLDER", "engines_of", "write_forms"]
 
 RAW_FOLDER = "sglang"
 """Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
+VLLM_FOLDER = "vllm"
+"""Folder inside `serving/` with Medusa heads in the form of vLLM."""
 
 
 def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
@@ -74,21 +77,52 @@ def sglang_eagle3(serving: Serving) -> EngineSettings:
     )
 
 
+def vllm_medusa(serving: Serving) -> EngineSettings:
+    """Medusa heads beside the target, written again in the form that vLLM reads."""
+    settings: dict[str, Any] = {"model": serving.target}
+    command = f"vllm serve {shlex.quote(serving.target)}"
+    if serving.speculates:
+        speculative = {
+            "method": "medusa",
+            "model": str(serving.draft / "serving" / VLLM_FOLDER),
+            "num_speculative_tokens": serving.num_speculative_tokens,
+        }
+        settings["speculative_config"] = speculative
+        command += f" --speculative-config {shlex.quote(json.dumps(speculative))}"
+    return EngineSettings(
+        engine="vllm",
+        settings=settings,
+        command=command,
+        language="bash",
+        notes=(f"{VLLM_NOTE}.",),
+        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/",
+    )
+
+
 HEAD_ENGINES: Mapping[str, Mapping[Export, Callable[[Serving], EngineSettings]]] = MappingProxyType(
-    {"eagle3": {"vllm": vllm_eagle3, "sglang": sglang_eagle3}, "medusa": {}}
+    {"eagle3": {"vllm": vllm_eagle3, "sglang": sglang_eagle3}, "medusa": {"vllm": vllm_medusa}}
 )
 
 
-def write_raw(draft: Path, folder: Path, target: str) -> None:
-    """Write an EAGLE-3 head in the raw form, for SGLang.
+def write_forms(engines: Sequence[str], serving: Serving) -> None:
+    """Write a head again in the forms of the engines that do not read its folder.
 
     Args:
-        draft: folder of the head.
-        folder: to write.
-        target: its name or folder.
+        engines: by name.
+        serving: the pair.
 
     Raises:
         InvalidModel: the head cannot be read.
     """
-    head = read_eagle3_head(draft)
-    write_eagle3_head(head.bfloat16(), folder, form="raw", target=target)
+    folder = serving.draft / "serving"
+    if serving.method == "eagle3" and "sglang" in engines:
+        head = read_eagle3_head(serving.draft).bfloat16()
+        write_eagle3_head(head, folder / RAW_FOLDER, form="raw", target=serving.target)
+    if serving.method == "medusa" and "vllm" in engines:
+        output = load_target(serving.target, device="cpu").head.weight.bfloat16()
+        write_medusa_vllm(
+            read_medusa(serving.draft, vocab_size=len(output)).bfloat16(),
+            folder / VLLM_FOLDER,
+            output=output,
+            max_positions=serving.target_context,
+        )

@@ -20,7 +20,7 @@ from forerun.align.export.engines import (
     Serving,
     assistant_settings,
 )
-from forerun.align.export.heads import RAW_FOLDER, engines_of, write_raw
+from forerun.align.export.heads import engines_of, write_forms
 from forerun.atomic_write import atomic_write
 from forerun.errors import IncompatibleDraft
 from forerun.models.architecture import Architecture
@@ -97,8 +97,7 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
     written = [write_json(folder / f"{one.engine}.json", dict(one.settings)) for one in chosen]
     if any(one.engine == "hf" for one in chosen):
         written.append(write_generation_config(serving))
-    if serving.method == "eagle3" and any(one.engine == "sglang" for one in chosen):
-        write_raw(serving.draft, folder / RAW_FOLDER, serving.target)
+    write_forms([one.engine for one in chosen], serving)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
         scratch.write_text("\n".join(page_of(serving, chosen)) + "\n", encoding="utf-8")

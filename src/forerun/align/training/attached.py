@@ -36,6 +36,7 @@ from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_he
 from forerun.drafters.eagle3.config import Eagle3Config, default_feature_layers
 from forerun.drafters.eagle3.golden import write_golden
 from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.medusa.checkpoint import write_medusa
 from forerun.drafters.medusa.config import MedusaConfig
 from forerun.drafters.medusa.head import MedusaHeads
 from forerun.errors import IncompatibleDraft
@@ -140,7 +141,8 @@ class AttachedDraft:
 
     def _write(self, head: Eagle3Head | MedusaHeads, folder: Path) -> None:
         if isinstance(head, MedusaHeads):
-            raise NotImplementedError
+            write_medusa(head, folder, target=self.config.target)
+            return
         target = model_folder(self.config.target)
         write_eagle3_head(
             head,
