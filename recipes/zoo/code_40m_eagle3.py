@@ -42,11 +42,11 @@ class Args:
     """Folder of the target."""
     out: Path = Path("eagle3")
     """Work folder; OUT/aligned/draft is the head."""
-    prompts: int = 1100
+    prompts: int = 1000
     """Openings that the target continues."""
     max_tokens: int = 192
     """Longest answer."""
-    steps: int = 1500
+    steps: int = 1300
     """Optimiser steps of 1,056 tokens."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
@@ -58,7 +58,7 @@ class Args:
     """Width of its feed-forward."""
     heads: int = 4
     """Attention heads, two to a key/value head."""
-    fixed_share: float = 0.0
+    fixed_share: float = 0.3
     """Share of learned tokens from the library's own source."""
     threads: int = 2
     """CPU threads."""
