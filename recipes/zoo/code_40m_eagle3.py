@@ -48,7 +48,7 @@ class Args:
     """Longest answer."""
     steps: int = 1300
     """Optimiser steps of 1,056 tokens."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """Peak learning rate."""
     objective: str = "fkl"
     """What is minimised."""
@@ -58,7 +58,7 @@ class Args:
     """Width of its feed-forward."""
     heads: int = 4
     """Attention heads, two to a key/value head."""
-    fixed_share: float = 0.3
+    fixed_share: float = 0.5
     """Share of learned tokens from the library's own source."""
     threads: int = 2
     """CPU threads."""
