@@ -71,7 +71,7 @@ def flags(args: Args) -> tuple[str, ...]:
     return (
         *("--method", "eagle3", "--temperature", "1", "--max-tokens", str(args.max_tokens)),
         *("--max-prompt-tokens", str(MAX_PROMPT), "--fixed-share", str(args.fixed_share)),
-        *("--objective", args.objective, "--num-passes", "4", "--num-steps", str(args.steps)),
+        *("--objective", args.objective, "--num-passes", "3", "--num-steps", str(args.steps)),
         *("--draft-vocab-size", str(args.draft_vocab_size), "--num-heads", str(args.heads)),
         *(
             "--num-kv-heads",
