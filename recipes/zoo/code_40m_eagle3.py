@@ -62,6 +62,8 @@ class Args:
     """Share of learned tokens from the library's own source."""
     threads: int = 2
     """CPU threads."""
+    start: Path | None = None
+    """Head to go on from, such as that of an earlier OUT; None: a fresh one."""
     zoo: Path | None = None
     """Copy the finished head here (src/forerun/models/zoo/NAME)."""
 
@@ -73,17 +75,14 @@ def flags(args: Args) -> tuple[str, ...]:
         *("--max-prompt-tokens", str(MAX_PROMPT), "--fixed-share", str(args.fixed_share)),
         *("--objective", args.objective, "--num-passes", "3", "--num-steps", str(args.steps)),
         *("--draft-vocab-size", str(args.draft_vocab_size), "--num-heads", str(args.heads)),
-        *(
-            "--num-kv-heads",
-            str(args.heads // 2),
-            "--intermediate-size",
-            str(args.intermediate_size),
-        ),
+        *("--num-kv-heads", str(args.heads // 2)),
+        *("--intermediate-size", str(args.intermediate_size)),
         *("--learning-rate", str(args.learning_rate), "--tokens-per-step", "1056"),
         *("--window", str(MAX_PROMPT + args.max_tokens), "--rows-per-pass", "3"),
         *("--num-evaluations", "3", "--max-prompts", "24", "--k", "5"),
         *("--no-prediction", "--threads", str(args.threads)),
         *("--export", "vllm", "--export", "sglang"),
+        *(() if args.start is None else ("--draft", str(args.start))),
     )
 
 
