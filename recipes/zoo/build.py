@@ -76,7 +76,7 @@ def main(args: Args) -> None:
     if failed:
         raise SystemExit(1)
     if args.zoo is not None:
-        write_prompts(args.zoo / "prompts.jsonl")
+        write_prompts(args.zoo)
         for name, folder in folders.items():
             shutil.copytree(folder, args.zoo / name, dirs_exist_ok=True)
 

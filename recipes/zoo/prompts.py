@@ -1,4 +1,4 @@
-"""Cut completion prompts from the held-out modules: the text before a function's body."""
+"""Cut prompts from the held-out modules: the text before a function's body."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from corpus import HELD_OUT_MODULES, stdlib_root
+from corpus import HELD_OUT_MODULES
+from edits import held_out_edits, module_path
 
 PROMPT_CHARS = 700
 PER_MODULE = 2
-
-
-def module_path(name: str) -> Path:
-    """Source file of a standard-library module or package."""
-    single = stdlib_root() / f"{name}.py"
-    return single if single.exists() else stdlib_root() / name / "__init__.py"
 
 
 def body_starts(source: str) -> list[int]:
@@ -46,6 +41,8 @@ def prompts(seed: int) -> Iterator[dict[str, str]]:
             yield {"name": f"{module}:{line + 1}", "text": cut(source, int(line))}
 
 
-def write(path: Path, seed: int = 0) -> None:
-    """One JSON object a line: name (module:line) and text. The text is under the PSF licence."""
-    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts(seed)), "utf-8")
+def write(zoo: Path, seed: int = 0) -> None:
+    """Write prompts.jsonl and edits.jsonl, an object per line; the texts have the PSF licence."""
+    for name, found in (("prompts", prompts(seed)), ("edits", held_out_edits(seed))):
+        lines = "".join(json.dumps(prompt) + "\n" for prompt in found)
+        (zoo / f"{name}.jsonl").write_text(lines, "utf-8")

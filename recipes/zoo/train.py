@@ -49,6 +49,8 @@ class TrainConfig:
     weight_decay: float = 0.05
     attention: str = "eager"  # measured faster than sdpa for training on CPU at width 256
     seed: int = 0
+    edits_every: int = 0  # each window whose number divides by it is one of edits.npy; 0: none
+    edits_from: int = 0  # from this step on
     start: str = ""  # folder of a model of half the width to start from; "": random weights
 
 
@@ -165,11 +167,19 @@ class Windows:
         self.window, self.seed = window, seed
         self.per_epoch = (len(self.tokens) - 1) // window
         self.epoch, self.order = -1, np.empty(0, dtype=np.int64)
+        self.rows, self.every, self.first = np.empty(0), 0, 0
+
+    def mix_in(self, rows: np.ndarray, every: int, first: int) -> None:
+        """From window number `first` on, replace each whose number divides by `every`."""
+        self.rows, self.every, self.first = rows, every, first
 
     def batch(self, first: int, size: int) -> Tensor:
         """Windows number `first` to `first + size` of the run, shape (size, window + 1)."""
         rows = []
         for number in range(first, first + size):
+            if self.every and number >= self.first and number % self.every == 0:
+                rows.append(self.rows[number // self.every % len(self.rows)].astype(np.int64))
+                continue
             epoch, index = divmod(number, self.per_epoch)
             if epoch != self.epoch:
                 rng = np.random.default_rng([self.seed, epoch])
@@ -232,6 +242,10 @@ def train(config: TrainConfig, data: Path, out: Path, checkpoint_every_s: float 
     optimisers = Optimisers(model, config)
     step = load_checkpoint(out, model, optimisers)
     windows = Windows(data / config.tokens, config.window, config.seed)
+    if config.edits_every:
+        per_step = config.accumulate * config.micro_batch
+        edits = np.load(data / "edits.npy")
+        windows.mix_in(edits, config.edits_every, first=config.edits_from * per_step)
     body = torch.compile(lambda ids: model.model(input_ids=ids, use_cache=False).last_hidden_state)
     columns = ("{task.description}", BarColumn(), TextColumn("{task.fields[loss]}"))
     saved_at = time.monotonic()

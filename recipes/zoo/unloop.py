@@ -100,7 +100,10 @@ def unloop(folder: Path, data: Path, out: Path, config: UnloopConfig = DEFAULTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    texts = continuations(model, config, data)
+    own = out.with_name(f"{out.name}-texts.npy")
+    if not own.exists():
+        np.save(own, continuations(model, config, data).numpy())
+    texts = torch.from_numpy(np.load(own))
     marked = repeats(texts, config.repeated_ngram, config.prompt_tokens)
     looping = marked.any(1).nonzero()[:, 0]
     print(f"{len(looping)} of {len(texts)} continuations repeat a {config.repeated_ngram}-gram")

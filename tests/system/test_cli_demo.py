@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from forerun.bench.config import DemoConfig
+from forerun.bench.config import DemoConfig, DraftArms
 from forerun.bench.demo import Demo
 from forerun.bench.exactness import Mismatch
 from forerun.cli import demo as command
@@ -37,36 +37,46 @@ def small(tiny_pair):
     return partial(
         DemoConfig,
         target=str(tiny_pair.target),
-        general_draft=str(tiny_pair.small),
-        domain_draft=str(tiny_pair.draft),
-        domain_ks=(1, 3),
-        general_k=2,
+        general=DraftArms(name="off-the-shelf", draft=str(tiny_pair.small), ks=(2,)),
         max_tokens=18,
         num_calibration=2,
         num_exact=1,
         exact_tokens=8,
         max_context=128,
+        copied_k=4,
     )
+
+
+@pytest.fixture(scope="module")
+def drafts(tiny_pair):
+    """The drafts of which the best K is shown."""
+    return (DraftArms(name="domain draft", draft=str(tiny_pair.draft), ks=(1, 3)),)
 
 
 def demo_of(config):
     ticks = count()
     prompts = [f"def f{i}({'x' * i}):" for i in range(NUM_PROMPTS)]
+    edits = [f"def g{i}({'y' * i}):" for i in range(NUM_PROMPTS)]
     return Demo(
-        config, prompts, clock=lambda: next(ticks) / 1000, started_s=0.0, notify=lambda stage: None
+        config,
+        prompts,
+        edits,
+        clock=lambda: next(ticks) / 1000,
+        started_s=0.0,
+        notify=lambda stage: None,
     )
 
 
 @pytest.fixture(scope="module")
-def finished(small):
+def finished(small, drafts):
     """A demonstration with time for everything, run once."""
-    demo = demo_of(small(seconds=10.0))
+    demo = demo_of(small(seconds=10.0, drafts=drafts))
     demo.run()
     return demo
 
 
 @pytest.fixture
-def replay(small, finished, monkeypatch):
+def replay(small, drafts, finished, monkeypatch):
     """Let the command find what `finished` found, with changes, or an interruption."""
 
     def prepare(interrupted=False, **changes):
@@ -76,7 +86,11 @@ def replay(small, finished, monkeypatch):
             if interrupted:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(command, "DemoConfig", small)
+        def configured(**options):
+            given = {name: options[name] for name in ("seconds", "runner", "num_threads")}
+            return small(drafts=drafts, **given)
+
+        monkeypatch.setattr(command, "DemoConfig", configured)
         monkeypatch.setattr(Demo, "run", run)
 
     return prepare
@@ -92,6 +106,7 @@ def test_every_stage_measures_what_it_should(finished):
     assert 0 < report.rows[0].num_blocks <= NUM_PROMPTS - 2
     assert [row.arm.method for row in report.sampled_rows] == ["plain", "draft_model"]
     assert report.sampled_rows[0].num_blocks == NUM_PROMPTS - 2
+    assert [row.arm.method for row in report.edit_rows] == ["plain", "suffix"]
     assert len(finished.example.completion.token_ids) > 8
 
 
@@ -117,8 +132,9 @@ def test_tables_verdicts_and_exactness_for_people(replay, capsys):
     out = " ".join(capsys.readouterr().out.split())
     for words in (
         "off-the-shelf K=2",
-        "baseline: one target pass per token",
-        "drafted (",
+        "the baseline, one pass of the target per token",
+        "a step emits",
+        "prompts that ask for an edit",
         "where every token came from",
         "identical to plain decoding in fp32",
         "Sampled (T=1)",

@@ -1,4 +1,4 @@
-"""The pair that ships: sizes, the figures it was accepted on, and exactness in fp32."""
+"""The models that ship: sizes, the figures it was accepted on, and exactness in fp32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,16 @@ def figures(name: str) -> dict[str, object]:
     return json.loads((zoo_path(name) / "figures.json").read_text("utf-8"))
 
 
-@pytest.mark.parametrize(("name", "limit"), [("code-11m", 40), ("code-2m", 5), ("books-1m", 5)])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("code-40m", 96),
+        ("code-2m-for-40m", 6),
+        ("code-11m", 40),
+        ("code-2m", 5),
+        ("books-1m", 5),
+    ],
+)
 def test_weights_keep_to_their_size(name, limit):
     weights = zoo_path(name) / "model.safetensors"
     assert 0 < weights.stat().st_size <= limit * MEBIBYTE
@@ -38,12 +47,14 @@ def test_target_leads_the_domain_draft():
     lead = "held_out_bits_per_byte"
     assert figures("code-2m")[lead] - figures("code-11m")[lead] >= 0.15
     assert figures("books-1m")[lead] > figures("code-2m")[lead]
+    assert figures("code-40m")[lead] < figures("code-11m")[lead]
 
 
-def test_few_completions_of_the_target_loop():
-    texts = {text["temperature"]: text for text in figures("code-11m")["texts"]}
+@pytest.mark.parametrize(("target", "most"), [("code-40m", 0.35), ("code-11m", 0.2)])
+def test_few_completions_of_a_target_loop(target, most):
+    texts = {text["temperature"]: text for text in figures(target)["texts"]}
     assert texts[0.7]["num_texts"] >= 50
-    assert texts[0.7]["looping_share"] <= 0.2
+    assert texts[0.7]["looping_share"] <= most
 
 
 def test_held_out_prompts_fit_and_differ():
@@ -52,9 +63,16 @@ def test_held_out_prompts_fit_and_differ():
     assert all(100 <= len(prompt.text) <= 800 for prompt in prompts)
 
 
-@pytest.mark.parametrize("draft", ["zoo:code-2m", "zoo:books-1m"])
-def test_speculative_text_equals_plain_text_in_fp32(draft):
-    plain = Engine.load("zoo:code-11m", dtype="float32", config=CONFIG)
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("zoo:code-11m", "zoo:code-2m"),
+        ("zoo:code-11m", "zoo:books-1m"),
+        ("zoo:code-40m", "zoo:code-2m-for-40m"),
+    ],
+)
+def test_speculative_text_equals_plain_text_in_fp32(target, draft):
+    plain = Engine.load(target, dtype="float32", config=CONFIG)
     speculative = plain.with_draft(draft, dtype="float32")
     prompts = [prompt.text for prompt in held_out_prompts()[3:60:16]]
     report = check_exactness(plain, speculative, prompts, CASES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -14,7 +14,15 @@ from forerun.errors import InvalidRequest
 from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
 
-__all__ = ["LEAST_BLOCKS", "SCOUT_BATCH", "BenchConfig", "DemoConfig", "DraftArms", "parse_arms"]
+__all__ = [
+    "DEMO_DRAFTS",
+    "LEAST_BLOCKS",
+    "SCOUT_BATCH",
+    "BenchConfig",
+    "DemoConfig",
+    "DraftArms",
+    "parse_arms",
+]
 
 LEAST_BLOCKS = 2
 """Blocks without which there is no interval."""
@@ -168,6 +176,21 @@ class BenchConfig:
         )
 
 
+DEMO_DRAFTS: Mapping[str, tuple[DraftArms, ...]] = {
+    "zoo:code-40m": (
+        DraftArms(name="domain draft", draft="zoo:code-2m-for-40m", ks=(2, 3, 4, 6)),
+        DraftArms(
+            name="domain draft",
+            draft="zoo:code-2m-for-40m",
+            ks=(),
+            trees=(Tree(num_nodes=5, depth=3, width=2), Tree(num_nodes=8, depth=4, width=3)),
+        ),
+    ),
+    "zoo:code-11m": (DraftArms(name="domain draft", draft="zoo:code-2m", ks=(1, 2, 3, 4)),),
+}
+"""What the demonstration compares on each shipped target; of each entry, the best is shown."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
     """Settings of the demonstration: the drafts compared, and for how long.
@@ -178,27 +201,29 @@ class DemoConfig:
         max_tokens: longest completion measured.
         min_tokens: shortest `max_tokens` a slow machine is given.
         target: name of the target.
-        general_draft: a draft trained on other text than the target.
-        general_k: its K.
-        domain_draft: a draft trained on the target's domain.
-        domain_ks: the K to choose from for it.
-        num_calibration: prompts set aside for that choice.
+        general: a draft trained on other text than the target, with its K.
+        drafts: drafts made for the target, each with the K or the trees to choose from; the first
+            has a K and is the one whose text is checked.
+        copied_k: tokens copied from the prompt per step where the prompt asks for an edit.
+        num_calibration: prompts set aside for the choice of K.
         num_exact: prompts of the exactness check.
         exact_tokens: tokens per prompt there.
         max_batch: sequences decoded at once where nothing is timed.
         max_context: prompt and completion.
         runner: what carries the passes.
         num_threads: carry the passes; None takes the number plain decoding is fastest with.
+
+    Raises:
+        InvalidRequest: a value cannot work.
     """
 
-    seconds: float = 60.0
-    max_tokens: int = 64
+    seconds: float = 80.0
+    max_tokens: int = 96
     min_tokens: int = 24
-    target: str = "zoo:code-11m"
-    general_draft: str = "zoo:books-1m"
-    general_k: int = 10
-    domain_draft: str = "zoo:code-2m"
-    domain_ks: tuple[int, ...] = (1, 2, 3, 4)
+    target: str = "zoo:code-40m"
+    general: DraftArms = DraftArms(name="off-the-shelf", draft="zoo:books-1m", ks=(10,))
+    drafts: tuple[DraftArms, ...] = DEMO_DRAFTS["zoo:code-40m"]
+    copied_k: int = 16
     num_calibration: int = 12
     num_exact: int = 3
     exact_tokens: int = 32
@@ -209,24 +234,24 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work, by name."""
+        if not self.drafts:
+            raise InvalidRequest("drafts is empty; the demonstration needs a draft to compare")
         if self.num_threads is not None and self.num_threads < 1:
             raise InvalidRequest(f"num_threads is {self.num_threads}; it must be at least 1")
 
     @property
-    def max_k(self) -> int:
-        """The largest K of any arm."""
-        return max(self.general_k, *self.domain_ks)
-
-    @property
     def models(self) -> tuple[str, ...]:
         """Every model that is loaded."""
-        return (self.target, self.general_draft, self.domain_draft)
+        drafts = dict.fromkeys(arm.draft for arm in self.drafts)
+        return (self.target, self.general.draft, *drafts)
 
     @property
     def engine(self) -> EngineConfig:
         """Settings of every engine, with room for the largest K."""
+        nodes = (arm.max_nodes for arm in (self.general, *self.drafts))
+        most = max(self.copied_k, *nodes)
         return EngineConfig(
-            num_speculative_tokens=self.max_k,
+            num_speculative_tokens=most,
             controller="fixed",
             max_batch=self.max_batch,
             max_context=self.max_context,

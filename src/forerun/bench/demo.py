@@ -1,13 +1,15 @@
-"""The demonstration on the shipped pair: plain decoding, a slow draft and a fast draft.
+"""The demonstration on a shipped target: plain decoding, a slow draft and fast drafts.
 
 In order: the exactness check in fp32, the choice of K on calibration prompts, the comparison on
-other prompts, the same at T=1. The time left decides how many prompts are measured.
+other prompts, copying where the prompt asks for an edit, the drafts again at T=1. The time left
+decides how many prompts are measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from forerun.bench.arms import draft_arms, on_best_threads, plain_arm, warm_up
 from forerun.bench.compare import (
@@ -23,7 +25,7 @@ from forerun.bench.config import LEAST_BLOCKS, DemoConfig, DraftArms
 from forerun.bench.exactness import ExactnessReport, check_exactness
 from forerun.bench.prompts import neighbours_apart
 from forerun.bench.report import DemoReport
-from forerun.bench.summary import best_arm, measurable, summarise
+from forerun.bench.summary import ArmSummary, best_arm, measurable, summarise
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.errors import InvalidRequest
@@ -34,9 +36,10 @@ from forerun.sampling.config import SamplingParams
 __all__ = ["Demo", "Example"]
 
 # Of the time left when a stage begins; the comparison at T=1 has the rest.
-EXACTNESS_SHARE = 0.15
-CALIBRATION_SHARE = 0.2
-GREEDY_SHARE = 0.75
+EXACTNESS_SHARE = 0.12
+CALIBRATION_SHARE = 0.25
+GREEDY_SHARE = 0.55
+EDITS_SHARE = 0.4
 CALIBRATION_BLOCKS = 4
 SCORED_BLOCKS = 12
 """Prompts that should fit; completions are made shorter on a slow machine until they do."""
@@ -51,14 +54,16 @@ class DemoArms:
     Attributes:
         plain: decodes without a draft.
         general: with a draft trained on other text.
-        domain: with a draft trained on the target's text, one arm per K.
+        drafts: with every draft made for the target, one arm per K.
+        copying: copies from the prompt.
         step_s: seconds per token of plain decoding.
         num_threads: threads that is fastest with.
     """
 
     plain: BenchArm
     general: BenchArm
-    domain: tuple[BenchArm, ...]
+    drafts: tuple[tuple[BenchArm, ...], ...]
+    copying: BenchArm
     step_s: float
     num_threads: int | None
 
@@ -78,6 +83,7 @@ class Demo:
     Args:
         config: what to compare.
         prompts: texts to continue; the first `config.num_calibration`, spread out, choose K.
+        edits: texts that ask for a piece of themselves with a change, which copying can draft.
         clock: seconds.
         started_s: when the time budget began, on that clock.
         notify: called with a description of every stage.
@@ -87,6 +93,7 @@ class Demo:
         self,
         config: DemoConfig,
         prompts: Sequence[str],
+        edits: Sequence[str],
         *,
         clock: Callable[[], float],
         started_s: float,
@@ -94,12 +101,14 @@ class Demo:
     ) -> None:
         self.config = config
         self.prompts = neighbours_apart(prompts)
+        self.edits = edits
         self.clock = clock
         self.deadline_s = started_s + config.seconds
         self.notify = notify
         self.exactness: ExactnessReport | None = None
         self.calibration: list[Block] = []
         self.blocks: list[Block] = []
+        self.edit_blocks: list[Block] = []
         self.sampled_blocks: list[Block] = []
         self.num_threads: int | None = None
         self.example: Example | None = None
@@ -111,9 +120,10 @@ class Demo:
         self.num_threads = arms.num_threads
         self.exactness = self._check_exactness(arms.step_s)
         chosen = self._choose_k(arms)
-        self._compare((arms.plain, arms.general, chosen))
-        self._compare_sampled((arms.plain, chosen))
-        self._show_example(chosen)
+        self._compare((arms.plain, arms.general, *chosen))
+        self._compare_edits((arms.plain, arms.copying))
+        self._compare_sampled((arms.plain, *chosen))
+        self._show_example(best_arm([block[2:] for block in self.blocks]))
 
     @property
     def has_results(self) -> bool:
@@ -122,10 +132,10 @@ class Demo:
 
     def report(self) -> DemoReport:
         """Return the report of the results so far; needs `has_results`."""
-        sampled = measurable(self.sampled_blocks)
         return DemoReport(
             rows=tuple(summarise(self.blocks)),
-            sampled_rows=tuple(summarise(sampled)) if len(sampled) >= LEAST_BLOCKS else (),
+            edit_rows=summarised(self.edit_blocks),
+            sampled_rows=summarised(self.sampled_blocks),
             exactness=self.exactness,
             provenance=collect(
                 {name: content_hash(name) for name in self.config.models}, self.num_threads
@@ -143,7 +153,8 @@ class Demo:
         self.notify("loading models in fp32")
         engine = replace(config.engine, num_threads=self.num_threads)
         plain = Engine.load(config.target, dtype="float32", config=engine)
-        speculative = plain.with_draft(config.domain_draft, config.domain_ks[-1], dtype="float32")
+        draft = config.drafts[0]
+        speculative = plain.with_draft(draft.draft, draft.ks[-1], dtype="float32")
         self.notify("checking exactness")
         cases = {
             "greedy": SamplingParams(temperature=0, max_tokens=length),
@@ -153,16 +164,21 @@ class Demo:
         }
         return check_exactness(plain, speculative, self.prompts[: config.num_exact], cases)
 
-    def _choose_k(self, arms: DemoArms) -> BenchArm:
-        """The domain draft's best K, by prompts that are not scored afterwards."""
+    def _choose_k(self, arms: DemoArms) -> list[BenchArm]:
+        """The best K of every draft, by prompts that are not scored afterwards."""
         seconds = self._left_s * CALIBRATION_SHARE
-        params = self._greedy_within(seconds, arms.domain, num_blocks=CALIBRATION_BLOCKS)
+        candidates = [arm for group in arms.drafts for arm in group]
+        params = self._greedy_within(seconds, candidates, num_blocks=CALIBRATION_BLOCKS)
         prompts = scouted(arms.plain.engine, self._set_aside, params)
-        for block in self._timed(arms.domain, prompts, seconds, "choosing K"):
+        for block in self._timed(candidates, prompts, seconds, "choosing K"):
             self.calibration.append(block)
         if not self.calibration:
             raise InvalidRequest(LOOPS)
-        return best_arm(self.calibration)
+        ends = list(accumulate(map(len, arms.drafts), initial=0))
+        return [
+            best_arm([block[start:end] for block in self.calibration])
+            for start, end in pairwise(ends)
+        ]
 
     def _compare(self, arms: Sequence[BenchArm]) -> None:
         """The comparison at T=0."""
@@ -173,6 +189,14 @@ class Demo:
             self.blocks.append(block)
         if not self.has_results:
             raise InvalidRequest(LOOPS)
+
+    def _compare_edits(self, arms: Sequence[BenchArm]) -> None:
+        """Copying from the prompt, greedy, on prompts that ask for an edit."""
+        seconds = self._left_s * EDITS_SHARE
+        params = self._greedy_within(seconds, arms, num_blocks=SCORED_BLOCKS)
+        prompts = scouted(arms[0].engine, self.edits, params)
+        for block in self._timed(arms, prompts, seconds, "copying on edits"):
+            self.edit_blocks.append(block)
 
     def _compare_sampled(self, arms: Sequence[BenchArm]) -> None:
         """The same at T=1, with the time that is left."""
@@ -244,15 +268,21 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Demo
         return Engine.load(config.target, config=engine)
 
     target, step_s = on_best_threads(load, text, clock, config.num_threads)
-    general = DraftArms(name="off-the-shelf", draft=config.general_draft, ks=(config.general_k,))
-    domain = DraftArms(name="domain draft", draft=config.domain_draft, ks=config.domain_ks)
+    copying = DraftArms(name="copying", draft="suffix", ks=(config.copied_k,))
     return DemoArms(
         plain=plain_arm(target),
-        general=draft_arms(target, general)[0],
-        domain=draft_arms(target, domain),
+        general=draft_arms(target, config.general)[0],
+        drafts=tuple(draft_arms(target, draft) for draft in config.drafts),
+        copying=draft_arms(target, copying)[0],
         step_s=step_s,
         num_threads=target.config.num_threads,
     )
+
+
+def summarised(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
+    """Return the figures of every arm; empty where too few blocks were measured."""
+    enough = len(measurable(blocks)) >= LEAST_BLOCKS
+    return tuple(summarise(blocks)) if enough else ()
 
 
 def fitting(length: float, low: int, high: int) -> int:

@@ -77,7 +77,9 @@ class DemoReport:
 
     Attributes:
         rows: arms at T=0; the first is plain decoding.
-        sampled_rows: plain and domain draft at T=1, empty where time ran out.
+        edit_rows: plain decoding and copying where prompts ask for an edit; empty where no two
+            prompts could be measured.
+        sampled_rows: plain decoding and the drafts made for the target at T=1; likewise.
         exactness: None where the run was interrupted before.
         provenance: of every figure.
         config: what was compared.
@@ -85,6 +87,7 @@ class DemoReport:
     """
 
     rows: tuple[ArmSummary, ...]
+    edit_rows: tuple[ArmSummary, ...]
     sampled_rows: tuple[ArmSummary, ...]
     exactness: ExactnessReport | None
     provenance: Provenance
@@ -95,6 +98,7 @@ class DemoReport:
         """Fields of the JSON output."""
         return {
             "rows": [as_row(summary) for summary in self.rows],
+            "edit_rows": [as_row(summary) for summary in self.edit_rows],
             "sampled_rows": [as_row(summary) for summary in self.sampled_rows],
             "exactness": self.exactness.to_dict() if self.exactness else None,
             "provenance": self.provenance.to_dict(),

@@ -115,7 +115,9 @@ def use_threads(num_threads: int | None) -> int:
     return torch.get_num_threads()
 
 
-ZOO_DRAFT = PREFIX + "code-2m"
+ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m"}
+"""The draft made for a shipped target, where it is another than that of `zoo:code-11m`."""
+ZOO_DRAFT = "zoo:code-2m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,8 @@ class TargetFlags:
     def resolved(self, draft: str) -> str | None:
         """The draft behind "auto" and "none"; None for plain decoding."""
         if draft == "auto":
-            return ZOO_DRAFT if self.target.startswith(PREFIX) else None
+            shipped = self.target.startswith(PREFIX)
+            return ZOO_DRAFTS.get(self.target, ZOO_DRAFT) if shipped else None
         return None if draft == "none" else draft
 
 

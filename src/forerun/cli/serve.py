@@ -148,7 +148,7 @@ COMMAND = Command(
     lists={"--draft": ",", "--profile": ","},
     rewrite=with_target,
     examples=(
-        "forerun serve zoo:code-11m",
+        "forerun serve zoo:code-40m --draft auto",
         "forerun serve path/to/target --draft path/to/draft --port 8001 --max-batch 16",
         "forerun serve path/to/target --draft path/to/draft --engine vllm",
     ),

@@ -18,16 +18,21 @@ from forerun.sampling.config import SamplingParams
 
 @pytest.fixture
 def demo_for(make_arm, clock, monkeypatch):
-    """A demonstration whose engines are simulated; K=3 is the best of 2, 3 and 4."""
+    """A demonstration whose engines are simulated; K=3 is the best of the first draft."""
 
     def make(seconds, num_prompts=60, **changes):
         costs = {"step_s": 0.01, "prefill_s": 0.02} | changes
         arms = DemoArms(
             plain=make_arm("plain", **costs),
             general=make_arm("off-the-shelf", k=10, **costs | {"step_s": 0.03}),
-            domain=tuple(
-                make_arm(f"K={k}", k=k, accepted=a, **costs) for k, a in ((2, 1), (3, 3), (4, 2))
+            drafts=(
+                tuple(
+                    make_arm(f"K={k}", k=k, accepted=a, **costs)
+                    for k, a in ((2, 1), (3, 3), (4, 2))
+                ),
+                tuple(make_arm(f"head K={k}", k=k, accepted=k, **costs) for k in (1, 2)),
             ),
+            copying=make_arm("copying K=16", k=16, accepted=8, **costs),
             step_s=costs["step_s"],
             num_threads=1,
         )
@@ -38,6 +43,7 @@ def demo_for(make_arm, clock, monkeypatch):
         return Demo(
             DemoConfig(seconds=seconds),
             prompts,
+            [f"edit {i}" for i in range(num_prompts)],
             clock=clock,
             started_s=clock(),
             notify=lambda stage: None,
@@ -46,11 +52,20 @@ def demo_for(make_arm, clock, monkeypatch):
     return make
 
 
-def test_the_fastest_k_is_chosen_and_compared(demo_for):
+def test_the_fastest_k_of_every_draft_is_chosen_and_compared(demo_for):
     demo = demo_for(60.0)
     demo.run()
-    assert [m.arm.name for m in demo.blocks[0]] == ["plain", "off-the-shelf", "K=3"]
-    assert [m.arm.name for m in demo.sampled_blocks[0]] == ["plain", "K=3"]
+    assert [m.arm.name for m in demo.blocks[0]] == ["plain", "off-the-shelf", "K=3", "head K=2"]
+    assert [m.arm.name for m in demo.sampled_blocks[0]] == ["plain", "K=3", "head K=2"]
+
+
+def test_copying_is_compared_on_edits_alone(demo_for):
+    demo = demo_for(60.0)
+    demo.run()
+    assert [m.arm.name for m in demo.edit_blocks[0]] == ["plain", "copying K=16"]
+    texts = {prompt.text for block in demo.edit_blocks for m in block for prompt in m.batch}
+    assert all(text.startswith("edit ") for text in texts)
+    assert not any(p.text in texts for block in demo.blocks for m in block for p in m.batch)
 
 
 def test_prompts_that_choose_k_are_not_scored(demo_for):
@@ -90,7 +105,7 @@ def test_a_report_needs_no_time_at_t_1(demo_for, monkeypatch):
     demo = demo_for(1.0)
     demo.run()
     report = demo.report()
-    assert len(report.rows) == 3
+    assert len(report.rows) == 4
     assert report.sampled_rows == ()
     assert report.to_dict()["sampled_rows"] == []
 

@@ -24,7 +24,9 @@ def test_names_resolve_with_and_without_prefix(shelf, name):
 
 
 def test_unknown_name():
-    with pytest.raises(InvalidModel, match=r"'zoo:lion'; there are zoo:code-11m, zoo:code-2m"):
+    with pytest.raises(
+        InvalidModel, match=r"'zoo:lion'; there are zoo:code-40m, zoo:code-2m-for-40m"
+    ):
         model_folder("zoo:lion")
 
 

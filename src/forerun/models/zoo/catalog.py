@@ -9,10 +9,10 @@ from pathlib import Path
 
 from forerun.errors import InvalidModel
 
-__all__ = ["PREFIX", "ZOO", "HeldOutPrompt", "held_out_prompts", "zoo_path"]
+__all__ = ["PREFIX", "ZOO", "HeldOutPrompt", "edit_prompts", "held_out_prompts", "zoo_path"]
 
 PREFIX = "zoo:"
-ZOO = ("code-11m", "code-2m", "books-1m")
+ZOO = ("code-40m", "code-2m-for-40m", "code-11m", "code-2m", "books-1m")
 # Names of release 0.1; each works for one release more, with a notice.
 OLD_NAMES = {"target": "code-11m", "draft-domain": "code-2m", "draft-off-the-shelf": "books-1m"}
 FOLDER = Path(__file__).parent
@@ -67,7 +67,20 @@ def held_out_prompts() -> tuple[HeldOutPrompt, ...]:
     Raises:
         InvalidModel: the file is missing or malformed.
     """
-    path = FOLDER / "prompts.jsonl"
+    return prompts_of(FOLDER / "prompts.jsonl")
+
+
+def edit_prompts() -> tuple[HeldOutPrompt, ...]:
+    """Prompts that show a function of a held-out module and begin it again with a name changed.
+
+    Raises:
+        InvalidModel: the file is missing or malformed.
+    """
+    return prompts_of(FOLDER / "edits.jsonl")
+
+
+def prompts_of(path: Path) -> tuple[HeldOutPrompt, ...]:
+    """Read one prompt per line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]

@@ -1,0 +1,97 @@
+"""Edits to copy: a function, then the same function with one name changed.
+
+What such a text continues with can be copied from its first half, which is where a drafter that
+copies gains most. A model of this size copies only if it has been shown edits, so training mixes
+them in; the prompts of the demonstration are made from held-out modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from corpus import HELD_OUT_MODULES, stdlib_files, stdlib_root
+from transformers import PreTrainedTokenizerFast
+
+FUNCTION_LINES = (6, 20)
+PROMPT_LINES = (10, 18)
+MAX_PAIR_TOKENS = 512
+PER_FUNCTION = 2
+NEW_NAMES = (
+    *("first", "current", "entry", "source", "buffer", "status", "detail", "chosen", "item_name"),
+    *("total", "left", "other", "payload", "known", "wanted", "inner", "part", "found", "number"),
+)
+
+
+def module_path(name: str) -> Path:
+    """Source file of a standard-library module or package."""
+    single = stdlib_root() / f"{name}.py"
+    return single if single.exists() else stdlib_root() / name / "__init__.py"
+
+
+def functions(source: str, num_lines: tuple[int, int]) -> Iterator[str]:
+    """Functions within a range of lines, with their indentation taken off."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        if num_lines[0] <= node.end_lineno - node.lineno + 1 <= num_lines[1]:
+            own = lines[node.lineno - 1 : node.end_lineno]
+            yield "".join(line[node.col_offset :] if line.strip() else line for line in own)
+
+
+def names_in(piece: str) -> list[str]:
+    """Local names that occur at least twice, the most frequent first."""
+    try:
+        tree = ast.parse(piece)
+    except SyntaxError:  # a continuation line lost its indentation
+        return []
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and len(n.id) > 1}
+    stored |= {a.arg for a in ast.walk(tree) if isinstance(a, ast.arg) and len(a.arg) > 1}
+    counts = Counter(word for word in re.findall(r"\w+", piece) if word in stored - {"self"})
+    return [name for name, count in counts.most_common() if count >= 2 and name not in NEW_NAMES]
+
+
+def edit(piece: str, old: str, new: str) -> tuple[str, str]:
+    """A function with the request to change a name, and the function with the name changed."""
+    return f"{piece}\n# The same, with {old} called {new}:\n", re.sub(rf"\b{old}\b", new, piece)
+
+
+def held_out_edits(seed: int) -> Iterator[dict[str, str]]:
+    """One prompt per held-out module, seeded; it ends after two lines of the changed function."""
+    rng = np.random.default_rng(seed)
+    for module in sorted(HELD_OUT_MODULES):
+        source = module_path(module).read_text("utf-8")
+        pieces = [piece for piece in functions(source, PROMPT_LINES) if names_in(piece)]
+        if pieces:
+            piece = pieces[int(rng.integers(len(pieces)))]
+            asked, result = edit(piece, names_in(piece)[0], str(rng.choice(NEW_NAMES)))
+            begun = "".join(result.splitlines(keepends=True)[:2])
+            yield {"name": f"{module}:{piece.split('(')[0].split()[-1]}", "text": asked + begun}
+
+
+def build_edits(tokenizer: PreTrainedTokenizerFast, out: Path, window: int, seed: int = 4) -> None:
+    """Write `edits.npy`: windows of `window` + 1 ids, edits of functions that are trained on."""
+    if (out / "edits.npy").exists():
+        return
+    rng = np.random.default_rng(seed)
+    texts = []
+    for source in stdlib_files(tests=False, held_out=False):
+        for piece in functions(source, FUNCTION_LINES):
+            for old in names_in(piece)[:PER_FUNCTION]:
+                texts.append("".join(edit(piece, old, str(rng.choice(NEW_NAMES)))) + "\n\n")
+    ids = [
+        ids for ids in tokenizer(texts, verbose=False)["input_ids"] if len(ids) < MAX_PAIR_TOKENS
+    ]
+    rows, row = [], [0]
+    for index in rng.permutation(len(ids)):
+        if len(row) + len(ids[index]) > window + 1:
+            # The rest of the window shows the next edit's beginning.
+            rows.append((row + ids[index])[: window + 1])
+            row = [0]
+        row = row + ids[index]
+    np.save(out / "edits.npy", np.array(rows, dtype=np.uint16))
