@@ -173,6 +173,7 @@ class LiveView:
             figures = self.figures
             counts = figures.counts
             drafting_step, plain_step = figures.step_times()
+            baselines = figures.baselines()
             return LiveSnapshot(
                 uptime_s=now_s - self._started_s,
                 window_s=float(min(WINDOW_S, len(figures.slices))),
@@ -180,13 +181,13 @@ class LiveView:
                 totals=self._totals(),
                 load=self._load(),
                 tokens_per_s=figures.tokens_per_s(now_s),
-                speedup=figures.speedup,
+                speedup=figures.speedup(baselines),
                 num_plain_steps=figures.num_plain_steps,
                 acceptance_length=counts.acceptance_length,
                 positions=tuple(figures.positions()),
                 drafting_step=drafting_step,
                 plain_step=plain_step,
-                history=tuple(piece.point(now_s) for piece in figures.slices),
+                history=tuple(piece.point(now_s, baselines) for piece in figures.slices),
                 requests=tuple(self._requests(now_s)),
                 shows_texts=self.shows_texts,
                 diagnosis=self._diagnosis,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 
@@ -85,11 +85,10 @@ class TimeSlice:
         num_records: steps of requests.
         num_emitted: tokens.
         sum_k: sum of K over steps of requests.
-        decode_s: of the decode steps whose batch size has a plain baseline.
-        as_plain_s: what plain decoding would take for their tokens.
+        decoded: tokens and seconds of all decode steps, by batch size.
         counts: drafting steps of requests by outcome.
         methods: steps of requests by drafter.
-        measured: tokens and seconds of the plain steps that the baseline rests on, by batch size.
+        measured: of the plain steps among them that a baseline rests on.
         times: of decode steps, by whether they drafted and by batch size, see `bucket_of`.
     """
 
@@ -98,11 +97,10 @@ class TimeSlice:
     num_records: int = 0
     num_emitted: int = 0
     sum_k: int = 0
-    decode_s: float = 0.0
-    as_plain_s: float = 0.0
+    decoded: dict[int, tuple[int, float]] = field(default_factory=dict)
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     methods: Counter[str] = field(default_factory=Counter)
-    measured: dict[int, tuple[float, float]] = field(default_factory=dict)
+    measured: dict[int, tuple[int, float]] = field(default_factory=dict)
     times: dict[tuple[bool, int], PartTimes] = field(default_factory=dict)
 
     def add_record(self, record: StepRecord) -> None:
@@ -117,16 +115,27 @@ class TimeSlice:
         else:
             self.methods["plain"] += 1
 
-    def point(self, now_s: float) -> LivePoint:
+    def compared(self, baselines: Mapping[int, DiscountedRatio]) -> tuple[float, float]:
+        """Return the seconds of decode steps, and of plain decoding for the same tokens.
+
+        Args:
+            baselines: plain seconds over tokens, by batch size; steps at others are left out.
+        """
+        known = [(size, *found) for size, found in self.decoded.items() if size in baselines]
+        as_plain_s = sum(tokens * baselines[size].ratio for size, tokens, _ in known)
+        return sum(seconds for _, _, seconds in known), as_plain_s
+
+    def point(self, now_s: float, baselines: Mapping[int, DiscountedRatio]) -> LivePoint:
         """Return the slice as a point of the history."""
         drafted = self.counts.num_steps > 0
+        seconds, as_plain_s = self.compared(baselines)
         return LivePoint(
             age_s=max(0.0, now_s - self.second),
             tokens_per_s=float(self.num_emitted),
             num_running=self.num_records / self.num_cycles,
             acceptance_length=self.counts.acceptance_length if drafted else None,
             num_speculative_tokens=self.sum_k / self.num_records,
-            speedup=self.as_plain_s / self.decode_s if self.decode_s > 0.0 else None,
+            speedup=as_plain_s / seconds if seconds > 0.0 else None,
             methods=dict(self.methods),
         )
 
@@ -135,7 +144,8 @@ class LiveFigures:
     """Averages the latest steps; memory does not grow with the number of steps.
 
     The speedup compares the time of all decode steps, those that measure the baseline included,
-    with the time that plain steps at a like batch size would take for the same tokens.
+    with the time that plain steps at a like batch size would take for the same tokens. The baseline
+    comes from the same seconds as the steps, because other programs may slow both for a while.
     """
 
     def __init__(self) -> None:
@@ -143,7 +153,6 @@ class LiveFigures:
         self.num_plain_steps = 0
         self._baselines: dict[int, DiscountedRatio] = {}
         self._num_plain_in_a_row = 0
-        self._latest_baseline: DiscountedRatio | None = None
 
     def add(self, records: Iterable[StepRecord]) -> None:
         """Count steps, in order; the records of one cycle must come in one call."""
@@ -165,47 +174,53 @@ class LiveFigures:
         if first.num_prefill_rows:
             return
         num_emitted = sum(record.num_emitted for record in cycle)
-        place = drafts, bucket_of(len(cycle))
-        current.times.setdefault(place, PartTimes()).add(cycle, num_emitted)
-        self._compare(current, cycle, num_emitted, drafts=drafts)
+        size = bucket_of(len(cycle))
+        current.times.setdefault((drafts, size), PartTimes()).add(cycle, num_emitted)
+        seconds = first.draft_s + first.verify_s + first.other_s
+        grow(current.decoded, size, num_emitted, seconds)
+        if not drafts and self._num_plain_in_a_row > NUM_COLD:
+            grow(current.measured, size, num_emitted, seconds)
+            self.num_plain_steps += 1
 
     def _end_slice(self) -> None:
-        """Add the plain steps of the last second to the baselines."""
+        """Add the plain steps of the last second to the baselines that outlive the slices."""
         for size, (num_emitted, seconds) in self.slices[-1].measured.items() if self.slices else ():
             baseline = self._baselines.setdefault(size, DiscountedRatio(PLAIN_MEMORY))
             baseline.observe(num_emitted, seconds)
 
-    def _compare(
-        self, current: TimeSlice, cycle: Sequence[StepRecord], num_emitted: int, *, drafts: bool
-    ) -> None:
-        """Measure a plain step for the baseline, and compare the step with the baseline."""
-        first = cycle[0]
-        seconds = first.draft_s + first.verify_s + first.other_s
-        size = bucket_of(len(cycle))
-        if not drafts and self._num_plain_in_a_row > NUM_COLD:
-            tokens_so_far, so_far_s = current.measured.get(size, (0.0, 0.0))
-            current.measured[size] = (tokens_so_far + num_emitted, so_far_s + seconds)
-            self.num_plain_steps += 1
-        known = self._baselines.get(size)
-        if known is None or known.num_pairs < MIN_PLAIN_SECONDS or seconds <= 0.0:
-            return
-        as_plain_s = num_emitted * known.ratio
-        current.decode_s += seconds
-        current.as_plain_s += as_plain_s
-        self._latest_baseline = known
+    def baselines(self) -> dict[int, DiscountedRatio]:
+        """Return plain seconds over tokens by batch size, where there were enough plain steps."""
+        found: dict[int, DiscountedRatio] = {}
+        for piece in self.slices:
+            for size, (num_emitted, seconds) in piece.measured.items():
+                found.setdefault(size, DiscountedRatio(1.0)).observe(num_emitted, seconds)
+        latest = {s: ratio for s, ratio in found.items() if ratio.num_pairs >= MIN_PLAIN_SECONDS}
+        earlier = self._baselines.items()
+        return {s: ratio for s, ratio in earlier if ratio.num_pairs >= MIN_PLAIN_SECONDS} | latest
 
-    @property
-    def speedup(self) -> LiveEstimate | None:
-        """Return the speedup in the window and its error over seconds; None without a baseline."""
+    def speedup(self, baselines: Mapping[int, DiscountedRatio]) -> LiveEstimate | None:
+        """Return the speedup in the window and its error over seconds; None without a baseline.
+
+        Args:
+            baselines: from `baselines`.
+        """
         paid = DiscountedRatio(1.0)
+        num_tokens: Counter[int] = Counter()
         for piece in self.window:
-            if piece.decode_s > 0.0:
-                paid.observe(piece.decode_s, piece.as_plain_s)
-        baseline = self._latest_baseline
-        if baseline is None or not math.isfinite(paid.relative_error):
+            seconds, as_plain_s = piece.compared(baselines)
+            if seconds > 0.0:
+                paid.observe(seconds, as_plain_s)
+                num_tokens.update({size: tokens for size, (tokens, _) in piece.decoded.items()})
+        if not math.isfinite(paid.relative_error):
             return None
-        value = paid.ratio
-        error = Z * math.hypot(paid.relative_error, baseline.relative_error)
+        parts = [
+            (num_tokens[size] * ratio.ratio, ratio.relative_error)
+            for size, ratio in baselines.items()
+            if num_tokens[size]
+        ]
+        as_plain_s = sum(seconds for seconds, _ in parts)
+        errors = [seconds / as_plain_s * error for seconds, error in parts]
+        value, error = paid.ratio, Z * math.hypot(paid.relative_error, *errors)
         return LiveEstimate(
             value=value, low=max(0.0, value * (1.0 - error)), high=value * (1.0 + error)
         )
@@ -257,6 +272,12 @@ class LiveFigures:
             return 0.0
         seconds = max(1.0, min(RECENT_S, now_s - recent[0].second))
         return sum(piece.num_emitted for piece in recent) / seconds
+
+
+def grow(sums: dict[int, tuple[int, float]], size: int, num_emitted: int, seconds: float) -> None:
+    """Add the tokens and seconds of one step to the sums of its batch size."""
+    tokens_before, before_s = sums.get(size, (0, 0.0))
+    sums[size] = (tokens_before + num_emitted, before_s + seconds)
 
 
 def bucket_of(num_sequences: int) -> int:
