@@ -103,3 +103,18 @@ def test_text_with_a_head_is_that_without(capsys, folder):
     plain = capsys.readouterr().out
     assert main([*args, "--draft", str(folder), "--k", "3", "--controller", "fixed"]) == 0
     assert capsys.readouterr().out == plain
+
+
+def test_a_profile_of_a_head_is_refused_with_advice(capsys, folder):
+    assert main(["profile", "--target", TARGET, "--draft", str(folder)]) == 2
+    assert "forerun bench --arms" in " ".join(capsys.readouterr().err.split())
+
+
+def test_traces_name_medusa_heads_by_their_hash(capsys, tmp_path):
+    heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
+    write_medusa(heads, tmp_path / "heads", target=TARGET)
+    trace = tmp_path / "trace.jsonl"
+    args = ["generate", "x =", "--target", TARGET, "--draft", str(tmp_path / "heads")]
+    assert main([*args, "--max-tokens", "6", "--controller", "fixed", "--trace", str(trace)]) == 0
+    header = json.loads(trace.read_text().splitlines()[0])
+    assert header["draft_hash"]

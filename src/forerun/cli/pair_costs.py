@@ -74,10 +74,17 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
 
 
 def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
-    """Return the first arm of every draft that is a model; others have no pass costs."""
+    """Return the first arm of every draft that is a language model.
+
+    The pass costs of others are not measured: named drafters have no passes, and those of heads
+    continue from the target's hidden states.
+    """
     arms: dict[str, BenchArm] = {}
     for arm in comparison.arms:
-        if arm.draft is not None and parse_drafter(arm.draft) is None:
+        if arm.draft is None or parse_drafter(arm.draft) is not None:
+            continue
+        assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
+        if not arm.engine.drafter.required_features:
             arms.setdefault(arm.draft, arm)
     return arms
 

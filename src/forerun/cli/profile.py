@@ -17,6 +17,7 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags, check_picture, check_writable, use_threads
+from forerun.cli.info import is_head
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
@@ -85,6 +86,12 @@ def run(options: ProfileOptions) -> int:
     if parse_drafter(draft) is not None:
         raise InvalidRequest(
             f"a profile is of two models, and {draft} has none; measure it: forerun bench --arms "
+            f"{draft}@{EngineConfig().num_speculative_tokens}"
+        )
+    if is_head(draft):
+        raise InvalidRequest(
+            f"a profile is of two language models, and {draft} is a head on the target's hidden "
+            f"states; measure it: forerun bench --arms "
             f"{draft}@{EngineConfig().num_speculative_tokens}"
         )
     if options.out is not None:
