@@ -36,7 +36,7 @@ from forerun.theory.record import StepRecord
 TARGET = "zoo:code-11m"
 DRAFTS = ("zoo:code-2m", "zoo:books-1m", "self:2")
 TEMPERATURES = (0.0, 0.7, 1.0)
-DEPTHS = {3: 3, 7: 6, 15: 8, 31: 10}
+DEPTHS = {7: 6, 15: 8, 3: 3, 31: 10}
 """The most levels of a tree, by its nodes."""
 WIDTH = 8
 RULES = ("chain", "walk", "traversal", "greedy_coupling", "coupled_chain", "coupled")
@@ -131,7 +131,7 @@ class Expectations:
 
 def cells() -> Iterator[Cell]:
     """All cells; at temperature 0 every rule for trees is the walk."""
-    for draft, temperature, num_nodes, rule in product(DRAFTS, TEMPERATURES, DEPTHS, RULES):
+    for num_nodes, draft, temperature, rule in product(DEPTHS, DRAFTS, TEMPERATURES, RULES):
         if temperature or rule in ("chain", "walk"):
             yield Cell(draft=draft, temperature=temperature, num_nodes=num_nodes, rule=rule)
 
@@ -180,6 +180,7 @@ def read() -> list[dict[str, object]]:
 def run(limit_s: float) -> None:
     """Measure what is missing until the time is up."""
     started_s = time.monotonic()
+    RESULTS.parent.mkdir(exist_ok=True)
     done = {(r["draft"], r["temperature"], r["num_nodes"], r["rule"]) for r in read()}
     engine: Engine | None = None
     loaded = ""
@@ -217,7 +218,7 @@ def table() -> None:
     )
     print("| draft | T | nodes | " + " | ".join(names).replace("_", " ") + " |")
     print("|---|---|---|" + "---|" * len(names))
-    for draft, temperature, num_nodes in product(DRAFTS, TEMPERATURES, DEPTHS):
+    for draft, temperature, num_nodes in product(DRAFTS, TEMPERATURES, sorted(DEPTHS)):
         row = [found.get((draft, temperature, num_nodes, name)) for name in names]
         best = max((r["tau"] for r in row if r), default=None)
         shown = [
