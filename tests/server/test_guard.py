@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from tests import tiny
@@ -227,3 +229,12 @@ def test_a_wrong_file_of_keys_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=message):
         read_keys(path)
+
+
+def test_the_keys_of_the_page_can_be_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    block = page.split("<!-- file: keys.toml -->")[1].lstrip().split("\n\n")[0]
+    path = tmp_path / "keys.toml"
+    path.write_text(textwrap.dedent("    " + block))
+    (key,) = read_keys(path)
+    assert (key.tenant, key.max_tokens, key.requests_per_minute) == ("search", 2048, 600)
