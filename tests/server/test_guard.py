@@ -33,7 +33,7 @@ def guarded():
         max_tokens=8,
         priority=5,
     )
-    config = ServerConfig(port=0, max_body_bytes=2000, body_timeout_s=0.5)
+    config = ServerConfig(port=0, max_body_bytes=2000, body_timeout_s=2.0)
     with serving(tiny_engine(), config, keys=[ApiKey.of("a", KEY), limited]) as client:
         yield client
 
