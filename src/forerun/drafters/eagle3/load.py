@@ -63,7 +63,10 @@ def examine(
     config, tensors = read_parts(folder, num_target_layers=num_target_layers)
     if target is not None:
         check_target(config, target, str(folder))
-    return check_head(config, tensors, str(folder), golden=read_golden(folder), target=target)
+    report = check_head(config, tensors, str(folder), golden=read_golden(folder), target=target)
+    if target is not None:  # only now: golden rows may show that the layers are mislabelled
+        check_layers(report.head.config, target, str(folder))
+    return report
 
 
 def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
@@ -94,8 +97,15 @@ def check_target(config: Eagle3Config, target: LanguageModel, where: str) -> Non
                 f"the EAGLE-3 head in {where} was made for a target with {name} {wanted}, this "
                 f"target has {given}: use a head that was trained for this target"
             )
-    # One too many may be a label in another convention, which golden rows can tell.
-    outside = [i for i in config.feature_layers if not -1 <= i <= target.num_layers + 1]
+
+
+def check_layers(config: Eagle3Config, target: LanguageModel, where: str) -> None:
+    """Refuse a head that reads layers which the target does not have.
+
+    Raises:
+        IncompatibleDraft: naming the first one.
+    """
+    outside = [i for i in config.feature_layers if not 0 <= i <= target.num_layers]
     if outside:
         raise IncompatibleDraft(
             f"the EAGLE-3 head in {where} reads layer {outside[0]} of its target, this target has "
