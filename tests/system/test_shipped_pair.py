@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from forerun.bench.exactness import check_exactness
+from forerun.control.base import Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.models.zoo.catalog import held_out_prompts, zoo_path
@@ -78,3 +80,19 @@ def test_speculative_text_equals_plain_text_in_fp32(target, draft):
     report = check_exactness(plain, speculative, prompts, CASES)
     assert report.passed, report.sentence
     assert report.num_accepted > 0
+
+
+@pytest.mark.parametrize("name", ["code-11m", "code-40m"])
+def test_texts_of_trees_equal_plain_texts_in_fp32(name):
+    target = f"zoo:{name}"
+    draft = {"code-11m": "zoo:code-2m", "code-40m": "zoo:code-2m-for-40m"}[name]
+    plain = Engine.load(target, dtype="float32", config=CONFIG)
+    config = replace(CONFIG, tree=Tree(num_nodes=7, depth=3, width=3))
+    speculative = Engine.load(target, draft=draft, dtype="float32", config=config)
+    prompts = [prompt.text for prompt in held_out_prompts()[:3]]
+    for params in CASES.values():
+        expected = [output.token_ids for output in plain.generate(prompts, params)]
+        found = speculative.generate(prompts, params)
+        assert [output.token_ids for output in found] == expected
+        steps = [step for output in found for step in output.completions[0].acceptance.steps]
+        assert any(depth > 1 for depth, _ in steps)

@@ -201,7 +201,7 @@ def test_the_greedy_path_costs_no_gather_in_either_model():
     assert max(map(len, in_draft[4:])) > 1
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("params", [WALKED["greedy"], WALKED["seeded"]])
 def test_branches_of_networks_keep_their_own_keys_and_values(family, params):
     network = tiny.network(family)
@@ -210,11 +210,11 @@ def test_branches_of_networks_keep_their_own_keys_and_values(family, params):
     expected = plain(target, params, prompts=tiny.PROMPTS)
     texts, _ = run(target, tiny.drafting(draft), params, *SHAPES, prompts=tiny.PROMPTS)
     assert texts == expected
-    # A draft that is the target: accepted paths are long and leave the greedy one.
-    twin = tiny.drafting(tiny.adapted(network))
-    texts, seen = run(target, twin, params, SHAPES[0], prompts=tiny.PROMPTS)
-    assert texts == expected
-    assert not params.greedy or 3 in seen.accepted
+    if family == "llama":  # a draft that is the target: accepted paths are long
+        twin = tiny.drafting(tiny.adapted(network))
+        texts, seen = run(target, twin, params, SHAPES[0], prompts=tiny.PROMPTS)
+        assert texts == expected
+        assert not params.greedy or 3 in seen.accepted
 
 
 def test_self_drafts_propose_trees_in_the_targets_own_slot():
