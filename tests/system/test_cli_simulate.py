@@ -126,7 +126,7 @@ def test_coarse(files, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--controllers", "best"), "controller 'best' is unknown; use plain, fixed:K, auto"),
+        (("--controllers", "best"), "controller 'best' is unknown; use plain, fixed:K, tree:NODES"),
         (("--controllers", "fixed:5"), "only fixed takes a K, from 0 to max_k, which is 4"),
         (("--controllers", "goodput:3"), "only fixed takes a K"),
         (("--coarse", "--controllers", "auto"), "no steps that auto could learn from"),

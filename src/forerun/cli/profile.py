@@ -88,16 +88,16 @@ def run(options: ProfileOptions) -> int:
             f"a profile is of two models, and {draft} has none; measure it: forerun bench --arms "
             f"{draft}@{EngineConfig().num_speculative_tokens}"
         )
+    if options.out is not None:
+        check_writable("--out", options.out)
+    if options.plot is not None:
+        check_picture("--plot", options.plot)
     if is_head(draft):
         raise InvalidRequest(
             f"a profile is of two language models, and {draft} is a head on the target's hidden "
             f"states; measure it: forerun bench --arms "
             f"{draft}@{EngineConfig().num_speculative_tokens}"
         )
-    if options.out is not None:
-        check_writable("--out", options.out)
-    if options.plot is not None:
-        check_picture("--plot", options.plot)
     show(measured(options.models, draft, config), options)
     return 0
 

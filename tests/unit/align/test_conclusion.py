@@ -44,7 +44,9 @@ def test_the_exported_k_is_the_one_that_pays(
 ) -> None:
     exported: list[int] = []
 
-    def describe(target: str, draft: Path, k: int, sampling: object) -> SimpleNamespace:
+    def describe(
+        target: str, draft: Path, k: int, sampling: object, method: str
+    ) -> SimpleNamespace:
         exported.append(k)
         return SimpleNamespace(speculates=k > 0)
 
