@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from forerun.cli.command import Exit
 from forerun.cli.main import main
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
 from forerun.drafters.eagle3.config import Eagle3Config
@@ -17,7 +19,8 @@ from forerun.drafters.medusa.config import MedusaConfig
 from forerun.drafters.medusa.head import MedusaHeads
 from forerun.models.base import Span
 from forerun.models.context import pack
-from forerun.models.load import load_model
+from forerun.models.draft_card import DraftCard, identify, write_card
+from forerun.models.load import load_model, model_folder
 
 TARGET = "zoo:code-2m"
 
@@ -118,3 +121,26 @@ def test_traces_name_medusa_heads_by_their_hash(capsys, tmp_path):
     assert main([*args, "--max-tokens", "6", "--controller", "fixed", "--trace", str(trace)]) == 0
     header = json.loads(trace.read_text().splitlines()[0])
     assert header["draft_hash"]
+
+
+def test_a_head_whose_card_names_other_weights_is_refused_everywhere(capsys, tmp_path):
+    heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
+    write_medusa(heads, tmp_path, target="my/target")
+    made_for = replace(identify(model_folder(TARGET)), weights="a1b2c3")
+    card = DraftCard(
+        target="my/target",
+        target_hash="",
+        made_for=made_for,
+        data_hash="",
+        objective="lk",
+        temperature=1.0,
+    )
+    write_card(card, tmp_path)
+    code, found = info(capsys, tmp_path)
+    assert code == 1
+    assert "was trained for my/target" in found["problems"][0]
+    draft = ("--target", TARGET, "--draft", str(tmp_path))
+    assert main(["generate", "x =", *draft]) == Exit.BAD_INPUT
+    assert "was trained for my/target" in " ".join(capsys.readouterr().err.split())
+    assert main(["bench", "--target", TARGET, "--arms", f"{tmp_path}@2"]) == Exit.BAD_INPUT
+    assert "was trained for my/target" in " ".join(capsys.readouterr().err.split())

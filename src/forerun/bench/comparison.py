@@ -18,6 +18,7 @@ from forerun.bench.config import BenchConfig
 from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.tracing import BenchTrace
 from forerun.engine.engine import Engine
+from forerun.engine.loading import check_card
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import collect, content_hash
@@ -80,6 +81,8 @@ class BenchComparison:
             raise InvalidRequest(
                 f"{len(self.prompts)} prompts do not fill a batch of {largest}; give more prompts"
             )
+        for draft in self.config.arms:
+            check_card(draft.draft, self.config.target)
         self.notify("loading models")
         dtype, wanted = self.config.dtype, self.config.num_threads
         target, _ = on_best_threads(self.target, self.prompts[0], self.clock, wanted)

@@ -14,6 +14,7 @@ from forerun.cli.tables import SafeConsole
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.eagle3.load import examine
 from forerun.drafters.medusa.drafter import load_medusa
+from forerun.engine.loading import check_head_card
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object, weights_hash
@@ -75,6 +76,7 @@ def describe_head(folder: Path, target_folder: Path) -> HeadDescription:
     described: dict[str, Any] = {"sizes": {}, "num_parameters": 0}
     try:
         described |= of_eagle3(folder, target) if is_eagle else of_medusa(folder, target)
+        check_head_card(folder, target_folder)
     except (InvalidModel, IncompatibleDraft) as error:
         described["problems"] = (str(error),)
     return HeadDescription(

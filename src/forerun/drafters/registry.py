@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointTest",
     "build_drafter",
     "find_checkpoint",
+    "is_head",
     "register_checkpoint",
 ]
 
@@ -126,6 +127,11 @@ def medusa(folder: Path, target: LanguageModel) -> Drafter:
 def is_medusa(config: Mapping[str, Any]) -> bool:
     """Whether the contents of a config.json describe Medusa heads."""
     return "medusa_num_heads" in config or config.get("model_type") == "medusa"
+
+
+def is_head(config: Mapping[str, Any]) -> bool:
+    """Whether the contents of a config.json describe a head on a target's hidden states."""
+    return is_eagle3(config) or is_medusa(config)
 
 
 _checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = [

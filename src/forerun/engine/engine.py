@@ -16,7 +16,7 @@ from forerun.engine.backend import BackendStats, Capabilities
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.core import EngineCore
 from forerun.engine.intake import Prompt, as_prompts, params_for
-from forerun.engine.loading import Source, as_sources, load_drafters, load_target, warn_if_stale
+from forerun.engine.loading import Source, as_sources, check_card, load_drafters, load_target
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.sampling.config import SamplingParams
 
@@ -74,7 +74,7 @@ class Engine(EngineCore):
 
         Raises:
             InvalidModel: the folder is missing, damaged or of an unsupported kind.
-            IncompatibleDraft: the tokenizers differ.
+            IncompatibleDraft: the tokenizers differ, or a head was trained for another target.
             UnsupportedFeatures: the drafter reads layers that the target does not have.
             InvalidRequest: a setting is unknown or cannot work.
             NotEnoughMemory: weights and KV do not fit; nothing has been allocated yet.
@@ -88,7 +88,7 @@ class Engine(EngineCore):
             return engine
         drafts = as_sources(draft)
         for name in drafts:
-            warn_if_stale(name, target)
+            check_card(name, target)
         return engine.with_draft(drafts, dtype=dtype, controller=controller, costs=costs)
 
     def with_draft(

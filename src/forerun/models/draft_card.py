@@ -1,7 +1,8 @@
 """forerun.json in a draft's folder: the target it was aligned to, how, and with what result.
 
-Torch-free. A card never decides whether a draft may be used: the text is exact whatever the draft,
-so a target that has changed since is a matter of speed, and of a warning.
+Torch-free. A card never decides whether a draft model may be used: the text is exact whatever the
+draft, so a target that has changed since is a matter of speed, and of a warning. A head on the
+target's hidden states is refused for other weights unless golden rows show that it fits them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "CardFigures",
     "DraftCard",
     "TargetIdentity",
+    "changes_of_target",
     "identify",
     "read_card",
     "staleness",
@@ -176,6 +178,22 @@ def read_card(folder: Path) -> DraftCard | None:
         ) from error
 
 
+def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:
+    """Return in what a target differs from the one that a draft was made for.
+
+    Args:
+        card: of the draft.
+        target: folder of the target it is to draft for.
+
+    Returns:
+        "weights", "tokenizer" and "chat template", as far as they differ.
+
+    Raises:
+        InvalidModel: the target cannot be read.
+    """
+    return card.made_for.differences(identify(target))
+
+
 def staleness(draft: Path, target: Path) -> str | None:
     """Describe how a target has changed since the draft was aligned to it.
 
@@ -192,7 +210,7 @@ def staleness(draft: Path, target: Path) -> str | None:
     card = read_card(draft)
     if card is None:
         return None
-    changed = card.made_for.differences(identify(target))
+    changed = changes_of_target(card, target)
     if not changed:
         return None
     return (

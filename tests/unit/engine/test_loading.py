@@ -9,16 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests import tiny
+from tests import heads, tiny
 
 from forerun.drafters import registry
+from forerun.drafters.eagle3.checkpoint import write_eagle3_head
+from forerun.drafters.eagle3.load import load_eagle3
+from forerun.drafters.medusa.checkpoint import write_medusa
+from forerun.drafters.medusa.config import MedusaConfig
+from forerun.drafters.medusa.drafter import load_medusa
+from forerun.drafters.medusa.head import MedusaHeads
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import eos_token_ids
-from forerun.errors import IncompatibleDraft, InvalidModel, InvalidRequest, NotEnoughMemory
+from forerun.errors import (
+    IncompatibleDraft,
+    InvalidModel,
+    InvalidRequest,
+    NotEnoughMemory,
+    UnsupportedFeatures,
+)
 from forerun.models import memory
-from forerun.models.draft_card import CARD_FILE, DraftCard, identify, write_card
+from forerun.models.draft_card import CARD_FILE, DraftCard, TargetIdentity, identify, write_card
 from forerun.sampling.config import SamplingParams
 
 CONFIG = tiny.settings()
@@ -160,6 +172,62 @@ def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, 
         assert "the draft's card is of no use" in caplog.records[-1].message
     finally:
         (draft / CARD_FILE).unlink()
+
+
+def head_in(folder: Path, kind: str, made_for: TargetIdentity | None) -> Path:
+    """A random head for the tiny network without golden rows, with a card or without."""
+    if kind == "medusa":
+        config = MedusaConfig(hidden_size=32, vocab_size=tiny.VOCAB_SIZE, num_heads=2)
+        write_medusa(MedusaHeads(config), folder, target="my/target")
+    else:
+        head = heads.eagle3_head(tiny.adapted(tiny.network()), feature_layers=(0, 1, 2))
+        write_eagle3_head(head, folder, target="my/target")
+    if made_for is not None:
+        card = DraftCard(
+            target="my/target",
+            target_hash="",
+            made_for=made_for,
+            data_hash="",
+            objective="lk",
+            temperature=1.0,
+        )
+        write_card(card, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_head_for_other_weights_is_refused_by_its_card(target, tmp_path, kind, caplog):
+    made_for = identify(target)
+    fitting = head_in(tmp_path / "fitting", kind, made_for)
+    load(target, fitting)
+    assert not caplog.records
+    retold = head_in(tmp_path / "retold", kind, replace(made_for, template="others"))
+    load(target, retold)  # the same weights: a matter of speed
+    assert "(chat template)" in caplog.records[-1].message
+    other = head_in(tmp_path / "other", kind, replace(made_for, weights="a1b2c3"))
+    with pytest.raises(IncompatibleDraft, match=r"trained for my/target.*a1b2c3.*--refresh"):
+        load(target, other)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_head_that_nothing_shows_to_fit_is_loaded_with_one_warning(
+    target, tmp_path, kind, caplog
+):
+    load(target, head_in(tmp_path, kind, None))
+    (record,) = caplog.records
+    assert "neither golden rows nor a card" in record.message
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_target_that_cannot_give_what_a_head_uses_is_refused(tmp_path, kind, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise UnsupportedFeatures("the model has none")
+
+    model = tiny.adapted(tiny.network())
+    monkeypatch.setattr(model, "embed" if kind == "eagle3" else "head", refuse)
+    loader = load_eagle3 if kind == "eagle3" else load_medusa
+    with pytest.raises(UnsupportedFeatures, match="the model has none"):
+        loader(head_in(tmp_path, kind, None), model)
 
 
 def test_a_registered_checkpoint_type_is_loaded_by_its_loader(target, tmp_path, monkeypatch):

@@ -30,9 +30,12 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
     Raises:
         InvalidModel: the folder is damaged or of an unsupported kind.
         IncompatibleDraft: the head was made for another target.
+        UnsupportedFeatures: the target has no embedding that the head could use.
         NotEnoughMemory: there is no room for its keys and values.
     """
     report = examine(folder, target)
+    if not report.head.config.own_embedding:
+        target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises early
     for change in report.changes:
         logger.warning(
             "the EAGLE-3 head in %s is read with %s: its golden rows show it", folder, change

@@ -165,6 +165,7 @@ def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:
     Raises:
         InvalidModel: the folder is damaged or of an unsupported kind.
         IncompatibleDraft: the heads were made for another target.
+        UnsupportedFeatures: the target has no final norm or output matrix that they could use.
     """
     heads = read_medusa(folder, vocab_size=target.vocab_size)
     sizes = {
@@ -178,4 +179,6 @@ def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:
                 f"target has {given}: use heads that were trained for this target"
             )
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
+    hidden = torch.zeros((1, target.hidden_size), dtype=dtype, device=target.device)
+    target.head(target.final_norm(hidden))  # raises early
     return MedusaDrafter(heads.to(device=target.device, dtype=dtype).requires_grad_(False), target)
