@@ -262,8 +262,8 @@ def check_card(draft: Source, target: Source) -> None:
     """Compare the target with the one that the draft's card names.
 
     The text is exact whatever the draft, so a draft model of a target that has changed is only
-    warned of. A head on hidden states is refused for other weights, unless it has golden rows, which
-    are computed again when it is loaded. A head without card and golden rows is warned of.
+    warned of. A head on hidden states is refused for other weights unless it has golden rows,
+    which are computed again when it is loaded. A head without card and golden rows is warned of.
 
     Args:
         draft: folder or name; drafters without a model have no card.
