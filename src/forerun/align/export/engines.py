@@ -28,6 +28,8 @@ __all__ = [
     "for_sglang",
     "for_transformers",
     "for_vllm",
+    "sglang_settings",
+    "vllm_settings",
 ]
 
 ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
@@ -148,57 +150,102 @@ def for_transformers(serving: Serving) -> EngineSettings:
 
 def for_vllm(serving: Serving) -> EngineSettings:
     """A draft model beside the target, given to vLLM as one JSON option."""
+    greedy = serving.drafts_greedily
+    rule = (
+        "The draft proposes its most likely token, which is accepted with the target's "
+        "probability of it."
+        if greedy
+        else "draft_sample_method makes the draft sample; by default vLLM proposes the most "
+        "likely token at every temperature, which is accepted with the target's probability of "
+        "it."
+    )
+    return vllm_settings(
+        serving,
+        draft=serving.draft,
+        method="draft_model",
+        options={"draft_sample_method": "greedy" if greedy else "probabilistic"},
+        notes=(rule, *cpu_note(serving), *context_note(serving)) if serving.speculates else (),
+        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/",
+    )
+
+
+def vllm_settings(
+    serving: Serving,
+    *,
+    draft: Path,
+    method: str,
+    notes: tuple[str, ...],
+    source: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> EngineSettings:
+    """Return the settings of vLLM; without speculation they name the target alone.
+
+    Args:
+        serving: the pair.
+        draft: folder in the form that vLLM reads.
+        method: vLLM's name of the kind of draft.
+        notes: what the user has to know.
+        source: where the options are documented.
+        options: of this method, beside its name, folder and K.
+    """
     settings: dict[str, Any] = {"model": serving.target}
     command = f"vllm serve {shlex.quote(serving.target)}"
-    notes: tuple[str, ...] = ()
     if serving.speculates:
-        greedy = serving.drafts_greedily
         speculative = {
-            "method": "draft_model",
-            "model": str(serving.draft),
+            "method": method,
+            "model": str(draft),
             "num_speculative_tokens": serving.num_speculative_tokens,
-            "draft_sample_method": "greedy" if greedy else "probabilistic",
+            **options,
         }
         settings["speculative_config"] = speculative
         command += f" --speculative-config {shlex.quote(json.dumps(speculative))}"
-        rule = (
-            "The draft proposes its most likely token, which is accepted with the target's "
-            "probability of it."
-            if greedy
-            else "draft_sample_method makes the draft sample; by default vLLM proposes the most "
-            "likely token at every temperature, which is accepted with the target's probability of "
-            "it."
-        )
-        notes = (rule, *cpu_note(serving), *context_note(serving))
     return EngineSettings(
         engine="vllm",
         settings=settings,
         command=command,
         language="bash",
         notes=notes,
-        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/",
+        source=source,
     )
 
 
 def for_sglang(serving: Serving) -> EngineSettings:
     """Standalone speculation: SGLang sees a chain as a tree with one branch."""
+    notes = (
+        "The draft proposes its most likely token at every temperature. It is accepted with "
+        "the target's probability of it, less often than a sampled draft at temperature 1.",
+        "SGLang does not combine this with --enable-dp-attention.",
+        *context_note(serving),
+    )
+    return sglang_settings(
+        serving,
+        draft=serving.draft,
+        algorithm="STANDALONE",
+        notes=notes if serving.speculates else (),
+    )
+
+
+def sglang_settings(
+    serving: Serving, *, draft: Path, algorithm: str, notes: tuple[str, ...]
+) -> EngineSettings:
+    """Return the settings of SGLang; without speculation they name the target alone.
+
+    Args:
+        serving: the pair.
+        draft: folder in the form that SGLang reads.
+        algorithm: SGLang's name of the kind of draft.
+        notes: what the user has to know.
+    """
     k = serving.num_speculative_tokens
     settings: dict[str, Any] = {"model-path": serving.target}
-    notes: tuple[str, ...] = ()
     if serving.speculates:
         settings |= {
-            "speculative-algorithm": "STANDALONE",
-            "speculative-draft-model-path": str(serving.draft),
+            "speculative-algorithm": algorithm,
+            "speculative-draft-model-path": str(draft),
             "speculative-num-steps": k,
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": k + 1,
         }
-        notes = (
-            "The draft proposes its most likely token at every temperature. It is accepted with "
-            "the target's probability of it, less often than a sampled draft at temperature 1.",
-            "SGLang does not combine this with --enable-dp-attention.",
-            *context_note(serving),
-        )
     options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
     return EngineSettings(
         engine="sglang",

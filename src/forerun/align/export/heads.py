@@ -6,14 +6,17 @@ drafting with such heads.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from forerun.align.config import Export
-from forerun.align.export.engines import ENGINES, EngineSettings, Serving
+from forerun.align.export.engines import (
+    ENGINES,
+    EngineSettings,
+    Serving,
+    sglang_settings,
+    vllm_settings,
+)
 from forerun.align.teachers.target import load_target
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa.checkpoint import VLLM_NOTE, read_medusa, write_medusa_vllm
@@ -34,21 +37,10 @@ def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettin
 
 def vllm_eagle3(serving: Serving) -> EngineSettings:
     """An EAGLE-3 head beside the target; its folder is in the form that vLLM reads."""
-    settings: dict[str, Any] = {"model": serving.target}
-    command = f"vllm serve {shlex.quote(serving.target)}"
-    if serving.speculates:
-        speculative = {
-            "method": "eagle3",
-            "model": str(serving.draft),
-            "num_speculative_tokens": serving.num_speculative_tokens,
-        }
-        settings["speculative_config"] = speculative
-        command += f" --speculative-config {shlex.quote(json.dumps(speculative))}"
-    return EngineSettings(
-        engine="vllm",
-        settings=settings,
-        command=command,
-        language="bash",
+    return vllm_settings(
+        serving,
+        draft=serving.draft,
+        method="eagle3",
         notes=("The head shares the target's embedding; its own file holds everything else.",),
         source="https://docs.vllm.ai/en/latest/features/speculative_decoding/eagle/",
     )
@@ -56,44 +48,20 @@ def vllm_eagle3(serving: Serving) -> EngineSettings:
 
 def sglang_eagle3(serving: Serving) -> EngineSettings:
     """An EAGLE-3 head in the raw form; SGLang sees a chain as a tree with one branch."""
-    k = serving.num_speculative_tokens
-    settings: dict[str, Any] = {"model-path": serving.target}
-    if serving.speculates:
-        settings |= {
-            "speculative-algorithm": "EAGLE3",
-            "speculative-draft-model-path": str(serving.draft / "serving" / RAW_FOLDER),
-            "speculative-num-steps": k,
-            "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": k + 1,
-        }
-    options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
-    return EngineSettings(
-        engine="sglang",
-        settings=settings,
-        command=f"python3 -m sglang.launch_server {options}",
-        language="bash",
+    return sglang_settings(
+        serving,
+        draft=serving.draft / "serving" / RAW_FOLDER,
+        algorithm="EAGLE3",
         notes=(f"The head is written again for SGLang, in serving/{RAW_FOLDER}.",),
-        source="https://docs.sglang.io/docs/advanced_features/speculative_decoding",
     )
 
 
 def vllm_medusa(serving: Serving) -> EngineSettings:
     """Medusa heads beside the target, written again in the form that vLLM reads."""
-    settings: dict[str, Any] = {"model": serving.target}
-    command = f"vllm serve {shlex.quote(serving.target)}"
-    if serving.speculates:
-        speculative = {
-            "method": "medusa",
-            "model": str(serving.draft / "serving" / VLLM_FOLDER),
-            "num_speculative_tokens": serving.num_speculative_tokens,
-        }
-        settings["speculative_config"] = speculative
-        command += f" --speculative-config {shlex.quote(json.dumps(speculative))}"
-    return EngineSettings(
-        engine="vllm",
-        settings=settings,
-        command=command,
-        language="bash",
+    return vllm_settings(
+        serving,
+        draft=serving.draft / "serving" / VLLM_FOLDER,
+        method="medusa",
         notes=(f"{VLLM_NOTE}.",),
         source="https://docs.vllm.ai/en/latest/features/speculative_decoding/",
     )
