@@ -17,18 +17,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.align.data.sample import PackedBatch, Sample
-from forerun.align.distribution import TargetDistribution, deployed_distribution
 from forerun.align.teachers.base import TeacherRows
 from forerun.align.teachers.cache import key_of
 from forerun.align.teachers.filling import CacheFiller
-from forerun.align.teachers.hidden import find_head
-from forerun.align.teachers.target import TargetHead, TargetModel, check_samples
+from forerun.align.teachers.hidden import (
+    STATES,
+    HeadRows,
+    ModelTeacher,
+    find_head,
+    states_column,
+)
+from forerun.align.teachers.target import TargetHead, TargetModel
 from forerun.sampling.config import SamplingParams
 
 __all__ = ["CachedFeatures", "FeatureTeacherRows", "FeaturesOfRows", "OnlineFeatures"]
-
-STATES = "states"
-
 
 @runtime_checkable
 class FeatureTeacherRows(TeacherRows, Protocol):
@@ -43,7 +45,7 @@ class FeatureTeacherRows(TeacherRows, Protocol):
         """The last hidden state, after the final norm."""
 
 
-class FeaturesOfRows:
+class FeaturesOfRows(HeadRows):
     """Hidden states of all rows of a batch; see `FeatureTeacherRows`.
 
     Args:
@@ -62,9 +64,8 @@ class FeaturesOfRows:
         sampling: SamplingParams,
     ) -> None:
         self._states = states
-        self._learned = self.last[batch.predicts.to(states.device)]
-        self._head = head
-        self._sampling = sampling
+        learned = self.last[batch.predicts.to(states.device)]
+        super().__init__(hidden=learned, head=head, sampling=sampling)
 
     @property
     def features(self) -> Float[Tensor, "rows width layers hidden"]:
@@ -76,16 +77,8 @@ class FeaturesOfRows:
         """The last hidden state, after the final norm."""
         return self._states[:, :, -1]
 
-    def __len__(self) -> int:
-        """Number of learned rows."""
-        return len(self._learned)
 
-    def distribution(self, rows: slice) -> TargetDistribution:
-        """Return the distribution at some learned rows."""
-        return deployed_distribution(self._head.logits(self._learned[rows]), self._sampling)
-
-
-class OnlineFeatures:
+class OnlineFeatures(ModelTeacher):
     """Teacher that runs the target over every batch; see `Teacher`.
 
     Args:
@@ -94,22 +87,11 @@ class OnlineFeatures:
         sampling: of the deployment.
     """
 
-    truncated = False
-
     def __init__(
         self, target: TargetModel, layers: tuple[int, ...], sampling: SamplingParams
     ) -> None:
-        self._target = target
+        super().__init__(target, sampling)
         self._layers = layers
-        self._sampling = sampling
-
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Refuse samples that the target cannot read; nothing is stored.
-
-        Raises:
-            InvalidRequest: an id is outside its vocabulary, or a text longer than its context.
-        """
-        check_samples(samples, self._target)
 
     def rows(self, batch: PackedBatch) -> FeaturesOfRows:
         """Return features and distributions of a batch."""
@@ -187,13 +169,6 @@ def learned_states(
     """Return the hidden states that are cached, at the learned rows of a batch."""
     states = target.layer_states(batch, layers)
     return states[batch.predicts.to(states.device)]
-
-
-def states_column(
-    target: TargetModel, sample: Sample, states: Float[Tensor, "rows states hidden"]
-) -> dict[str, Tensor]:
-    """Return hidden states as the column of a cache."""
-    return {STATES: states.cpu()}
 
 
 def texts_in(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:

@@ -27,10 +27,12 @@ from forerun.cache import find_cached, write_cached
 from forerun.sampling.config import SamplingParams
 
 __all__ = [
+    "STATES",
     "HeadRows",
     "HiddenTeacher",
     "ModelTeacher",
     "find_head",
+    "states_column",
 ]
 
 
@@ -90,6 +92,7 @@ class ModelTeacher:
 
 HEAD, SUFFIX = "head", ".safetensors"
 STATES = "states"
+"""The column of a cache that holds hidden states."""
 
 
 class HiddenTeacher:
@@ -139,10 +142,10 @@ class HiddenTeacher:
 
 
 def states_column(
-    target: TargetModel, sample: Sample, hidden: Float[Tensor, "rows hidden"]
+    target: TargetModel, sample: Sample, states: Float[Tensor, "rows *states hidden"]
 ) -> dict[str, Tensor]:
     """Return hidden states as the column of a cache."""
-    return {STATES: hidden.cpu()}
+    return {STATES: states.cpu()}
 
 
 def find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
