@@ -25,7 +25,7 @@ from forerun.bench.config import LEAST_BLOCKS, DemoConfig, DraftArms
 from forerun.bench.exactness import ExactnessReport, check_exactness
 from forerun.bench.prompts import neighbours_apart
 from forerun.bench.report import DemoReport
-from forerun.bench.summary import ArmSummary, best_arm, measurable, summarise
+from forerun.bench.summary import best_arm, rows_of, summarise
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion
 from forerun.errors import InvalidRequest
@@ -134,8 +134,8 @@ class Demo:
         """Return the report of the results so far; needs `has_results`."""
         return DemoReport(
             rows=tuple(summarise(self.blocks)),
-            edit_rows=summarised(self.edit_blocks),
-            sampled_rows=summarised(self.sampled_blocks),
+            edit_rows=rows_of(self.edit_blocks),
+            sampled_rows=rows_of(self.sampled_blocks),
             exactness=self.exactness,
             provenance=collect(
                 {name: content_hash(name) for name in self.config.models}, self.num_threads
@@ -277,12 +277,6 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Demo
         step_s=step_s,
         num_threads=target.config.num_threads,
     )
-
-
-def summarised(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
-    """Return the figures of every arm; empty where too few blocks were measured."""
-    enough = len(measurable(blocks)) >= LEAST_BLOCKS
-    return tuple(summarise(blocks)) if enough else ()
 
 
 def fitting(length: float, low: int, high: int) -> int:

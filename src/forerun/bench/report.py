@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from forerun.bench.compare import Block, Measurement
-from forerun.bench.config import LEAST_BLOCKS, BenchConfig, DemoConfig
+from forerun.bench.config import BenchConfig, DemoConfig
 from forerun.bench.exactness import ExactnessReport
 from forerun.bench.summary import (
     ArmSummary,
     BestOfSeveral,
     best_of_several,
-    measurable,
-    summarise,
+    rows_of,
     verdict,
 )
 from forerun.plan.costs import DraftCosts
@@ -136,8 +135,7 @@ class CellReport:
         costs: Mapping[str, DraftCosts],
     ) -> CellReport:
         """Compute the results from the blocks so far."""
-        enough = len(measurable(blocks)) >= LEAST_BLOCKS
-        rows = tuple(summarise(blocks)) if enough else ()
+        rows = rows_of(blocks)
         return cls(
             temperature=temperature,
             batch=batch,
@@ -154,7 +152,7 @@ class CellReport:
                     )
                 )
             },
-            best=best_of_several(blocks) if enough else None,
+            best=best_of_several(blocks) if rows else None,
             blocks=blocks,
         )
 

@@ -21,8 +21,8 @@ __all__ = [
     "best_arm",
     "best_of_several",
     "drafting_only",
-    "measurable",
     "outcome",
+    "rows_of",
     "summarise",
     "verdict",
 ]
@@ -127,6 +127,12 @@ def summarise(
     columns = columns_of(measurable(blocks))
     interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
     return [summarise_arm(column, columns[0], interval) for column in columns]
+
+
+def rows_of(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
+    """Return the figures of every arm; empty where too few blocks were measured."""
+    enough = len(measurable(blocks)) >= LEAST_BLOCKS
+    return tuple(summarise(blocks)) if enough else ()
 
 
 def measurable(blocks: Sequence[Block]) -> list[Block]:
