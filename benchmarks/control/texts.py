@@ -8,11 +8,10 @@ target was hardly shown.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES / "zoo"))
 
 from corpus import HELD_OUT_MODULES  # noqa: E402
-from prompts import body_starts, cut, module_path  # noqa: E402
+from edits import functions, module_path, names_in  # noqa: E402
+from prompts import body_starts, cut  # noqa: E402
 
 PER_MODULE = 10
 PROSE_CHARS = 600
@@ -73,10 +73,11 @@ def edit_texts(seed: int = 2) -> list[Text]:
     found = []
     for module in sorted(HELD_OUT_MODULES):
         source = module_path(module).read_text("utf-8")
-        pieces = [piece for piece in functions(source) if len(names_in(piece)) >= 2]
+        pieces = [p for p in functions(source, EDIT_LINES) if len(frequent_names(p)) >= 2]
         for index in rng.permutation(len(pieces))[:PER_MODULE]:
             piece = pieces[int(index)]
-            (one, two), (new, newer) = names_in(piece)[:2], rng.choice(NEW_NAMES, 2, replace=False)
+            one, two = frequent_names(piece)[:2]
+            new, newer = rng.choice(NEW_NAMES, 2, replace=False)
             changed = re.sub(rf"\b{one}\b", str(new), piece)
             prompt = (
                 f"# The code:\n{piece}\n# Now call {one} {new}:\n{changed}\n"
@@ -87,25 +88,9 @@ def edit_texts(seed: int = 2) -> list[Text]:
     return in_turns(found)
 
 
-def functions(source: str) -> Iterator[str]:
-    """Functions of middling length, with their indentation taken off."""
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
-            continue
-        size = node.end_lineno - node.lineno + 1
-        if EDIT_LINES[0] <= size <= EDIT_LINES[1]:
-            own = lines[node.lineno - 1 : node.end_lineno]
-            yield "".join(line[node.col_offset :] if line.strip() else line for line in own)
-
-
-def names_in(piece: str) -> list[str]:
-    """Local names that occur at least three times, the most frequent first."""
-    tree = ast.parse(piece)
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and len(n.id) > 2}
-    stored |= {a.arg for a in ast.walk(tree) if isinstance(a, ast.arg) and len(a.arg) > 2}
-    counts = Counter(word for word in re.findall(r"\w+", piece) if word in stored)
-    return [name for name, count in counts.most_common() if count >= 3 and name not in NEW_NAMES]
+def frequent_names(piece: str) -> list[str]:
+    """Local names of some length that occur at least three times, the most frequent first."""
+    return names_in(piece, min_chars=3, min_count=3, excluded=NEW_NAMES)
 
 
 def origin_of(text: Text) -> str:

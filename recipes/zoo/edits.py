@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,16 +44,26 @@ def functions(source: str, num_lines: tuple[int, int]) -> Iterator[str]:
             yield "".join(line[node.col_offset :] if line.strip() else line for line in own)
 
 
-def names_in(piece: str) -> list[str]:
-    """Local names that occur at least twice, the most frequent first."""
+def names_in(
+    piece: str,
+    *,
+    min_chars: int = 2,
+    min_count: int = 2,
+    excluded: Container[str] = ("self", *NEW_NAMES),
+) -> list[str]:
+    """Local names that are long enough and occur often enough, the most frequent first."""
     try:
         tree = ast.parse(piece)
     except SyntaxError:  # a continuation line lost its indentation
         return []
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and len(n.id) > 1}
-    stored |= {a.arg for a in ast.walk(tree) if isinstance(a, ast.arg) and len(a.arg) > 1}
-    counts = Counter(word for word in re.findall(r"\w+", piece) if word in stored - {"self"})
-    return [name for name, count in counts.most_common() if count >= 2 and name not in NEW_NAMES]
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    stored |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    counts = Counter(word for word in re.findall(r"\w+", piece) if word in stored)
+    return [
+        name
+        for name, count in counts.most_common()
+        if count >= min_count and len(name) >= min_chars and name not in excluded
+    ]
 
 
 def edit(piece: str, old: str, new: str) -> tuple[str, str]:
