@@ -178,17 +178,19 @@ class BenchConfig:
 
 DEMO_DRAFTS: Mapping[str, tuple[DraftArms, ...]] = {
     "zoo:code-40m": (
-        DraftArms(name="domain draft", draft="zoo:code-2m-for-40m", ks=(2, 3, 4, 6)),
         DraftArms(
             name="domain draft",
             draft="zoo:code-2m-for-40m",
-            ks=(),
+            ks=(2, 3, 4, 6),
             trees=(Tree(num_nodes=5, depth=3, width=2), Tree(num_nodes=8, depth=4, width=3)),
         ),
     ),
     "zoo:code-11m": (DraftArms(name="domain draft", draft="zoo:code-2m", ks=(1, 2, 3, 4)),),
 }
-"""What the demonstration compares on each shipped target; of each entry, the best is shown."""
+"""What the demonstration compares on each shipped target.
+
+Of each draft, the best K and the best tree are shown.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +204,8 @@ class DemoConfig:
         min_tokens: shortest `max_tokens` a slow machine is given.
         target: name of the target.
         general: a draft trained on other text than the target, with its K.
-        drafts: drafts made for the target, each with the K or the trees to choose from; the first
-            has a K and is the one whose text is checked.
+        drafts: drafts made for the target, each with the K and the trees to choose from; the text
+            of the first is checked, at its largest K.
         copied_k: tokens copied from the prompt per step where the prompt asks for an edit.
         num_calibration: prompts set aside for the choice of K.
         num_exact: prompts of the exactness check.
@@ -242,8 +244,7 @@ class DemoConfig:
     @property
     def models(self) -> tuple[str, ...]:
         """Every model that is loaded."""
-        drafts = dict.fromkeys(arm.draft for arm in self.drafts)
-        return (self.target, self.general.draft, *drafts)
+        return (self.target, self.general.draft, *(arm.draft for arm in self.drafts))
 
     @property
     def engine(self) -> EngineConfig:

@@ -54,7 +54,8 @@ class DemoArms:
     Attributes:
         plain: decodes without a draft.
         general: with a draft trained on other text.
-        drafts: with every draft made for the target, one arm per K.
+        drafts: with every draft made for the target, one arm per K and one per tree; chains and
+            trees are groups of their own.
         copying: copies from the prompt.
         step_s: seconds per token of plain decoding.
         num_threads: threads that is fastest with.
@@ -272,11 +273,23 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Demo
     return DemoArms(
         plain=plain_arm(target),
         general=draft_arms(target, config.general)[0],
-        drafts=tuple(draft_arms(target, draft) for draft in config.drafts),
+        drafts=tuple(
+            group
+            for draft in config.drafts
+            for group in chains_and_trees(draft_arms(target, draft))
+        ),
         copying=draft_arms(target, copying)[0],
         step_s=step_s,
         num_threads=target.config.num_threads,
     )
+
+
+def chains_and_trees(arms: Sequence[BenchArm]) -> Iterator[tuple[BenchArm, ...]]:
+    """Yield the arms that draft chains and those that draft trees, where there are any."""
+    for has_tree in (False, True):
+        group = tuple(arm for arm in arms if (arm.tree is not None) is has_tree)
+        if group:
+            yield group
 
 
 def fitting(length: float, low: int, high: int) -> int:

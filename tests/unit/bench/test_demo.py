@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from forerun.bench import demo as module
 from forerun.bench.compare import scouted
 from forerun.bench.config import DemoConfig
-from forerun.bench.demo import Demo, DemoArms
+from forerun.bench.demo import Demo, DemoArms, chains_and_trees
 from forerun.bench.prompts import neighbours_apart
 from forerun.bench.summary import MIN_BLOCKS
+from forerun.control.base import Tree
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 
@@ -57,6 +59,14 @@ def test_the_fastest_k_of_every_draft_is_chosen_and_compared(demo_for):
     demo.run()
     assert [m.arm.name for m in demo.blocks[0]] == ["plain", "off-the-shelf", "K=3", "head K=2"]
     assert [m.arm.name for m in demo.sampled_blocks[0]] == ["plain", "K=3", "head K=2"]
+
+
+def test_the_best_chain_and_the_best_tree_of_a_draft_are_chosen_apart(make_arm):
+    chains = tuple(make_arm(f"K={k}", k=k, accepted=1) for k in (1, 2))
+    tree = replace(make_arm("tree=5", k=5, accepted=1), tree=Tree(num_nodes=5, depth=3, width=2))
+    assert list(chains_and_trees((*chains, tree))) == [chains, (tree,)]
+    assert list(chains_and_trees(chains)) == [chains]
+    assert list(chains_and_trees((tree,))) == [(tree,)]
 
 
 def test_copying_is_compared_on_edits_alone(demo_for):
