@@ -19,7 +19,14 @@ from forerun.drafters.eagle3.config import Eagle3Config
 from forerun.models.architecture import Architecture
 from forerun.models.decoder import rotation
 
-__all__ = ["Attend", "Eagle3Head", "Eagle3Layer", "identity_vocabulary", "vocabulary_maps"]
+__all__ = [
+    "Attend",
+    "Eagle3Head",
+    "Eagle3Layer",
+    "identity_vocabulary",
+    "over_target_vocabulary",
+    "vocabulary_maps",
+]
 
 Attend = Callable[
     [
@@ -222,6 +229,22 @@ def vocabulary_maps(
     t2d = torch.zeros(target_vocab_size, dtype=torch.bool, device=target_ids.device)
     t2d[target_ids] = True
     return d2t, t2d
+
+
+def over_target_vocabulary(
+    logits: Float[Tensor, "rows draft_vocab"],
+    target_ids: Int64[Tensor, " draft_vocab"],
+    target_vocab_size: int,
+) -> Float[Tensor, "rows target_vocab"]:
+    """Return logits over the target's tokens; those that cannot be drafted get -inf.
+
+    A head that drafts the whole vocabulary has its tokens in the target's order: its logits are
+    returned as they are.
+    """
+    if logits.shape[1] == target_vocab_size:
+        return logits
+    full = logits.new_full((len(logits), target_vocab_size), float("-inf"))
+    return full.index_copy_(1, target_ids, logits)
 
 
 def rotate(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.drafters.eagle3.head import Eagle3Head, rotary_sizes
+from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
 from forerun.drafters.eagle3.states import RowStates, store_for
 from forerun.models.attention import attend_blocks, plan_pass
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch
@@ -83,11 +83,9 @@ class Eagle3Model(StoredModel):
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Logits over the target's tokens of rows after the final norm."""
-        logits: Tensor = self.network.lm_head(hidden)
-        if logits.shape[1] == self.vocab_size:
-            return logits
-        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-        return full.index_copy_(1, self._target_ids, logits)
+        return over_target_vocabulary(
+            self.network.lm_head(hidden), self._target_ids, self.vocab_size
+        )
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int

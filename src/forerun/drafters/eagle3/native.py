@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.drafters.eagle3.head import Eagle3Head, rotary_sizes
+from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
 from forerun.drafters.eagle3.states import RowStates, store_for
 from forerun.errors import RunnerUnavailable
 from forerun.models.base import ModelOutput, RowBatch
@@ -70,7 +70,7 @@ class NativeEagle3Model(NativeModel):
         """
         logits = super().forward(batch).logits
         self._states.note(batch, self._given, self._fed_back)
-        return ModelOutput(logits=self._scattered(logits))
+        return ModelOutput(logits=self._over_target(logits))
 
     def _add_states(self, rows: PassStruct, batch: RowBatch) -> None:
         """Describe to the kernels what rows continue from and where their outputs go."""
@@ -84,15 +84,10 @@ class NativeEagle3Model(NativeModel):
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Logits over the target's tokens of rows after the final norm."""
-        return self._scattered(super().head(hidden))
+        return self._over_target(super().head(hidden))
 
-    def _scattered(
-        self, logits: Float[Tensor, "rows draft_vocab"]
-    ) -> Float[Tensor, "rows target_vocab"]:
-        if logits.shape[1] == self.vocab_size:
-            return logits
-        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-        return full.index_copy_(1, self._target_ids, logits)
+    def _over_target(self, logits: Tensor) -> Tensor:
+        return over_target_vocabulary(logits, self._target_ids, self.vocab_size)
 
 
 def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
