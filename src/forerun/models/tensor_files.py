@@ -15,7 +15,13 @@ from forerun.errors import InvalidModel
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder import ReadTensor
 
-__all__ = ["check_parameters", "has_own_head", "tensor_reader", "writing_tensors"]
+__all__ = [
+    "check_parameters",
+    "check_tensors",
+    "has_own_head",
+    "tensor_reader",
+    "writing_tensors",
+]
 
 # Constants some checkpoints carry along, which every implementation computes itself.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -89,6 +95,40 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
                 f"the weights in {checkpoint.folder} do not fit its configuration: "
                 f"{len(names)} {problem}, the first {min(names)}"
             )
+
+
+def check_tensors(
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    where: str,
+    *,
+    known: str,
+    advice: str = "",
+) -> None:
+    """Refuse tensors that are not exactly those of a draft's state dict.
+
+    Args:
+        expected: tensors of the right shapes, by name.
+        found: tensors that were read.
+        where: they were read, for messages.
+        known: the tensors expected, for the message about others.
+        advice: what to do where tensors are missing or unknown.
+
+    Raises:
+        InvalidModel: naming the first one that is missing, unknown or misshapen.
+    """
+    for problem, names in (
+        ("lacks", expected.keys() - found.keys()),
+        (f"holds, beside {known},", found.keys() - expected.keys()),
+    ):
+        if names:
+            raise InvalidModel(
+                f"{where} {problem} {len(names)} tensors, the first {min(names)}{advice}"
+            )
+    for name in sorted(expected):
+        wanted, given = tuple(expected[name].shape), tuple(found[name].shape)
+        if wanted != given:
+            raise InvalidModel(f"{name} in {where} has the shape {given}; it must have {wanted}")
 
 
 def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:

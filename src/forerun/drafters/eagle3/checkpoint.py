@@ -24,7 +24,7 @@ from forerun.drafters.eagle3.formats import config_of, is_eagle3, raw_settings, 
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
-from forerun.models.tensor_files import writing_tensors
+from forerun.models.tensor_files import check_tensors, writing_tensors
 
 __all__ = [
     "HeadFormat",
@@ -121,7 +121,15 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
     head = Eagle3Head(config, target_ids)
     given = {**tensors, "d2t": head.d2t}
     found_t2d = given.setdefault("t2d", head.t2d)
-    check_tensors(head.state_dict(), given, where)
+    expected = head.state_dict()
+    check_tensors(
+        expected,
+        given,
+        where,
+        known="those its flags ask for",
+        advice=f"; an EAGLE-3 head with these flags has exactly {len(expected)}: correct the flags "
+        "in config.json or fetch the head again",
+    )
     if not torch.equal(found_t2d.bool(), head.t2d):
         raise InvalidModel(
             f"t2d in {where} marks {int(found_t2d.bool().sum())} tokens as drafted, but they are "
@@ -129,30 +137,6 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
         )
     head.load_state_dict({**given, "t2d": head.t2d})
     return head.eval()
-
-
-def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors that are not exactly those of a head.
-
-    Raises:
-        InvalidModel: naming the first one that is missing, unknown or misshapen.
-    """
-    for problem, names in (
-        ("lacks", expected.keys() - found.keys()),
-        ("holds, beside those its flags ask for,", found.keys() - expected.keys()),
-    ):
-        if names:
-            raise InvalidModel(
-                f"{where} {problem} {len(names)} tensors, the first {min(names)}; an EAGLE-3 head "
-                "with these flags has exactly "
-                f"{len(expected)}: correct the flags in config.json or fetch the head again"
-            )
-    for name in sorted(expected):
-        wanted, given = tuple(expected[name].shape), tuple(found[name].shape)
-        if wanted != given:
-            raise InvalidModel(
-                f"{name} in {where} has the shape {given}; its configuration asks for {wanted}"
-            )
 
 
 def target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Tensor:

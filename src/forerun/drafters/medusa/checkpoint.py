@@ -24,7 +24,7 @@ from forerun.drafters.medusa.config import MedusaConfig
 from forerun.drafters.medusa.head import MedusaHeads
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import read_object
-from forerun.models.tensor_files import writing_tensors
+from forerun.models.tensor_files import check_tensors, writing_tensors
 
 __all__ = ["VLLM_NOTE", "read_medusa", "write_medusa", "write_medusa_vllm"]
 
@@ -73,7 +73,7 @@ def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
         own_heads=own is not None,
     )
     heads = MedusaHeads(config)
-    check_names(heads.state_dict(), tensors, folder)
+    check_tensors(heads.state_dict(), tensors, str(folder), known="those of Medusa heads")
     heads.load_state_dict(tensors)
     return heads.eval()
 
@@ -108,26 +108,6 @@ def read_heads(folder: Path) -> dict[str, Tensor]:
         else:
             tensors[name] = tensor
     return tensors
-
-
-def check_names(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], folder: Path) -> None:
-    """Refuse tensors that are not exactly those of the heads.
-
-    Raises:
-        InvalidModel: naming the first one that is missing, unknown or misshapen.
-    """
-    for problem, names in (
-        ("lacks", expected.keys() - found.keys()),
-        ("holds, beside those of Medusa heads,", found.keys() - expected.keys()),
-    ):
-        if names:
-            raise InvalidModel(f"{folder} {problem} {len(names)} tensors, the first {min(names)}")
-    for name in sorted(expected):
-        if expected[name].shape != found[name].shape:
-            raise InvalidModel(
-                f"{name} in {folder} has the shape {tuple(found[name].shape)}; the other heads ask "
-                f"for {tuple(expected[name].shape)}"
-            )
 
 
 def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
