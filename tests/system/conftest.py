@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,3 +78,12 @@ def tiny_pair(tmp_path_factory) -> TinyPair:
         byte_tokenizer().save_pretrained(folder)
     byte_tokenizer(("zz",)).save_pretrained(pair.stranger)
     return pair
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    """24 prompts of two tags, one JSON object per line."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"prompt": f"def f{i}(x):\n", "tag": "odd" if i % 2 else "even"} for i in range(24)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

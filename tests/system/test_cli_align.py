@@ -25,14 +25,6 @@ ARGUMENTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [{"prompt": f"def f{i}(x):\n", "tag": "odd" if i % 2 else "even"} for i in range(24)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 @pytest.fixture
 def align(tiny_pair, prompts, capsys):
     def run(*arguments):

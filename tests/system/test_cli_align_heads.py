@@ -33,14 +33,6 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [{"prompt": f"def f{i}(x):\n", "tag": "odd" if i % 2 else "even"} for i in range(24)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-@pytest.fixture(scope="module")
 def aligned(target, prompts, tmp_path_factory):
     out = tmp_path_factory.mktemp("aligned") / "run"
     assert main(command(target, prompts, out, "--export", "vllm", "--export", "sglang")) == 0

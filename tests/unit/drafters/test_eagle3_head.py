@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.heads import causal
 
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
 from forerun.drafters.eagle3.config import Eagle3Config, default_feature_layers
@@ -38,18 +39,6 @@ def random_head(seed=0, **changes):
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return head.eval()
-
-
-def causal(queries, keys, values):
-    """Attention of rows [rows, heads, dim] over themselves and those before."""
-    out = torch.nn.functional.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        is_causal=True,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1)
 
 
 def norm(vector, weight, eps):
