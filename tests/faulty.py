@@ -49,7 +49,7 @@ class RaisesAlways(Faulty):
 
 
 class RaisesOnce(Faulty):
-    """On the third batch, after drafting; whoever is not forgotten then has half a state."""
+    """Raises on the third batch, after drafting; a request not forgotten then has half a state."""
 
     def __init__(self, inner: Drafter) -> None:
         super().__init__(inner)

@@ -63,7 +63,7 @@ class SharedBudget(Controller):
         return [Plan.chain(WAY.method, depth) for depth in depths]
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Learn from whoever drafted."""
+        """Learn from the requests that drafted."""
         for record in records:
             if record.k_budget:
                 self.beliefs.observe(record, WAY)

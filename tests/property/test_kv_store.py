@@ -187,8 +187,8 @@ class History(RuleBasedStateMachine):
 
 
 class Beginnings(RuleBasedStateMachine):
-    """Sequences out of few beginnings and two scopes: whoever begins with what another has stored
-    finds its own tokens, and nothing that anybody still needs is taken."""
+    """Sequences out of few beginnings and two scopes: one that begins with what another has
+    stored finds its own tokens, and no slot that is still needed is taken."""
 
     make: Callable[[int], Subject]
 

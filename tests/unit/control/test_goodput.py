@@ -59,7 +59,7 @@ def test_a_mixed_stream_is_faster_than_under_any_fixed_k():
     assert world(acceptance).run(controller(), 600) > 1.03 * fixed
 
 
-def test_rows_of_a_batch_go_to_whoever_is_accepted():
+def test_rows_of_a_batch_go_to_requests_whose_drafts_are_accepted():
     names = [f"r{index}" for index in range(8)]
     ours = world(lambda _, name, __: 0.9 if name < "r4" else 0.2, *names, batches=(1, 8))
     ours.run(controller(batches=(1, 8)), 150)

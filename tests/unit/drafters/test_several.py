@@ -58,7 +58,7 @@ def test_drafters_of_one_method_are_numbered():
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}], ids=str)
-def test_texts_are_those_of_plain_decoding_whoever_drafts(params):
+def test_texts_are_those_of_plain_decoding_with_every_drafter(params):
     target = tiny.adapted(tiny.network())
     drafters = {
         "draft_model": tiny.drafting(tiny.adapted(tiny.network(jitter=0.02))),

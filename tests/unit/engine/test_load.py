@@ -201,7 +201,7 @@ def test_the_kv_holds_no_more_than_it_may(target, draft, params, sharing):
     assert sum(preemptions) > 0
 
 
-def test_whoever_gave_way_is_next_again():
+def test_a_preempted_sequence_is_next_again():
     config = EngineConfig(max_context=20, max_kv_tokens=24, num_speculative_tokens=0)
     scheduler, store = Scheduler(config), TokenStore(4, 20, 1)
     first, second, third = (tiny.sequence(name, num_prompt=8) for name in "abc")

@@ -102,7 +102,7 @@ def test_the_prompt_is_read_once(sharing: str) -> None:
 
 
 def test_a_prompt_in_chunks_is_read_once_but_for_its_end() -> None:
-    """Whoever has fewer than MIN_SHARED_TOKENS to gain does not wait for them."""
+    """A sample that would save fewer than MIN_SHARED_TOKENS does not wait for them."""
     target = counting(4)
     engine = tiny.engine_over(target, prefill_chunk=5)
     engine.generate([PROMPT], sampling(4, max_tokens=1))

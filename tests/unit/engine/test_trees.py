@@ -118,7 +118,7 @@ def network_drafter(network: PreTrainedModel) -> Branching:
 
 @pytest.mark.parametrize("params", [greedy(max_tokens=16), seeded(max_tokens=16)])
 def test_branches_of_a_network_keep_their_own_keys_and_values(params):
-    """Accepted nodes lie apart in the pass: whoever keeps the wrong rows goes on differently."""
+    """Accepted nodes lie apart in the pass: keeping the wrong rows changes what follows."""
     network = tiny.network("qwen3")
     target = tiny.adapted(network)
     plain = tiny.engine_over(target).generate(tiny.PROMPTS, params)

@@ -204,7 +204,7 @@ def test_a_batch_shares_its_passes():
     assert found.total_s == pytest.approx(prompts_s + 20 * 0.011)
 
 
-def test_whoever_finds_no_place_waits():
+def test_a_request_beyond_the_batch_waits():
     one = SimulatedServerConfig(max_batch=1, max_k=0)
     found = run(workload(requests=2, prompt_tokens=Fixed(tokens=1), server=one))
     # The second waits for 21 steps of the first.

@@ -216,7 +216,7 @@ def test_the_engine_is_left_as_it_was():
     probed(engine)
     assert engine.drafter is drafter
     assert engine.observers == observers
-    assert seen, "whoever listened before still hears"
+    assert seen, "observers added before the probe are still called"
     assert engine.target.store.num_free == num_free
     assert not engine.has_unfinished
 
@@ -236,7 +236,7 @@ def test_settings_that_cannot_work_are_refused(changes):
         EvidenceConfig(**changes)
 
 
-def test_texts_are_the_same_whoever_listens():
+def test_a_probe_leaves_later_texts_unchanged():
     params = SamplingParams(ignore_eos=True, seed=3, max_tokens=20)
     before = of(DraftModel).generate(PROMPTS[:3], params)
     engine = of(DraftModel)

@@ -102,7 +102,7 @@ def test_every_node_is_masked_by_its_own_path() -> None:
     assert mask.state == 1
 
 
-def test_the_automaton_of_the_tests_judges() -> None:
-    """Whoever advances it by a forbidden token hears of it."""
+def test_the_automaton_of_the_tests_refuses_a_forbidden_token() -> None:
+    """Advancing it by a forbidden token raises an error."""
     with pytest.raises(ValueError, match="token 3 in state 0"):
         automaton().advance(3)
