@@ -104,7 +104,7 @@ class ServerMetrics:
         self.labels = {"model_name": model, "engine": "0"}
         self.totals = StepTotals()
         engine.observers.append(self.totals)
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # has no annotations
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self))
         self._success = self._counter(

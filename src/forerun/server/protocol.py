@@ -6,6 +6,7 @@ the server refuses the same values with the same messages as the library.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -122,9 +123,9 @@ class GenerationRequest(Body):
     metadata: dict[str, str] | None = None
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Alternatives per token that are asked for; None for no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def longest(self) -> int | None:
