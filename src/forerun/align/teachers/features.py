@@ -32,6 +32,7 @@ from forerun.sampling.config import SamplingParams
 
 __all__ = ["CachedFeatures", "FeatureTeacherRows", "FeaturesOfRows", "OnlineFeatures"]
 
+
 @runtime_checkable
 class FeatureTeacherRows(TeacherRows, Protocol):
     """Distributions at the learned rows of a batch, and hidden states of all its rows."""
