@@ -95,6 +95,7 @@ class Expectations:
     Steps near the end of a text, which draft less than planned, are left out.
     """
 
+    is_required = True
     wants_logits = True
 
     def __init__(self, cell: Cell) -> None:

@@ -1,4 +1,4 @@
-"""Texts on the live page: not those of other tenants."""
+"""The live page beside the requests: texts of one tenant alone, and no harm where it fails."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from tests.server.conftest import serving, tiny_engine
 
 from forerun.server.keys import ApiKey
+from forerun.server.live import LiveView
 
 KEYS = [ApiKey.of("one", "the key of tenant one"), ApiKey.of("two", "the key of tenant two")]
 
@@ -19,3 +20,22 @@ def test_texts_are_shown_to_a_single_tenant(num_keys, shown):
         found = client.get("/live", headers=headers).json()
     assert found["shows_texts"] is shown
     assert bool(found["requests"][0]["pieces"]) is shown
+
+
+def test_requests_are_answered_where_the_page_fails(monkeypatch, caplog):
+    def fail(view, step):
+        raise ZeroDivisionError
+
+    body = {"prompt": "abc", "max_tokens": 12, "ignore_eos": True, "seed": 1}
+    with serving(tiny_engine()) as client:
+        expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    monkeypatch.setattr(LiveView, "observe", fail)
+    with serving(tiny_engine()) as client:
+        for _ in range(2):
+            answer = client.post("/v1/completions", json=body)
+            assert answer.json()["choices"][0]["text"] == expected
+        assert client.get("/health").is_success
+        assert client.get("/live").is_success
+        assert "vllm:generation_tokens_total" in client.get("/metrics").text
+    warnings = [entry.getMessage() for entry in caplog.records if "observer" in entry.getMessage()]
+    assert warnings == ["observer LiveView failed and was removed: ZeroDivisionError()"]

@@ -110,6 +110,7 @@ def test_trees_change_no_text_on_any_runner(target, expected, name, shape):
 class Trees:
     """Counts proposals that branch."""
 
+    is_required = True
     wants_logits = False
 
     def __init__(self) -> None:

@@ -46,6 +46,7 @@ class DraftedTree:
 class TreeView:
     """An observer that keeps the draft with the longest accepted path; the larger among equals."""
 
+    is_required = True
     wants_logits = True
 
     def __init__(self) -> None:

@@ -32,8 +32,14 @@ class ObservedStep:
 class StepObserver(Protocol):
     """Receives every step of an engine, on the thread that steps it; see `Engine.observers`.
 
-    An exception of an observer ends `Engine.step`; the tokens of the step are kept.
+    After an exception of an observer the tokens of the step are kept. If the observer is required,
+    `Engine.step` raises it; any other observer is removed from the list, with one warning in the
+    log, and the engine goes on without it.
     """
+
+    @property
+    def is_required(self) -> bool:
+        """Whether results are wrong without the observer, as a trace that lacks steps is."""
 
     @property
     def wants_logits(self) -> bool:
@@ -57,6 +63,7 @@ class EmittedRecords:
         receive: called once per record.
     """
 
+    is_required = True
     wants_logits = False
 
     def __init__(self, receive: Callable[[StepRecord], object]) -> None:

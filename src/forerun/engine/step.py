@@ -5,6 +5,7 @@ A step is a function of (sequences, plans, noise); its clock readings only fill 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from forerun.sampling.proposal import Verdict
 from forerun.theory.record import StepRecord
 
 __all__ = ["StepClock", "Stepper"]
+
+logger = logging.getLogger("forerun.engine")
 
 
 class StepClock:
@@ -98,7 +101,7 @@ class Stepper:
         controller: Controller,
         scheduler: Scheduler,
         config: EngineConfig,
-        observers: Seq[StepObserver] = (),
+        observers: list[StepObserver],
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -272,7 +275,14 @@ class Stepper:
         prefilling = [entry for entry in fed if not entry.completes]
         step = ObservedStep(records=records, emitting=emitting, prefilling=prefilling)
         for observer in tuple(self.observers):
-            observer.observe(step)
+            try:
+                observer.observe(step)
+            except Exception as error:
+                if observer.is_required:
+                    raise
+                self.observers.remove(observer)
+                name = type(observer).__name__
+                logger.warning("observer %s failed and was removed: %r", name, error)
 
 
 def note_top_tokens(

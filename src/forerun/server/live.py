@@ -111,6 +111,7 @@ class LiveView:
         clock: monotonic seconds.
     """
 
+    is_required = False
     wants_logits = False
 
     def __init__(

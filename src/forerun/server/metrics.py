@@ -47,6 +47,7 @@ class StepTotals:
         num_cycles: how many these were.
     """
 
+    is_required = False
     wants_logits = False
 
     def __init__(self) -> None:

@@ -76,6 +76,7 @@ class Shapes:
 class Proposals:
     """Collects what was verified and the rules it was verified by."""
 
+    is_required = True
     wants_logits = False
 
     def __init__(self) -> None:

@@ -136,6 +136,7 @@ class Merging:
 class Merged:
     """Collects merged trees and how much of them was accepted."""
 
+    is_required = True
     wants_logits = False
 
     def __init__(self) -> None:

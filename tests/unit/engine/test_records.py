@@ -12,7 +12,7 @@ from tests import tiny
 from forerun.control.base import Capacity, Plan, RequestState
 from forerun.engine import step
 from forerun.engine.engine import Engine
-from forerun.engine.observing import EmittedRecords
+from forerun.engine.observing import EmittedRecords, ObservedStep
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.tabular import TabularModel
 from forerun.sampling.config import SamplingParams
@@ -201,6 +201,36 @@ def test_a_failing_listener_costs_no_token(target):
             engine.step()
     assert engine.take_output("r").token_ids == expected
     assert target.store.num_free == 4
+
+
+class Failing:
+    """An observer that fails at its third step."""
+
+    is_required = False
+    wants_logits = False
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+
+    def observe(self, step: ObservedStep) -> None:
+        self.num_seen += 1
+        if self.num_seen == 3:
+            raise KeyError("page")
+
+
+def test_an_observer_that_fails_is_removed_with_one_warning(target, caplog):
+    engine = drafted(target)
+    expected = engine.generate([[1]], PARAMS)[0].token_ids
+    failing = Failing()
+    records: list[StepRecord] = []
+    remaining = EmittedRecords(records.append)
+    engine.observers[:] = [failing, remaining]
+    assert engine.generate([[1]], PARAMS)[0].token_ids == expected
+    assert engine.observers == [remaining]
+    assert failing.num_seen == 3
+    assert sum(record.num_emitted for record in records) == len(expected)
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert warning == "observer Failing failed and was removed: KeyError('page')"
 
 
 def test_times_of_a_completion(target):

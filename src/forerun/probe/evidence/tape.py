@@ -78,6 +78,7 @@ class TapedRequest:
 class PassRecorder:
     """An observer that keeps the steps of every request with their proposals."""
 
+    is_required = True
     wants_logits = False
 
     def __init__(self) -> None:
