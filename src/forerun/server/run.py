@@ -75,6 +75,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     """Return the settings of uvicorn: bounded headers, no log of requests, no other protocols."""
     return uvicorn.Config(
         app,
+        http="h11",  # the other parser, which uvicorn prefers where it is installed, has no bounds
         log_config=None,
         access_log=False,
         ws="none",
