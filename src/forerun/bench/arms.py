@@ -19,7 +19,7 @@ from forerun.control.base import Tree
 from forerun.control.config import ControllerName
 from forerun.control.fixed import FixedController
 from forerun.engine.engine import Engine
-from forerun.engine.loading import check_branching, default_controller
+from forerun.engine.loading import default_controller, tree_method
 from forerun.plan.costs import DraftCosts
 from forerun.sampling.config import SamplingParams
 
@@ -42,7 +42,7 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
     drafter = target.with_draft(wanted.draft, wanted.max_nodes, dtype=dtype).drafter
     assert drafter is not None
     for tree in wanted.trees:
-        check_branching(drafter, tree)
+        tree_method(drafter, tree)
     shapes: list[tuple[str, int, Tree | None]] = [(f"K={k}", k, None) for k in wanted.ks]
     shapes += [(f"tree={tree}", tree.num_nodes, tree) for tree in wanted.trees]
     return tuple(

@@ -183,12 +183,15 @@ class PairFlags(TargetFlags):
     "recycling", which reuses what the target found likely behind each token before; "self:N", the
     target's first N layers; "none" for plain decoding.
     Default: the shipped draft for a shipped target.
-    With several drafts the controller chooses one at every step."""
+    With several drafts the controller chooses one at every step; --tree merges them."""
     k: LookAhead = EngineConfig().num_speculative_tokens
     """K: most tokens drafted per step; 0 decodes plainly."""
     tree: str | None = None
     """NODES or NODES,DEPTH,WIDTH: every draft is a tree with at most so many nodes, levels and
-    children per node, in place of a chain of K tokens. Default: the controller chooses."""
+    children per node, in place of a chain of K tokens. With several drafts it has the best nodes of
+    all of them. Default: the controller chooses."""
+    max_tree_nodes: int = EngineConfig().max_tree_nodes
+    """Most nodes of a tree that the controller chooses."""
     controller: ControllerName = EngineConfig().controller
     """Chooses how many tokens are drafted. fixed: always K; heuristic and confidence: as in
     transformers; goodput: most expected tokens per second; bandit: by trial;
@@ -215,7 +218,8 @@ class PairFlags(TargetFlags):
         if len(names) > 1:
             if len(found) < len(names):
                 raise InvalidRequest("--draft none decodes plainly; leave the other drafts out")
-            self._check_choice()
+            if self.tree is None:
+                self._check_choice()
         return found
 
     @property
@@ -242,7 +246,8 @@ class PairFlags(TargetFlags):
         if not chooses and not (self.controller == "auto" and self.profile):
             raise InvalidRequest(
                 f"several drafts need a controller that chooses between them, and {self.controller}"
-                " takes the first; give --profile of every draft model, or --controller bandit"
+                " takes the first; give --profile of every draft model, --controller bandit, or "
+                "--tree NODES, which drafts one tree with the best nodes of all"
             )
 
 

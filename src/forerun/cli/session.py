@@ -218,6 +218,7 @@ def load_engine(
     config = EngineConfig(
         num_speculative_tokens=pair.k,
         tree=tree,
+        max_tree_nodes=pair.max_tree_nodes,
         controller=pair.controller if is_simple else "fixed",
         max_batch=max_batch,
         max_waiting=max_waiting,

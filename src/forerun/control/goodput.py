@@ -102,6 +102,7 @@ class GoodputController:
         config: settings.
         tree_methods: drafters that propose trees; a tree is planned where it is expected to be
             faster than every chain.
+        max_tree_nodes: most nodes of a tree; not less than the largest K.
     """
 
     def __init__(
@@ -110,10 +111,15 @@ class GoodputController:
         max_k: int,
         config: GoodputConfig | None = None,
         tree_methods: Sequence[str] = (),
+        max_tree_nodes: int = 0,
     ) -> None:
         self.config = config or GoodputConfig()
         self.max_k = max_k
-        self.costs = costs if isinstance(costs, LearnedCosts) else ProfiledCosts(costs, max_k)
+        self.costs = (
+            costs
+            if isinstance(costs, LearnedCosts)
+            else ProfiledCosts(costs, max_k, max_tree_nodes)
+        )
         self.methods = self.costs.methods
         self.tree_methods = tree_methods
         self.beliefs = Beliefs(self.config.beliefs)

@@ -84,11 +84,13 @@ class LearnedCosts:
     Args:
         methods: names of the drafters.
         max_k: largest K.
+        max_tree_nodes: most nodes of a tree; not less than the largest K.
     """
 
-    def __init__(self, methods: Sequence[str], max_k: int) -> None:
+    def __init__(self, methods: Sequence[str], max_k: int, max_tree_nodes: int = 0) -> None:
         self.methods = tuple(methods)
         self.max_k = max_k
+        self.max_nodes = max(max_k, max_tree_nodes)
         self._batches: dict[int, BatchCosts] = {}
         self._num_states = 0
 
@@ -113,7 +115,7 @@ class LearnedCosts:
         """Return the most nodes of a tree that may be planned: about twice as many as measured."""
         costs = self._nearest(batch)
         most = 0 if costs is None else max(costs.by_rows_s, default=0)
-        return min(self.max_k, max(FIRST_DEPTH, 2 * most + 1))
+        return min(self.max_nodes, max(FIRST_DEPTH, 2 * most + 1))
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn from the durations of one step without prompts."""
@@ -160,7 +162,7 @@ class LearnedCosts:
                 level_s, other_s = costs.level_s[method].mean, costs.other_s[method].mean
         if level_s is None:
             level_s = ASSUMED_LEVEL * plain_s
-        by_rows_s = [plain_s + row_s * rows * batch for rows in range(self.max_k + 1)]
+        by_rows_s = [plain_s + row_s * rows * batch for rows in range(self.max_nodes + 1)]
         if costs is not None:
             by_rows_s = bent(by_rows_s, costs.by_rows_s)
         return StepTimes.learned(

@@ -26,15 +26,17 @@ class ControllerInputs:
 
     Attributes:
         methods: names of the drafters there are, at least one.
-        num_speculative_tokens: largest K.
+        num_speculative_tokens: largest K, and the most levels of a tree.
         costs: cost tables by method, where they were measured.
         tree_methods: names of the drafters that propose trees.
+        max_tree_nodes: most nodes of a tree; not less than the largest K.
     """
 
     methods: Sequence[str]
     num_speculative_tokens: int
     costs: Mapping[str, CostSource] = field(default_factory=dict)
     tree_methods: Sequence[str] = ()
+    max_tree_nodes: int = 0
 
 
 def auto(inputs: ControllerInputs) -> Controller:
@@ -59,13 +61,15 @@ def confidence(inputs: ControllerInputs) -> Controller:
 
 def goodput(inputs: ControllerInputs) -> Controller:
     """Build the goodput controller; it learns costs unless those of all drafters are given."""
-    max_k = inputs.num_speculative_tokens
-    trees = inputs.tree_methods
+    max_k, max_nodes = inputs.num_speculative_tokens, inputs.max_tree_nodes
+    costs: Mapping[str, CostSource] | LearnedCosts
     if any(method not in inputs.costs for method in inputs.methods):
-        learned = LearnedCosts(inputs.methods, max_k)
-        return GoodputController(learned, max_k, tree_methods=trees)
-    costs = {method: inputs.costs[method] for method in inputs.methods}
-    return GoodputController(costs, max_k, tree_methods=trees)
+        costs = LearnedCosts(inputs.methods, max_k, max_nodes)
+    else:
+        costs = {method: inputs.costs[method] for method in inputs.methods}
+    return GoodputController(
+        costs, max_k, tree_methods=inputs.tree_methods, max_tree_nodes=max_nodes
+    )
 
 
 def bandit(inputs: ControllerInputs) -> Controller:

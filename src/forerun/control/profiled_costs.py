@@ -46,13 +46,17 @@ class ProfiledCosts:
     Args:
         costs: of every drafter that may be planned, by its method.
         max_k: largest K.
+        max_tree_nodes: most nodes of a tree; not less than the largest K.
 
     Attributes:
         methods: names of the drafters that have costs.
     """
 
-    def __init__(self, costs: Mapping[str, CostSource], max_k: int) -> None:
-        self.tables = Tables(costs, max_k)
+    def __init__(
+        self, costs: Mapping[str, CostSource], max_k: int, max_tree_nodes: int = 0
+    ) -> None:
+        self.max_nodes = max(max_k, max_tree_nodes)
+        self.tables = Tables(costs, max_k, self.max_nodes)
         self.methods = tuple(costs)
         self.max_k = max_k
         self._corrections: dict[int, TimeCorrection] = {}
@@ -68,7 +72,7 @@ class ProfiledCosts:
 
     def largest_tree(self, batch: int) -> int:
         """Return the most nodes of a tree that may be planned."""
-        return self.max_k
+        return self.max_nodes
 
     def at(self, states: Sequence[RequestState]) -> OperatingPoint:
         """Return the operating point of these requests; the previous one is reused if possible."""

@@ -76,14 +76,17 @@ class StepTimes:
     draft_deltas_s: tuple[float, ...]
 
     @classmethod
-    def read(cls, table: CostTable, place: CostCell, max_k: int) -> StepTimes:
-        """Read the table for every size up to `max_k`."""
+    def read(
+        cls, table: CostTable, place: CostCell, max_k: int, max_nodes: int | None = None
+    ) -> StepTimes:
+        """Read the table for drafts of up to `max_k` levels and `max_nodes` nodes (or `max_k`)."""
         batch, context = place.batch, place.context
         # More sequences never take less, whatever noise there was between measured batches.
         by_batch = (table.draft_token_s(context, b + 1) for b in range(batch))
         draft_s = tuple(accumulate(by_batch, max))
         plain_s = table.plain_step_s(context, batch)
-        by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(max_k + 1)]
+        most = max_k if max_nodes is None else max_nodes
+        by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(most + 1)]
         verify_s = spread(by_rows, batch)
         overhead_s = (0.0, *(table.overhead_s(k + 1, context, batch) for k in range(max_k)))
         overhead_deltas_s = tuple(b - a for a, b in pairwise(overhead_s))
@@ -155,11 +158,15 @@ class Tables:
     Args:
         costs: of every method that may be planned.
         max_k: largest K that may be planned.
+        max_nodes: most nodes of a tree that may be planned; None: `max_k`.
     """
 
-    def __init__(self, costs: Mapping[str, CostSource], max_k: int) -> None:
+    def __init__(
+        self, costs: Mapping[str, CostSource], max_k: int, max_nodes: int | None = None
+    ) -> None:
         self.costs = costs
         self.max_k = max_k
+        self.max_nodes = max_nodes
         self._read: dict[tuple[str, bool, CostCell], StepTimes] = {}
 
     def at(self, method: str, place: CostCell, *, greedy: bool) -> StepTimes:
@@ -168,7 +175,9 @@ class Tables:
         times = self._read.get(key)
         if times is None:
             table = self.costs[method].at(0.0 if greedy else 1.0)
-            times = self._read[key] = StepTimes.read(table, place, self.max_k)
+            times = self._read[key] = StepTimes.read(
+                table, place, self.max_k, self.max_nodes
+            )
         return times
 
 

@@ -42,6 +42,7 @@ logger = logging.getLogger("forerun.config")
 
 RANGES = (
     Range("num_speculative_tokens", 0, integer=True),
+    Range("max_tree_nodes", 0, integer=True),
     Range("max_batch", 1, integer=True),
     Range("max_context", 2, integer=True),
     Range("prefill_chunk", 1, integer=True),
@@ -64,13 +65,15 @@ class EngineConfig:
     """Settings of an engine; those of a request are in SamplingParams.
 
     Attributes:
-        num_speculative_tokens: K, most tokens drafted per step (0: plain decoding).
+        num_speculative_tokens: K, most tokens of a drafted chain (0: plain decoding).
         tree: shape of every draft, under the controllers "auto" and "fixed", for drafters that
             propose trees; None lets the controller choose.
+        max_tree_nodes: most nodes of a tree that a controller chooses; less where a pass has fewer
+            rows for a sequence. A tree is at most K levels deep, and may have K nodes in any case.
         controller: what chooses K at every step. "fixed": always K; "heuristic" and "confidence" do
             as transformers does; "goodput": most expected tokens per second, which takes measured
-            costs; "bandit": by trial; "auto": goodput, watched so that it is never slower than
-            plain decoding, where costs are given, else fixed.
+            costs; "bandit": by trial; "auto": goodput, switched off where measured steps are slower
+            than plain ones; without costs it learns them from the steps.
         max_batch: most sequences decoded at once; the others wait.
         max_context: prompt plus output tokens a sequence may have, cut to what the model allows; KV
             memory grows with max_batch x max_context.
@@ -97,6 +100,7 @@ class EngineConfig:
 
     num_speculative_tokens: int = 4
     tree: Tree | None = None
+    max_tree_nodes: int = 16
     controller: ControllerName = "auto"
     max_batch: int = 8
     max_context: int = 4096
@@ -130,13 +134,13 @@ class EngineConfig:
             )
         if self.tree is not None:
             object.__setattr__(self, "tree", self._fitting(self.tree))
-        if self.max_step_rows < self.max_batch * (self.max_nodes + 1):
+        if self.max_step_rows < self.max_batch * (self.max_chain + 1):
             raise InvalidRequest(
                 f"max_step_rows is {self.max_step_rows}, below max_batch x (K + 1) = "
-                f"{self.max_batch * (self.max_nodes + 1)}, where K counts the nodes of a tree too; "
+                f"{self.max_batch * (self.max_chain + 1)}, where K counts the nodes of a tree too; "
                 "raise it or lower K"
             )
-        alone = self.max_context + self.max_nodes
+        alone = self.max_context + self.max_chain
         if self.max_kv_tokens is not None and self.max_kv_tokens < alone:
             raise InvalidRequest(
                 f"max_kv_tokens is {self.max_kv_tokens}, but one sequence may need max_context + K "
@@ -175,9 +179,19 @@ class EngineConfig:
         return replace(self, **changes) if changes else self
 
     @property
+    def max_chain(self) -> int:
+        """Most tokens of a drafted chain: K, or the nodes of the tree that replaces it."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
+
+    @property
     def max_nodes(self) -> int:
         """Most draft nodes of one sequence in a step, each of which is a row of the pass."""
-        return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
+        if self.tree is not None or self.num_speculative_tokens == 0:
+            return self.max_chain
+        room = self.max_step_rows // self.max_batch - 1
+        if self.max_kv_tokens is not None:
+            room = min(room, self.max_kv_tokens - self.max_context)
+        return max(self.num_speculative_tokens, min(self.max_tree_nodes, room))
 
     @property
     def num_slots(self) -> int:

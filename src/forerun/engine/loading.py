@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Source",
     "as_sources",
-    "check_branching",
     "check_card",
     "check_features",
     "check_head_card",
@@ -49,6 +48,7 @@ __all__ = [
     "load_drafters",
     "load_pair_member",
     "load_target",
+    "tree_method",
 ]
 
 logger = logging.getLogger("forerun.loading")
@@ -151,10 +151,10 @@ def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None
     Raises:
         InvalidRequest: naming both.
     """
-    if config.max_nodes >= model.max_context:
+    if config.max_chain >= model.max_context:
         what = "num_speculative_tokens" if config.tree is None else "the number of nodes of a tree"
         raise InvalidRequest(
-            f"{what} is {config.max_nodes}, but the context of {name} holds {model.max_context} "
+            f"{what} is {config.max_chain}, but the context of {name} holds {model.max_context} "
             "tokens; choose a smaller one"
         )
 
@@ -372,26 +372,34 @@ def default_controller(
     if drafter is None or config.max_nodes == 0:
         return FixedController(0)
     if config.tree is not None:
-        check_branching(drafter, config.tree)
-        return FixedController(config.tree, drafter.method)
-    methods = tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
+        return FixedController(config.tree, tree_method(drafter, config.tree))
+    methods = method_names(drafter)
     inputs = ControllerInputs(
         methods=methods,
         num_speculative_tokens=k,
         costs=costs,
         tree_methods=tree_methods(drafter),
+        max_tree_nodes=config.max_nodes,
     )
     return build_controller(config.controller, inputs)
 
 
-def check_branching(drafter: Drafter, tree: Tree) -> None:
-    """Refuse a tree of a drafter that proposes chains only.
+def method_names(drafter: Drafter) -> tuple[str, ...]:
+    """Return the method of a drafter, or those of several behind one interface."""
+    return tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
+
+
+def tree_method(drafter: Drafter, tree: Tree) -> str:
+    """Return the method of plans for a tree; it names all drafters, whose trees are merged.
 
     Raises:
-        InvalidRequest: naming the drafter.
+        InvalidRequest: a drafter proposes chains only; the message names it.
     """
-    if drafter.method not in tree_methods(drafter):
-        raise InvalidRequest(
-            f"the drafter {drafter.method} proposes chains only, so it cannot draft the tree "
-            f"{tree}; leave the tree out or use another draft"
-        )
+    methods = method_names(drafter)
+    for method in methods:
+        if method not in tree_methods(drafter):
+            raise InvalidRequest(
+                f"the drafter {method} proposes chains only, so it cannot draft the tree {tree}; "
+                "leave the tree out or use another draft"
+            )
+    return "+".join(methods)

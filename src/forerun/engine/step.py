@@ -110,7 +110,7 @@ class Stepper:
         self.scheduler = scheduler
         self.observers = observers
         self.capacity = Capacity(max_rows=config.max_step_rows)
-        self.max_nodes = config.max_nodes
+        self.max_chain, self.max_nodes = config.max_chain, config.max_nodes
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
         self.verify: Verify = verify
         self.before_pass: Callable[[], None] | None = None
@@ -162,7 +162,8 @@ class Stepper:
         plans = iter(self.controller.decide(states, self.capacity) if states else ())
         for entry in free:
             plan = entry.sequence.plan or next(plans)
-            entry.plan = bounded(plan, self.max_nodes, entry.sequence.max_new - 1)
+            most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
+            entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
 
     def _propose(self, scheduled: Seq[ScheduledSequence]) -> None:
         """Ask the drafter for the proposals that plans allow."""

@@ -163,7 +163,7 @@ async def answered(
             f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} sequences; "
             f"this server runs and queues {most}: send them in several requests"
         )
-    plan = body.plan(engine.capabilities(), engine.engine.config.max_nodes)
+    plan = body.plan(engine.capabilities(), engine.engine.config)
     key: ApiKey = request.state.key
     key.check(body.priority, len(prompts) * params.n, params.max_tokens)
     terms = RequestTerms(

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.control.base import Chain, Plan, Tree
 from forerun.engine.backend import Capabilities
+from forerun.engine.config import EngineConfig
 from forerun.engine.intake import Prompt
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
@@ -152,12 +153,12 @@ class GenerationRequest(Body):
             logprobs=self.num_logprobs,
         )
 
-    def plan(self, capabilities: Capabilities, most: int) -> Plan | None:
+    def plan(self, capabilities: Capabilities, config: EngineConfig) -> Plan | None:
         """Return the plan that `speculation` asks for; None leaves it to the controller.
 
         Args:
             capabilities: of the engine, which names the drafters.
-            most: K of the engine.
+            config: of the engine, with the most that it drafts.
 
         Raises:
             InvalidRequest: there is no such drafter, or it drafts fewer tokens.
@@ -169,10 +170,10 @@ class GenerationRequest(Body):
             return Plan()
         if isinstance(asked, str):
             asked = SpeculationChoice(drafter=asked)
-        return plan_of(asked, capabilities.methods, most)
+        return plan_of(asked, capabilities.methods, config)
 
 
-def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], most: int) -> Plan:
+def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], config: EngineConfig) -> Plan:
     """Return the plan of an explicit choice, see `GenerationRequest.plan`."""
     if asked.tree is not None and asked.num_speculative_tokens is not None:
         raise InvalidRequest("speculation names num_speculative_tokens and a tree; give one")
@@ -185,6 +186,8 @@ def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], most: int) -> Pl
             '"auto" and "off"'
         )
     shape: Chain | Tree
+    most = config.max_chain if asked.tree is None else config.max_nodes
+    setting = "num-speculative-tokens" if asked.tree is None else "max-tree-nodes"
     if asked.tree is not None:
         shape = Tree(**asked.tree.model_dump())
     else:
@@ -193,7 +196,7 @@ def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], most: int) -> Pl
     if shape.num_nodes > most:
         raise InvalidRequest(
             f"speculation asks for {shape.num_nodes} draft tokens; this server drafts at most "
-            f"{most}: ask for fewer, or start it with a larger --num-speculative-tokens"
+            f"{most}: ask for fewer, or start it with a larger --{setting}"
         )
     return Plan(method=method, shape=shape) if shape.num_nodes else Plan()
 

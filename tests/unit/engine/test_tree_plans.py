@@ -11,9 +11,11 @@ from rich.console import Console
 from tests import tiny
 
 from forerun.cli.tree_view import TreeView
-from forerun.control.base import Plan, Tree
+from forerun.control.base import Capacity, Chain, Plan, RequestState, Tree
 from forerun.control.fixed import FixedController
 from forerun.drafters.base import DraftRequest, StepOutcome, TreeDrafter
+from forerun.drafters.several import SeveralDrafters
+from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
@@ -28,6 +30,7 @@ from forerun.theory.tree import TokenTree
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 SHAPE = Tree(num_nodes=4, depth=2, width=3)
+STATE = RequestState(request_id="r", num_committed=9, max_new=50, temperature=0.0)
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
 
@@ -142,6 +145,64 @@ def test_a_controller_that_chooses_shapes_excludes_a_fixed_tree():
     with pytest.raises(InvalidRequest, match="bandit would have nothing to choose"):
         EngineConfig(tree=SHAPE, controller="bandit")
     assert EngineConfig(tree=SHAPE, num_speculative_tokens=1).max_nodes == 4
+
+
+def test_trees_of_a_controller_have_more_nodes_than_a_chain_as_far_as_passes_have_room():
+    assert EngineConfig(num_speculative_tokens=4).max_nodes == 16
+    assert EngineConfig(num_speculative_tokens=4, max_tree_nodes=7).max_nodes == 7
+    assert EngineConfig(num_speculative_tokens=4, max_tree_nodes=0).max_nodes == 4
+    assert EngineConfig(num_speculative_tokens=20).max_nodes == 20
+    assert EngineConfig(num_speculative_tokens=0).max_nodes == 0
+    assert EngineConfig(max_batch=8, max_step_rows=80).max_nodes == 9
+    assert EngineConfig(max_context=64, max_kv_tokens=70).max_nodes == 6
+    with pytest.raises(InvalidRequest, match="max_tree_nodes"):
+        EngineConfig(max_tree_nodes=-1)
+
+
+def test_chains_are_cut_to_k_and_trees_to_the_most_nodes(target):
+    class Alternating:
+        """Plans more than there may be, chains and trees in turns."""
+
+        num_decisions = 0
+
+        def decide(self, states, capacity):
+            self.num_decisions += 1
+            shape = Chain(num_tokens=9)
+            if self.num_decisions % 2:
+                shape = Tree(num_nodes=9, depth=2, width=4)
+            return [Plan(method="draft_model", shape=shape)] * len(states)
+
+        def observe(self, records):
+            pass
+
+    records: list[StepRecord] = []
+    config = EngineConfig(num_speculative_tokens=2, max_tree_nodes=6, max_context=64, max_batch=2)
+    engine = Engine(
+        target=target,
+        tokenizer=tiny.tokenizer(),
+        drafter=tiny.drafting(tiny.cousin(target, 5), 8),
+        controller=Alternating(),
+        config=config,
+        eos_token_ids=frozenset(),
+    )
+    engine.observers[:] = [EmittedRecords(records.append)]
+    engine.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    chains = {record.num_drafted for record in records if record.path_children is None}
+    trees = {record.num_drafted for record in records if record.path_children is not None}
+    assert max(chains) == 2
+    assert max(trees) == 6
+
+
+def test_the_tree_of_several_drafters_is_merged_of_all_that_branch(target):
+    config = EngineConfig(tree=SHAPE)
+    drafters = {"suffix": SuffixDrafter(), "draft_model": tiny.drafting(tiny.cousin(target, 5), 8)}
+    controller = default_controller(config, SeveralDrafters(drafters), {})
+    (plan,) = controller.decide([STATE], Capacity(max_rows=64))
+    assert plan == Plan(method="suffix+draft_model", shape=SHAPE)
+    chains = SecondBest(target)
+    chains.max_width = 1
+    with pytest.raises(InvalidRequest, match="the drafter second_best proposes chains only"):
+        default_controller(config, SeveralDrafters({**drafters, "second_best": chains}), {})
 
 
 @pytest.mark.parametrize(

@@ -15,25 +15,27 @@ from forerun.probe.profile import load_profile
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-PROFILE = Path(__file__).parents[3] / "benchmarks" / "profiles" / "292m.json"
+PROFILES = Path(__file__).parents[3] / "benchmarks" / "profiles"
 ARMS = ("plain", "fixed:1", "fixed:3", "fixed:5", "fixed:8", "tree:7,2,4", "tree:7,3,4")
 
 
 @pytest.fixture(scope="module")
 def costs() -> DraftCosts:
-    return load_profile(PROFILE).costs
+    return load_profile(PROFILES / "292m.json").costs
 
 
-def compared(costs: DraftCosts, alpha: float, *names: str, overlap: str = "none"):
+def compared(
+    costs: DraftCosts, alpha: float, *names: str, seed: int = 1, max_k: int = 8, overlap="none"
+):
     workload = Workload(
         requests=8,
         prompt_tokens=Fixed(tokens=64),
         output_tokens=Uniform(least=200, most=300),
         phases=(Phase(share=1.0, acceptance=Constant(alpha=alpha)),),
-        server=SimulatedServerConfig(max_batch=1, max_k=8),
+        server=SimulatedServerConfig(max_batch=1, max_k=max_k),
         sibling_acceptance=0.4,
     )
-    comparison = ControllerComparison(workload, costs, seed=1, overlap=overlap)
+    comparison = ControllerComparison(workload, costs, seed=seed, overlap=overlap)
     comparison.check(names)
     return {name: comparison.run(name).decode_s for name in names}
 
@@ -44,6 +46,19 @@ def test_goodput_follows_the_faster_shape(costs, alpha):
     best = min(ARMS, key=seconds.__getitem__)
     assert best.startswith("tree" if alpha == 0.5 else "fixed")
     assert seconds["goodput"] <= 1.06 * seconds[best]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8])
+@pytest.mark.parametrize("profile", ["292m", "shipped-pair"])
+def test_auto_is_within_two_percent_of_the_best_shape(profile, alpha):
+    """With the default K of 4; on the 292M pair trees of 11 nodes are best up to 0.7."""
+    costs = load_profile(PROFILES / f"{profile}.json").costs
+    arms = ("plain", "fixed:1", "fixed:3", "fixed:4", "tree:3,2,4", "tree:7,3,4", "tree:11,3,4")
+    runs = [compared(costs, alpha, *arms, "auto", seed=seed, max_k=4) for seed in range(2)]
+    seconds = {name: sum(run[name] for run in runs) for name in (*arms, "auto")}
+    best = min(arms, key=seconds.__getitem__)
+    assert (best == "tree:11,3,4") is (profile == "292m" and alpha < 0.8)
+    assert seconds[best] / seconds["auto"] >= 0.98
 
 
 def test_overlapped_schedules_refuse_trees(costs):

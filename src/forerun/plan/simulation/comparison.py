@@ -26,7 +26,7 @@ METHOD = "draft_model"
 
 
 def controller_maker(
-    name: str, costs: DraftCosts, max_k: int, *, has_trees: bool = False
+    name: str, costs: DraftCosts, max_k: int, *, has_trees: bool = False, max_tree_nodes: int = 0
 ) -> Callable[[], Controller]:
     """Return a function that builds a controller without estimates, as each run needs one.
 
@@ -35,6 +35,7 @@ def controller_maker(
         costs: costs of cycles that it receives.
         max_k: largest K.
         has_trees: whether the controller may plan trees.
+        max_tree_nodes: the most nodes of such a tree.
 
     Raises:
         InvalidRequest: there is no controller of that name, or its K is out of range.
@@ -62,6 +63,7 @@ def controller_maker(
         num_speculative_tokens=k,
         costs={METHOD: costs},
         tree_methods=(METHOD,) if has_trees else (),
+        max_tree_nodes=max_tree_nodes,
     )
     return lambda: build_controller(kind, inputs)
 
@@ -197,8 +199,14 @@ class ControllerComparison:
             assert k is not None
             return simulate_coarsely(self.workload, self.traffic, self.times, k, name)
         has_trees = self.workload.sibling_acceptance > 0.0 and self.overlap == "none"
-        max_k = self.workload.server.max_k
-        make = controller_maker(name, self.costs, max_k, has_trees=has_trees)
+        server = self.workload.server
+        make = controller_maker(
+            name,
+            self.costs,
+            server.max_k,
+            has_trees=has_trees,
+            max_tree_nodes=server.max_tree_nodes,
+        )
         schedule = SCHEDULES[self.overlap]()
         return simulate(self.workload, self.traffic, self.times, make(), name, schedule)
 

@@ -52,7 +52,8 @@ class SimulatedServerConfig:
         prefill_chunk: most prompt tokens of one sequence in one pass.
         max_step_rows: most rows of one pass.
         max_prefill_rows: most prompt tokens in one pass (None: what max_step_rows leaves).
-        max_k: most drafted tokens per request and step.
+        max_k: most tokens of a drafted chain, and most levels of a tree.
+        max_tree_nodes: most nodes of a draft tree.
     """
 
     max_batch: int = 8
@@ -61,6 +62,7 @@ class SimulatedServerConfig:
     max_step_rows: int = 1024
     max_prefill_rows: int | None = None
     max_k: int = 8
+    max_tree_nodes: int = 16
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work together."""
@@ -72,6 +74,7 @@ class SimulatedServerConfig:
             Range("max_step_rows", 1, integer=True),
             Range("max_prefill_rows", 1, integer=True, optional=True),
             Range("max_k", 0, high=64, integer=True),
+            Range("max_tree_nodes", 0, high=64, integer=True),
         )
         if self.max_step_rows < self.max_batch * (self.max_k + 1):
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from forerun.control.base import Capacity, Controller
+from forerun.control.base import Capacity, Controller, Tree
 from forerun.plan.simulation.config import SimulatedServerConfig
 from forerun.plan.simulation.request import (
     Records,
@@ -229,10 +229,12 @@ class Server:
 
     def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
         """Set the controller's plans, cut to the tokens left and to the largest K."""
-        max_k = self.config.max_k
+        max_k, max_tree_nodes = self.config.max_k, self.config.max_tree_nodes
         plans = self.controller.decide(States(decoding), self.capacity)
         for request, plan in zip(decoding, plans, strict=True):
-            request.draft(plan, max_k, request.num_output - request.num_emitted - 1)
+            most = max_tree_nodes if isinstance(plan.shape, Tree) else max_k
+            left = request.num_output - request.num_emitted - 1
+            request.draft(plan, most, min(max_k, left))
 
     def _read_prompts(
         self, decoding: Sequence[SimulatedRequest], cycle: SimulatedCycle
