@@ -11,7 +11,8 @@ quality can be set, and what is measured is what chains and trees make of it.
 Every block is one prompt continued by every arm, in rotating order, greedily; all arms must emit
 the tokens of plain decoding. The best chain and the best tree are chosen on every other block and
 compared on the rest, with a 95% interval (t) of the mean log ratio over these blocks. `auto` has no
-profile: it learns costs and acceptance from its steps, and goes on learning from block to block.
+profile: it learns costs and acceptance from its steps, and goes on learning from block to block;
+`auto with a profile` begins with measured costs. Both have the default settings (K = 4, 16 nodes).
 """
 
 from __future__ import annotations
@@ -41,15 +42,19 @@ from forerun.engine.engine import Engine
 from forerun.engine.results import RequestOutput
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.zoo.catalog import held_out_prompts
+from forerun.probe.profile import load_profile
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.splitmix import finalise
 
 LATER = (0.4, 0.3, 0.25)
 """P(rank 2, 3, 4 is the target's token | no rank before it is)."""
-MOST_NODES = 8
-CHAINS = (1, 2, 3, 4, 6, 8)
-TREES = ("3,1,3", "3,2,2", "5,2,3", "7,2,4", "7,3,4", "8,3,4")
+MOST_NODES = 16
+CHAINS = (1, 2, 3, 4, 6)
+TREES = ("7,2,4", "8,3,4", "11,3,4", "16,4,4")
+DEFAULTS = EngineConfig()
+AUTO = "auto"
+PROFILED = "auto with a profile"
 PROMPT_TOKENS = 32
 
 
@@ -144,7 +149,7 @@ def engines(pair: Path, threads: int) -> tuple[Engine, Synthetic]:
     return target, Synthetic(model=drafter.model)
 
 
-def arms_of(target: Engine, draft: Synthetic) -> dict[str, Engine]:
+def arms_of(target: Engine, draft: Synthetic, profile: Path | None) -> dict[str, Engine]:
     """Plain decoding, chains, trees and `auto`."""
     found = {"plain": target}
     model: Any = draft
@@ -156,13 +161,19 @@ def arms_of(target: Engine, draft: Synthetic) -> dict[str, Engine]:
         found[f"tree={text}"] = target.with_draft(
             drafter, controller=FixedController(Tree.parse(text))
         )
-    drafter = DraftModel(model, target.target.vocab_size)
-    inputs = ControllerInputs(
-        methods=(drafter.method,),
-        num_speculative_tokens=MOST_NODES,
-        tree_methods=(drafter.method,),
-    )
-    found["auto"] = target.with_draft(drafter, controller=build_controller("auto", inputs))
+    named_costs = {AUTO: {}}
+    if profile is not None:
+        named_costs[PROFILED] = {DraftModel.method: load_profile(profile).costs}
+    for name, costs in named_costs.items():
+        drafter = DraftModel(model, target.target.vocab_size)
+        inputs = ControllerInputs(
+            methods=(drafter.method,),
+            num_speculative_tokens=DEFAULTS.num_speculative_tokens,
+            tree_methods=(drafter.method,),
+            max_tree_nodes=DEFAULTS.max_tree_nodes,
+            costs=costs,
+        )
+        found[name] = target.with_draft(drafter, controller=build_controller("auto", inputs))
     return found
 
 
@@ -204,7 +215,11 @@ def summary(blocks: Sequence[Block]) -> dict[str, Any]:
         "best_tree": tree,
         "tree_over_chain": ratio(scored_on, tree, chain),
         "best_fixed": fixed,
-        "auto_over_best": ratio(scored_on, "auto", fixed),
+        "auto_over_best": {
+            m.arm.name: ratio(scored_on, m.arm.name, fixed)
+            for m in blocks[0]
+            if m.arm.name.startswith(AUTO)
+        },
         "num_blocks": len(blocks),
         "arms": rows,
     }
@@ -217,6 +232,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--profile", type=Path, help="of the pair, for a second arm of auto")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     target, draft = engines(options.pair, options.threads)
@@ -236,19 +252,24 @@ def main() -> None:
                 num_speculative_tokens=0 if name == "plain" else MOST_NODES,
                 engine=Told(engine=engine, draft=draft, texts=texts, num_prompt=num_prompt),
             )
-            for name, engine in arms_of(target, draft).items()
+            for name, engine in arms_of(target, draft, options.profile).items()
         ]
-        short = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
         for arm in arms:
-            arm.engine.generate([prompts[0]], short)
+            if not arm.name.startswith(
+                AUTO
+            ):  # which has nothing to learn from what is not measured
+                arm.engine.generate([prompts[0]], params)
         batches = [(Prompt(text=text, params=params),) for text in prompts]
         found = summary(list(run_blocks(arms, batches, time.perf_counter)))
         content[f"{alpha:g}"] = found
-        tree, auto = found["tree_over_chain"], found["auto_over_best"]
+        tree = found["tree_over_chain"]
         print(
             f"rank 1 {alpha:g}: {found['best_tree']} over {found['best_chain']} {tree[0]:.3f} "
-            f"({tree[1]:.3f} to {tree[2]:.3f}); auto over {found['best_fixed']} {auto[0]:.3f} "
-            f"({auto[1]:.3f} to {auto[2]:.3f})",
+            f"({tree[1]:.3f} to {tree[2]:.3f})",
+            *(
+                f"; {name} over {found['best_fixed']} {at:.3f} ({low:.3f} to {high:.3f})"
+                for name, (at, low, high) in found["auto_over_best"].items()
+            ),
             flush=True,
         )
     content["provenance"] = collect({}, options.threads).to_dict()

@@ -175,9 +175,7 @@ class Tables:
         times = self._read.get(key)
         if times is None:
             table = self.costs[method].at(0.0 if greedy else 1.0)
-            times = self._read[key] = StepTimes.read(
-                table, place, self.max_k, self.max_nodes
-            )
+            times = self._read[key] = StepTimes.read(table, place, self.max_k, self.max_nodes)
         return times
 
 

@@ -1,0 +1,183 @@
+"""Host time of a step with a tree beside that of a chain with as many nodes.
+
+    python benchmarks/trees/host_time.py --out benchmarks/trees/results/host-time.json
+
+The same greedy requests are decoded with chains and trees of 7 and 15 nodes in turns. Host time is
+the time of a step less the passes of target and draft. `draft_ms` is all of drafting, its passes
+included. The builder is timed alone, on the candidates of a vocabulary of 50,000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from forerun.control.base import Tree
+from forerun.control.fixed import FixedController
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.tree_builder import Candidates, build_tree
+from forerun.drafters.tree_builder import Path as TreePath
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
+from forerun.models.zoo.catalog import held_out_prompts
+from forerun.provenance import collect
+from forerun.sampling.config import SamplingParams
+from forerun.theory.intervals import bootstrap_ratio
+from forerun.theory.record import StepRecord
+
+SHAPES: dict[str, int | Tree] = {
+    "chain of 7": 7,
+    "tree of 7": Tree(num_nodes=7, depth=3, width=4),
+    "chain of 15": 15,
+    "tree of 15": Tree(num_nodes=15, depth=4, width=4),
+}
+BUILT = Tree(num_nodes=64, depth=8, width=8)
+VOCAB = 50_000
+
+
+class Timed:
+    """A model whose passes are timed.
+
+    Attributes:
+        seconds: of all passes so far.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.model, name)
+        return self.timed(found) if name in ("forward", "greedy_chain", "greedy_tree") else found
+
+    def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, its time added."""
+
+        def call(*arguments: Any) -> Any:
+            start_s = time.perf_counter()
+            answer = run(*arguments)
+            self.seconds += time.perf_counter() - start_s
+            return answer
+
+        return call
+
+
+def step_times(
+    engine: Engine, models: Sequence[Timed], prompt: str, num_tokens: int
+) -> list[float]:
+    """Mean milliseconds of a step, of its host time, and of its drafting."""
+    records: list[StepRecord] = []
+
+    def note(record: StepRecord) -> None:
+        if not record.num_prefill_rows:
+            records.append(record)
+            return
+        for model in models:  # the target has read the prompt
+            model.seconds = 0.0
+
+    engine.observers[:] = [EmittedRecords(note)]
+    ids = engine.tokenizer.encode(prompt)[:64]
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    engine.generate([ids], params)
+    steps_s = sum(r.draft_s + r.verify_s + r.other_s for r in records)
+    passes_s = sum(model.seconds for model in models)
+    draft_s = sum(r.draft_s for r in records)
+    return [1e3 * seconds / len(records) for seconds in (steps_s, steps_s - passes_s, draft_s)]
+
+
+def builder_us(num_runs: int = 300) -> float:
+    """Median microseconds to build a tree from candidates that are looked up."""
+    generator = torch.Generator().manual_seed(1)
+
+    @cache
+    def expand(path: TreePath) -> Candidates:
+        probs = torch.softmax(3.0 * torch.empty(VOCAB).normal_(generator=generator), -1)
+        values, tokens = probs.topk(BUILT.width)
+        return tokens.tolist(), [math.log(value) for value in values.tolist()]
+
+    times_s = []
+    for _ in range(num_runs):
+        start_s = time.perf_counter()
+        build_tree(expand, BUILT)
+        times_s.append(time.perf_counter() - start_s)
+    return 1e6 * median(times_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="zoo:code-40m")
+    parser.add_argument("--draft", default="zoo:code-2m-for-40m")
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    config = EngineConfig(
+        num_speculative_tokens=16,
+        max_batch=1,
+        max_context=512,
+        sharing="none",
+        num_threads=options.threads,
+        controller="fixed",
+    )
+    loaded = Engine.load(options.target, options.draft, config=config)
+    assert isinstance(loaded.drafter, DraftModel)
+    target, draft = Timed(loaded.target), Timed(loaded.drafter.model)
+    base = Engine(
+        target=target,  # type: ignore[arg-type]
+        tokenizer=loaded.tokenizer,
+        config=config,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    arms = {
+        name: base.with_draft(
+            DraftModel(draft, loaded.target.vocab_size),  # type: ignore[arg-type]
+            controller=FixedController(shape),
+        )
+        for name, shape in SHAPES.items()
+    }
+    found: dict[str, list[list[float]]] = {name: [] for name in arms}
+    for number, prompt in enumerate(held_out_prompts()[: options.blocks + 1]):
+        shift = number % len(arms)
+        for name in [*arms][shift:] + [*arms][:shift]:
+            times = step_times(arms[name], [target, draft], prompt.text, options.max_tokens)
+            if number:  # the first one warms up
+                found[name].append(times)
+    content: dict[str, Any] = {
+        "builder_us": builder_us(),
+        "arms": {
+            name: dict(
+                zip(
+                    ("step_ms", "host_ms", "draft_ms"),
+                    map(fmean, zip(*times, strict=True)),
+                    strict=True,
+                )
+            )
+            for name, times in found.items()
+        },
+    }
+    for nodes in (7, 15):
+        chain, tree = found[f"chain of {nodes}"], found[f"tree of {nodes}"]
+        for at, part in enumerate(("step", "host", "draft")):
+            over = bootstrap_ratio([t[at] for t in tree], [c[at] for c in chain], seed=1)
+            content[f"{part}, tree over chain of {nodes}"] = [over.estimate, over.low, over.high]
+    content["provenance"] = collect({}, options.threads).to_dict()
+    for name, figures in content.items():
+        if name != "provenance":
+            print(name, json.dumps(figures))
+    if options.out is not None:
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
