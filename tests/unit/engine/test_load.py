@@ -183,7 +183,9 @@ def test_a_prompt_half_read_gives_way_too(target, draft):
 @pytest.mark.parametrize("sharing", ["tenant", "none"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_the_kv_holds_no_more_than_it_may(target, draft, params, sharing):
-    engine = over(target, draft, max_context=40, max_kv_tokens=60, max_tree_nodes=4, sharing=sharing)
+    engine = over(
+        target, draft, max_context=40, max_kv_tokens=60, max_tree_nodes=4, sharing=sharing
+    )
     for n, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, params, str(n))
     most = 0
