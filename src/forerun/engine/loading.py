@@ -29,7 +29,7 @@ from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
 from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
-from forerun.models.tokenizers import Tokenizer, compare_vocabularies
+from forerun.models.tokenizers import Tokenizer, check_vocabularies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,6 @@ __all__ = [
     "check_features",
     "check_head_card",
     "check_pair",
-    "check_vocabularies",
     "default_controller",
     "eos_token_ids",
     "is_source",
@@ -335,23 +334,6 @@ def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:
                 f"{target.num_layers}, the last of which stands for what leaves it: use a draft "
                 "that was trained for this target"
             )
-
-
-def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """Refuse a draft with another vocabulary.
-
-    Raises:
-        IncompatibleDraft: some token id means different text to the two.
-    """
-    comparison = compare_vocabularies(target, draft)
-    if not comparison.identical:
-        shown = "; ".join(
-            f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
-        )
-        raise IncompatibleDraft(
-            f"the draft's tokenizer is not the target's ({comparison.num_draft} and "
-            f"{comparison.num_target} tokens; {shown}); use a draft trained with the same tokenizer"
-        )
 
 
 def default_controller(
