@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.records import HEADER
 
 from forerun.probe.profile import Profile, ProfileSetup, ReadLimit
@@ -40,3 +42,14 @@ def profile_of(greedy: CostTable, sampled: CostTable) -> Profile:
         greedy=greedy,
         sampled=sampled,
     )
+
+
+def exact_times(path):
+    """Take the measured times of a profile as exact: a busy machine measures none that is."""
+    document = json.loads(path.read_text())
+    for table in ("greedy", "sampled"):
+        for line in document[table]["lines"]:
+            for name in ("verify_error_s", "overhead_error_s"):
+                line[name] = [0.0] * len(line[name])
+            line["plain_error_s"] = line["draft_error_s"] = 0.0
+    path.write_text(json.dumps(document))

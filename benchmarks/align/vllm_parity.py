@@ -1,6 +1,7 @@
 """Does vLLM accept of an exported draft or EAGLE-3 head what our engine accepts of it?
 
     make vllm-parity ARGS="--draft aligned/draft --out benchmarks/align/vllm-parity"
+    make vllm-parity ARGS="--target zoo:code-40m --draft zoo:eagle3-for-40m --out OUT"
 
 Both engines continue the same held-out prompts one at a time in bf16, with the settings the
 export writes for vLLM. vLLM counts with its own metrics. At temperature 0 the texts are the same up
@@ -267,6 +268,11 @@ def table(compared: Sequence[Comparison]) -> list[str]:
         pairs = zip(one.ours_per_position, one.theirs_per_position, strict=True)
         for position, (ours, theirs) in enumerate(pairs, 1):
             rows.append(f"| beta at {position} | {shown(ours)} | {shown(theirs)} | |")
+        apart = max(
+            abs(ours.estimate - theirs.estimate)
+            for ours, theirs in zip(one.ours_per_position, one.theirs_per_position, strict=True)
+        )
+        rows.append(f"| largest difference of a beta | {apart:.3f} | | |")
         rows.append(f"| same tokens to the first difference | {one.same_tokens:.0%} | | |")
     return rows
 

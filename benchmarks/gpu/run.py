@@ -192,7 +192,12 @@ def main() -> None:
         max_context=room.capacity,
     )
     profile = measure_pair(
-        LoadedPair(target=target, draft=draft, tokenizer=tokenizer, engine=config),
+        LoadedPair(
+            target=target,
+            drafter=DraftModel(draft, target.vocab_size),
+            tokenizer=tokenizer,
+            engine=config,
+        ),
         (facts_of(options.target, target), facts_of(options.draft, draft)),
         ProbeConfig(
             rows=ROWS,

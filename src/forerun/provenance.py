@@ -85,10 +85,8 @@ def collect(models: Mapping[str, str], num_threads: int | None = None) -> Proven
     )
 
 
-def trace_header(
-    target: str, draft: str | None, device: str, controller: str | None = None
-) -> TraceHeader:
-    """Return the header of a trace made in this process now, with hashes of the weight files."""
+def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
+    """Header of a trace made in this process now; reads the weight files once to hash them."""
     return TraceHeader(
         target=target,
         target_hash=content_hash(target),
@@ -100,7 +98,6 @@ def trace_header(
             "python": platform.python_version(),
             **{name: version_of(name) for name in ("forerun", *PACKAGES)},
         },
-        controller=controller,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.profiles import exact_times
 from tests.system.conftest import byte_tokenizer, save_model
 
 from forerun.align.evaluation.attached import attached_acceptance, head_in
@@ -20,7 +21,7 @@ from forerun.theory.record import StepRecord
 ARGUMENTS = (
     *("--max-tokens", "12", "--threads", "1", "--num-steps", "4", "--num-evaluations", "2"),
     *("--max-prompts", "4", "--window", "48", "--tokens-per-step", "192", "--k", "2"),
-    *("--held-out-share", "0.3", "--json"),
+    *("--held-out-share", "0.3", "--json", "--no-prediction"),
 )
 
 
@@ -111,12 +112,19 @@ def test_a_finished_run_is_shown_again_and_refreshed(aligned, target, prompts, t
     assert main(command(target, prompts, aligned)) == 0
     assert "finished before" in capsys.readouterr().err
     out = tmp_path / "again"
+    profile = tmp_path / "profile.json"
+    pair = ("--target", str(target), "--draft", str(aligned / "draft"), "--threads", "1")
+    sizes = ("--rows", "1,2,3,5", "--batch", "1", "--context", "24", "--budget-s", "0.1")
+    assert main(["profile", *pair, *sizes, "--out", str(profile)]) == 0
+    exact_times(profile)
     refresh = ("--refresh", str(aligned), "--out", str(out), "--num-steps", "2", "--threads", "1")
-    assert main(["align", *refresh, "--json"]) == 0
+    assert main(["align", *refresh, "--profile", str(profile), "--json"]) == 0
     report = json.loads((out / "report.json").read_text())
     first = report["judged"][0]["before"]["overall"]["acceptance_length"]
     last = json.loads((aligned / "report.json").read_text())
     assert first == last["judged"][0]["after"]["overall"]["acceptance_length"]
+    assert last["judged"][0]["after"]["overall"]["speedup"] is None
+    assert report["judged"][0]["after"]["overall"]["speedup"]["best"]["estimate"] > 0
 
 
 def test_medusa_heads_are_trained_judged_and_exported(target, prompts, tmp_path):

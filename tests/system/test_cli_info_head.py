@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.profiles import exact_times
 
 from forerun.cli.command import Exit
 from forerun.cli.main import main
@@ -21,6 +22,7 @@ from forerun.models.base import Span
 from forerun.models.context import pack
 from forerun.models.draft_card import DraftCard, identify, write_card
 from forerun.models.load import load_model, model_folder
+from forerun.probe.profile import load_profile
 
 TARGET = "zoo:code-2m"
 
@@ -108,8 +110,29 @@ def test_text_with_a_head_is_that_without(capsys, folder):
     assert capsys.readouterr().out == plain
 
 
-def test_a_profile_of_a_head_is_refused_with_advice(capsys, folder):
-    assert main(["profile", "--target", TARGET, "--draft", str(folder)]) == 2
+def test_a_profile_of_a_head_plans_and_controls_it(capsys, folder, tmp_path):
+    out = tmp_path / "profile.json"
+    pair = ("--target", TARGET, "--draft", str(folder))
+    sizes = ("--rows", "1,2,3,5", "--batch", "1", "--context", "32", "--budget-s", "0.1")
+    assert main(["profile", *pair, *sizes, "--out", str(out)]) == 0
+    assert "draft pass over 5 tokens" in capsys.readouterr().out
+    profile = load_profile(out)
+    assert profile.setup.draft_runner in ("NativeEagle3Model", "Eagle3Model")
+    assert profile.reading is not None
+    assert profile.greedy.draft_token_s() > 0
+    exact_times(out)
+    planned = ("--profile", str(out), "--acceptance", "0.8", "--temperature", "0", "--json")
+    assert main(["plan", *planned]) == 0
+    best = json.loads(capsys.readouterr().out)
+    assert str(folder) in json.dumps(best)
+    controlled = ("--profile", str(out), "--controller", "goodput", "--max-tokens", "8")
+    assert main(["generate", "x =", *pair, *controlled]) == 0
+
+
+def test_a_profile_of_medusa_heads_is_refused_with_advice(capsys, tmp_path):
+    heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
+    write_medusa(heads, tmp_path, target=TARGET)
+    assert main(["profile", "--target", TARGET, "--draft", str(tmp_path)]) == Exit.BAD_INPUT
     assert "forerun bench --arms" in " ".join(capsys.readouterr().err.split())
 
 

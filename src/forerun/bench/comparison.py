@@ -17,8 +17,8 @@ from forerun.bench.compare import BenchArm, Block, Prompt, batched, run_blocks, 
 from forerun.bench.config import BenchConfig
 from forerun.bench.report import BenchReport, CellReport
 from forerun.bench.tracing import BenchTrace
+from forerun.engine.draft_cards import check_card
 from forerun.engine.engine import Engine
-from forerun.engine.loading import check_card
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import collect, content_hash

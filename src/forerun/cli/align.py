@@ -177,7 +177,7 @@ def aligned(options: AlignOptions) -> int:
     from forerun.probe.profile import load_profile
 
     profile = None if options.profile is None else load_profile(options.profile)
-    predicted = not options.no_prediction and not config.is_attached
+    predicted = not options.no_prediction and config.method != "medusa"
     costs = None if not predicted else PairCosts(config, options.threads, profile)
     try:
         report = align(config, costs=costs)

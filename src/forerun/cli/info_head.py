@@ -14,7 +14,7 @@ from forerun.cli.tables import SafeConsole
 from forerun.drafters.eagle3.formats import is_eagle3
 from forerun.drafters.eagle3.load import examine
 from forerun.drafters.medusa.drafter import load_medusa
-from forerun.engine.loading import check_head_card
+from forerun.engine.draft_cards import check_head_card
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object, weights_hash

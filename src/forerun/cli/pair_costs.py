@@ -74,17 +74,16 @@ def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[st
 
 
 def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
-    """Return the first arm of every draft that is a language model.
+    """Return the first arm of every draft that is a model or an EAGLE-3 head.
 
-    The pass costs of others are not measured: named drafters have no passes, and those of heads
-    continue from the target's hidden states.
+    Others have no passes of their own that could be measured.
     """
     arms: dict[str, BenchArm] = {}
     for arm in comparison.arms:
         if arm.draft is None or parse_drafter(arm.draft) is not None:
             continue
         assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
-        if not arm.engine.drafter.required_features:
+        if isinstance(arm.engine.drafter, DraftModel):
             arms.setdefault(arm.draft, arm)
     return arms
 
@@ -100,7 +99,7 @@ def pair_of(
     config = comparison.config
     pair = LoadedPair(
         target=engine.target,
-        draft=drafter.model,
+        drafter=drafter,
         tokenizer=load_tokenizer(config.target),
         engine=engine.config,
     )

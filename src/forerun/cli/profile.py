@@ -17,7 +17,6 @@ from tyro.conf import UseAppendAction, arg
 
 from forerun.cli.command import Command
 from forerun.cli.flags import ModelFlags, check_picture, check_writable, use_threads
-from forerun.cli.info import is_head
 from forerun.cli.tables import SafeConsole, milliseconds, progress_bar, table_of
 from forerun.drafters.config import parse_drafter
 from forerun.engine.config import EngineConfig
@@ -92,12 +91,6 @@ def run(options: ProfileOptions) -> int:
         check_writable("--out", options.out)
     if options.plot is not None:
         check_picture("--plot", options.plot)
-    if is_head(draft):
-        raise InvalidRequest(
-            f"a profile is of two language models, and {draft} is a head on the target's hidden "
-            f"states; measure it: forerun bench --arms "
-            f"{draft}@{EngineConfig().num_speculative_tokens}"
-        )
     show(measured(options.models, draft, config), options)
     return 0
 
@@ -183,7 +176,9 @@ def parts(profile: Profile) -> Table:
     table.add_row("  among other work", *(slower(profile, line) for line in lines))
     for quantity in (Quantity.DRAFT_PASS, Quantity.DRAFT_CHAIN):
         for size in sizes_of(profile, quantity):
-            name = f"draft chain of {size}" if quantity is Quantity.DRAFT_CHAIN else "draft pass"
+            name = "draft pass" if size == 1 else f"draft pass over {size} tokens"
+            if quantity is Quantity.DRAFT_CHAIN:
+                name = f"draft chain of {size}"
             table.add_row(name, *(cell(profile, quantity, line, size) for line in lines))
     if profile.reading is not None:
         for name, seconds in (("", profile.reading.target_s), (", draft", profile.reading.draft_s)):

@@ -172,7 +172,7 @@ def setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
         if isinstance(drafter, DraftModel):
             loaded = LoadedPair(
                 target=engine.target,
-                draft=drafter.model,
+                drafter=drafter,
                 tokenizer=engine.tokenizer,
                 engine=engine.config,
             )

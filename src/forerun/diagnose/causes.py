@@ -49,14 +49,14 @@ class Finding:
         """Describe the fact in words, with its source."""
         value = self.fact.value
         if isinstance(value, bool):
-            text = self.fact.definition if value else f"not: {self.fact.definition}"
+            said = self.fact.definition if value else f"not: {self.fact.definition}"
         elif isinstance(value, float | int):
             unit = FACTS[self.fact.name].unit
-            text = f"{self.fact.name} {value:.3g}{' ' + unit if unit else ''}"
+            said = f"{self.fact.name} {value:.3g}{' ' + unit if unit else ''}"
         else:
             listed = value if isinstance(value, str) else ", ".join(map(str, value))
-            text = f"{self.fact.name}: {listed}"
-        return f"{text} ({self.fact.source})"
+            said = f"{self.fact.name}: {listed}"
+        return f"{said} ({self.fact.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

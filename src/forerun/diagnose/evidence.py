@@ -164,16 +164,15 @@ class Evidence:
     """All facts known about a run, one per name, and how their sources were read.
 
     The first value of a fact stays: sources are read in the order of trust, and a second value that
-    differs is kept as a disagreement. `add` raises an error at an impossible value, for sources
-    that a person can correct; `add_or_note` leaves such a value out with a note, for figures that
-    were counted or calculated. The report prints the `source` of either behind the figure.
+    differs is kept as a disagreement. `add` is for facts that a source states, `conclude` for facts
+    that are derived from others; the report prints the `source` of either behind the figure.
 
     Attributes:
         facts: by name.
         disagreements: facts that lost against one of another value.
         readings: sources, as they were read.
         series: figures over time, by tag and by K, for the report.
-        notes: figures of impossible values, which were left out.
+        notes: derived figures that make no sense and were left out.
     """
 
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -196,10 +195,10 @@ class Evidence:
         if known is not fact and not alike(known.value, fact.value):
             self.disagreements.append(fact)
 
-    def add_or_note(
+    def conclude(
         self, name: str, value: object, source: str, interval: Interval | None = None
     ) -> None:
-        """Add a fact like `add`; an impossible value is left out with a note."""
+        """Add a figure that follows from others; one out of range is noted and left out."""
         try:
             self.add(name, value, source, interval)
         except ValueError as error:

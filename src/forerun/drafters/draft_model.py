@@ -47,10 +47,18 @@ class DraftModel:
     max_width = MAX_WIDTH
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
-        self.model = model
         self.vocab_size = vocab_size
-        self._samples_chains = isinstance(model, SampledChains)
         self._sequences: dict[str, DraftSequence] = {}
+        self.use(model)
+
+    def use(self, model: LanguageModel) -> None:
+        """Draft with this model from now on."""
+        self.model = model
+        self._samples_chains = isinstance(model, SampledChains)
+
+    def through(self, model: LanguageModel) -> DraftModel:
+        """Return a drafter of the same kind whose passes go through a wrapper of its model."""
+        return DraftModel(model, self.vocab_size)
 
     @torch.inference_mode()
     def propose(

@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.control.base import Controller
-from forerun.control.named import check_controller
 from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.several import SeveralDrafters
 from forerun.engine.backend import BackendStats, Capabilities
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.core import EngineCore
+from forerun.engine.draft_cards import check_card
 from forerun.engine.intake import Prompt, as_prompts, params_for
-from forerun.engine.loading import Source, as_sources, check_card, load_drafters, load_target
+from forerun.engine.loading import Source, as_sources, load_drafters, load_target
 from forerun.engine.results import RequestOutput, StreamChunk
 from forerun.sampling.config import SamplingParams
 
@@ -68,7 +68,7 @@ class Engine(EngineCore):
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
             device: "auto", "cpu", "cuda" or "mps".
             config: engine settings.
-            controller: an object that chooses K; None builds the one that `config` names.
+            controller: what chooses K; None builds the one that the settings name.
             costs: of the drafters by their methods, for controllers that need them.
             settings: fields of `EngineConfig` by name, which override `config`, as in
                 `num_speculative_tokens=5`.
@@ -77,10 +77,9 @@ class Engine(EngineCore):
             InvalidModel: the folder is missing, damaged or of an unsupported kind.
             IncompatibleDraft: the tokenizers differ, or a head was trained for another target.
             UnsupportedFeatures: the drafter reads layers that the target does not have.
-            InvalidRequest: a setting is unknown or cannot work, or `controller` is no controller.
+            InvalidRequest: a setting is unknown or cannot work.
             NotEnoughMemory: weights and KV do not fit; nothing has been allocated yet.
         """
-        check_controller(controller)
         config = (config or EngineConfig()).with_settings(settings)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config

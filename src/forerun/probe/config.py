@@ -195,10 +195,21 @@ def pass_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
                 )
 
 
-def chain_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
-    """Draft chains at one context, and the single pass that sampled drafting repeats."""
+def chain_cells(
+    config: ProbeConfig, context: int, *, catches_up: bool = False
+) -> Iterator[ProfileCell]:
+    """Draft chains at one context, and the single pass that sampled drafting repeats.
+
+    Args:
+        config: of the profile.
+        context: committed tokens.
+        catches_up: measure a pass over more rows too, for a draft that reads all tokens of a step
+            again before it drafts.
+    """
+    rows = (1, 1 + config.drafted[-1]) if catches_up else (1,)
     for batch in config.batches:
-        yield ProfileCell(quantity=Quantity.DRAFT_PASS, batch=batch, context=context, size=1)
+        for size in rows:
+            yield ProfileCell(quantity=Quantity.DRAFT_PASS, batch=batch, context=context, size=size)
         for length in config.drafted:
             yield ProfileCell(
                 quantity=Quantity.DRAFT_CHAIN, batch=batch, context=context, size=length

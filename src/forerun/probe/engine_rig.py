@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.models.base import LanguageModel
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.config import OVERHEAD_OF, ProfileCell, Quantity
 from forerun.probe.pass_rig import some_tokens
@@ -33,7 +34,8 @@ class EngineRig:
 
     Args:
         target: the target, timed.
-        draft: the draft, timed.
+        draft: the draft's model, timed.
+        drafter_of: returns a drafter over a model.
         tokenizer: the target's.
         config: settings of the engine; K is each cell's own.
         cells: what to measure; their context is the length of the prompts.
@@ -44,12 +46,14 @@ class EngineRig:
         *,
         target: TimedModel,
         draft: TimedModel,
+        drafter_of: Callable[[LanguageModel], Drafter],
         tokenizer: Tokenizer,
         config: EngineConfig,
         cells: Sequence[ProfileCell],
     ) -> None:
         self.target = target
         self.draft = draft
+        self.drafter_of = drafter_of
         self.tokenizer = tokenizer
         self.config = config
         self._cells = tuple(cells)
@@ -111,7 +115,7 @@ class EngineRig:
             engine.step()
 
     def _engine(self, k: int) -> Engine:
-        drafter = DraftModel(self.draft, self.target.vocab_size) if k else None
+        drafter = self.drafter_of(self.draft) if k else None
         return Engine(
             target=self.target,
             tokenizer=self.tokenizer,

@@ -80,15 +80,18 @@ def with_overhead(
     """Return the line with the time of steps beyond drafting and passes.
 
     At other contexts than the shortest, the chains of those take the place of its own. The error is
-    that of the step: those of drafting and of the pass are counted with drafting and the pass.
+    that of the step: those of drafting and of the pass are counted with drafting and the pass. The
+    steps were measured on arbitrary tokens, of which none is accepted; a head that reads accepted
+    tokens again is charged for half of K.
     """
     _, steps = whole_steps(found, line.batch, shortest.context, sampled=sampled)
     here, there = (
         drafting(found, line.batch, context, steps, sampled=sampled)
         for context in (line.context, shortest.context)
     )
+    again = {k: catch_up_s(found, line.batch, line.context, k) for k in steps}
     left_s = [
-        step.s - shortest.verify(k + 1).s - k * line.draft_s + here[k].s - there[k].s
+        step.s - shortest.verify(k + 1).s - k * line.draft_s + here[k].s - there[k].s + again[k]
         for k, step in steps.items()
     ]
     return replace(
@@ -97,6 +100,12 @@ def with_overhead(
         overhead_s=tuple(max(0.0, s) for s in left_s),
         overhead_error_s=tuple(step.error_s for step in steps.values()),
     )
+
+
+def catch_up_s(found: Estimates, batch: int, context: int, k: int) -> float:
+    """Return the seconds of reading half of K tokens again, 0 where that was not measured."""
+    passes = readings(found, Quantity.DRAFT_PASS, batch, context)
+    return max(0.0, at_size(passes, 1 + k / 2).s - passes[1].s) if len(passes) > 1 else 0.0
 
 
 def reading_cost(found: Estimates) -> ReadingCost | None:
@@ -135,7 +144,7 @@ def drafting(
     return {k: chains[k] for k in ks}
 
 
-def at_size(points: Mapping[int, CostReading], size: int) -> CostReading:
+def at_size(points: Mapping[int, CostReading], size: float) -> CostReading:
     """Interpolate linearly between measured sizes."""
     return interpolate(list(points), list(points.values()), size)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypedDict
 
+from forerun.drafters.eagle3.drafter import Eagle3Drafter
 from forerun.probe.config import (
     ProbeConfig,
     Quantity,
@@ -15,6 +17,7 @@ from forerun.probe.config import (
 )
 from forerun.probe.engine_rig import EngineRig
 from forerun.probe.fit import cost_table, reading_cost
+from forerun.probe.head_rig import HeadRig, head_prefixes
 from forerun.probe.pair import LoadedPair, ModelFacts, num_threads_of, setup_of
 from forerun.probe.pass_rig import PassRig, prefixes
 from forerun.probe.profile import MeasuredCell, Profile, ReadLimit
@@ -91,33 +94,43 @@ def estimates_of(samples: Samples) -> SampleEstimates:
 
 def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
     """Return all measurements, grouped by the set-up that they need."""
+    pair.target.store.keep_features(())
     target_prefixes = prefixes(pair.target, config.contexts)
-    draft_prefixes = prefixes(pair.draft, config.contexts)
     shortest = config.contexts[0]
     passes = [
         PassRig(pair.target, list(pass_cells(config, context)), prefix, stopwatch)
         for context, prefix in target_prefixes.items()
     ]
-    chains = [
-        PassRig(pair.draft, list(chain_cells(config, context)), prefix, stopwatch)
-        for context, prefix in draft_prefixes.items()
-    ]
-    texts = [
-        PassRig(model, list(read_cells(config, quantity)), found[shortest], stopwatch)
-        for model, quantity, found in (
-            (pair.target, Quantity.TARGET_READ, target_prefixes),
-            (pair.draft, Quantity.DRAFT_READ, draft_prefixes),
-        )
-        if config.read
-    ]
+    if config.read:
+        cells = list(read_cells(config, Quantity.TARGET_READ))
+        passes.append(PassRig(pair.target, cells, target_prefixes[shortest], stopwatch))
     steps = EngineRig(
         target=timed(pair.target, stopwatch),
-        draft=timed(pair.draft, stopwatch),
+        draft=timed(pair.drafter.model, stopwatch),
+        drafter_of=pair.drafter.through,
         tokenizer=pair.tokenizer,
         config=pair.engine,
         cells=list(step_cells(config)),
     )
-    return [*passes, *chains, *texts, steps]
+    return [*passes, *draft_rigs(pair, config, stopwatch), steps]
+
+
+def draft_rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
+    """Yield the measurements of the draft's own passes, by context, and of its reading."""
+    drafter, shortest = pair.drafter, config.contexts[0]
+    is_head = isinstance(drafter, Eagle3Drafter)
+    rig: Callable[..., PassRig]
+    if isinstance(drafter, Eagle3Drafter):
+        shape = len(drafter.feature_layers), pair.target.hidden_size
+        found = head_prefixes(drafter.attached, config.contexts, shape)
+        rig = partial(HeadRig, drafter.attached, stopwatch=stopwatch, shape=shape)
+    else:
+        found = prefixes(drafter.model, config.contexts)
+        rig = partial(PassRig, drafter.model, stopwatch=stopwatch)
+    for context, prefix in found.items():
+        yield rig(list(chain_cells(config, context, catches_up=is_head)), prefix)
+    if config.read:
+        yield rig(list(read_cells(config, Quantity.DRAFT_READ)), found[shortest])
 
 
 def read_limit(

@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.eagle3.formats import is_eagle3
+from forerun.drafters.registry import is_head
 from forerun.engine.config import EngineConfig
-from forerun.engine.loading import check_pair, load_pair_member
+from forerun.engine.draft_cards import check_card
+from forerun.engine.loading import load_drafter, load_pair_member
 from forerun.errors import InvalidRequest, NotEnoughMemory
 from forerun.models.base import LanguageModel
-from forerun.models.checkpoint import read_checkpoint
+from forerun.models.checkpoint import read_checkpoint, read_object
+from forerun.models.kv_store import StoredModel
 from forerun.models.load import choose_dtype, model_folder, read_config
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.config import ProbeConfig
@@ -50,15 +55,20 @@ class LoadedPair:
 
     Attributes:
         target: the target.
-        draft: the draft.
+        drafter: the draft, a model or an EAGLE-3 head.
         tokenizer: the target's.
         engine: settings with room for every measurement.
     """
 
     target: LanguageModel
-    draft: LanguageModel
+    drafter: DraftModel
     tokenizer: Tokenizer
     engine: EngineConfig
+
+    @property
+    def draft(self) -> LanguageModel:
+        """The draft's model."""
+        return self.drafter.model
 
 
 def load_pair(
@@ -80,17 +90,19 @@ def load_pair(
 
     Raises:
         InvalidModel: a model is missing, damaged or of an unsupported kind.
-        InvalidRequest: no context fits.
-        IncompatibleDraft: the tokenizers differ.
+        InvalidRequest: no context fits, or the draft has no passes to measure.
+        IncompatibleDraft: the tokenizers differ, or a head was trained for another target.
         NotEnoughMemory: not even the smallest batch fits.
     """
-    config = held((target, draft), config)
+    check_card(draft, target)
+    on_states = is_head(read_object(model_folder(draft) / "config.json"))
+    config = held((target,) if on_states else (target, draft), config)
     batches = config.batches
     while True:
         room = with_room(engine, config)
         try:
             model, tokenizer = load_pair_member(target, dtype=dtype, device=device, config=room)
-            small = load_pair_member(draft, dtype=dtype, device=device, config=room)
+            drafter = load_drafter(draft, model, tokenizer, dtype=dtype, config=room)
             break
         except NotEnoughMemory:
             if len(config.batches) == 1:
@@ -98,8 +110,12 @@ def load_pair(
             config = replace(config, batches=config.batches[:-1])
     if config.batches != batches:
         logger.warning("only batches up to %d fit into memory", config.batches[-1])
-    check_pair(model, tokenizer, small)
-    return LoadedPair(target=model, draft=small[0], tokenizer=tokenizer, engine=room), config
+    if not isinstance(drafter, DraftModel):
+        raise InvalidRequest(
+            f"{draft} drafts without passes of a model of its own, so there is no profile of it; "
+            f"measure it whole: forerun bench --arms {draft}@{engine.num_speculative_tokens}"
+        )
+    return LoadedPair(target=model, drafter=drafter, tokenizer=tokenizer, engine=room), config
 
 
 def held(names: Sequence[str], config: ProbeConfig) -> ProbeConfig:
@@ -137,6 +153,8 @@ def facts_of(
     name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
 ) -> ModelFacts:
     """Read the facts from a model's files; hashes the weights unless their hash is known."""
+    if is_eagle3(read_object(model_folder(name) / "config.json")):
+        return facts_of_head(name, model, known_hash or content_hash(name))
     checkpoint = read_checkpoint(model_folder(name))
     settings, architecture = read_config(checkpoint)
     chosen = choose_dtype(dtype, checkpoint)
@@ -150,6 +168,19 @@ def facts_of(
         dtype=str(chosen).removeprefix("torch."),
         pass_bytes=num_read * chosen.itemsize,
         kv_token_bytes=num_kv * chosen.itemsize,
+    )
+
+
+def facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
+    """Return the facts of an EAGLE-3 head; the embedding that it reads is the target's."""
+    assert isinstance(model, StoredModel)
+    sizes, num_bytes = model.architecture, model.dtype.itemsize
+    return ModelFacts(
+        name=name,
+        content_hash=hashed,
+        dtype=str(model.dtype).removeprefix("torch."),
+        pass_bytes=model.num_parameters * num_bytes,
+        kv_token_bytes=2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * num_bytes,
     )
 
 

@@ -13,7 +13,7 @@ from forerun.probe.config import ProfileCell, Quantity
 from forerun.probe.stopwatch import Stopwatch
 from forerun.theory.tree import TokenTree
 
-__all__ = ["PassRig", "prefixes", "some_tokens"]
+__all__ = ["CHUNK", "PassRig", "prefixes", "some_tokens"]
 
 NUM_TIMED = 2
 CHUNK = 256
@@ -57,6 +57,8 @@ class PassRig:
     def ready(self) -> Iterator[None]:
         """Fill the slots of the largest batch while the block runs."""
         store = self.model.store
+        if store.feature_layers:
+            store.keep_features(())  # of an engine whose steps are measured in turn
         try:
             for _ in range(max(cell.batch for cell in self.cells)):
                 self._slots.append(store.reserve())

@@ -151,7 +151,7 @@ def _names() -> set[str]:
     return {entry.name for entry in fields(CostLine) if entry.init}
 
 
-def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: int) -> CostReading:
+def interpolate(xs: Sequence[int], readings: Sequence[CostReading], x: float) -> CostReading:
     """Interpolate linearly: constant before the first point, a rising slope after the last."""
     if len(xs) == 1 or x <= xs[0]:
         return readings[0]

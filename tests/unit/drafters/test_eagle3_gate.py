@@ -180,6 +180,13 @@ def test_a_head_without_golden_rows_is_taken_at_its_word(folder, target):
     assert not examine(folder, target).is_checked
 
 
+def test_golden_rows_are_not_among_the_weights_that_other_engines_read(folder, target):
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    (folder / GOLDEN_FILE).rename(folder / "golden.safetensors")
+    with pytest.raises(InvalidModel, match=r"read as weights by vLLM: rename it to golden\.rows"):
+        load_eagle3(folder, target)
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 100])
 def test_damaged_golden_rows_are_refused(folder, target, content):
     (folder / GOLDEN_FILE).write_bytes(content)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tests.tiny import MAX_CONTEXT, tokenizer
 
+from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.models.tabular import TabularModel, TokenStore
 from forerun.probe.config import ProbeConfig
@@ -110,7 +111,7 @@ def planted_model(clock: Clock, costs: Costs, seed: int) -> PlantedModel:
 def planted_pair(clock: Clock, target: Costs, draft: Costs) -> LoadedPair:
     return LoadedPair(
         target=planted_model(clock, target, seed=0),
-        draft=planted_model(clock, draft, seed=1),
+        drafter=DraftModel(planted_model(clock, draft, seed=1), VOCAB_SIZE),
         tokenizer=tokenizer(),
         engine=EngineConfig(max_batch=NUM_SLOTS, max_context=MAX_CONTEXT),
     )

@@ -111,10 +111,21 @@ class Eagle3Drafter(DraftModel):
     ) -> None:
         super().__init__(model, vocab_size)
         self.attached = model
+        self.feature_layers = feature_layers
         self.required_features = tuple(sorted(set(feature_layers)))
         columns = [self.required_features.index(layer) for layer in feature_layers]
         self._columns = None if columns == [*range(len(self.required_features))] else columns
         self._warned = False
+
+    def through(self, model: LanguageModel) -> Eagle3Drafter:
+        """Return a drafter of the same head whose passes go through a wrapper of its model.
+
+        Args:
+            model: the wrapper, which may time or change passes.
+        """
+        drafter = Eagle3Drafter(self.attached, self.feature_layers, self.vocab_size)
+        drafter.use(model)
+        return drafter
 
     @torch.inference_mode()
     def propose(

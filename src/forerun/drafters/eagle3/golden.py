@@ -1,8 +1,10 @@
-"""Golden rows: what a head computed where it was trained, kept beside it in golden.safetensors.
+"""Golden rows: what a head computed where it was trained, kept beside it in golden.rows.
 
 Flags and layer ids of EAGLE-3 checkpoints are written differently by different tools, and a mistake
 costs acceptance without any error. So the training code keeps a few rows, from the target's
 features to the logits, with every tensor in between; whatever loads the head computes them again.
+The file is in the form of safetensors under another ending: vLLM reads every file that ends in
+.safetensors as weights, and refuses tensors that it does not know.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from forerun.models.tensor_files import writing_tensors
 
 __all__ = ["GOLDEN_FILE", "STAGES", "GoldenRows", "compute_rows", "read_golden", "write_golden"]
 
-GOLDEN_FILE = "golden.safetensors"
+GOLDEN_FILE = "golden.rows"
+FORMER_GOLDEN_FILE = "golden.safetensors"
 NUM_CHAIN = 3
 """Rows at the end that continue from the head's own states."""
 STAGES = ("fused", "joined", "attended", "output", "logits", "chain_states", "chain_logits")
@@ -173,8 +176,13 @@ def read_golden(folder: Path) -> GoldenRows | None:
     """Read the golden rows beside a head; None where there are none.
 
     Raises:
-        InvalidModel: they are damaged.
+        InvalidModel: they are damaged, or under their former name.
     """
+    if (folder / FORMER_GOLDEN_FILE).is_file():
+        raise InvalidModel(
+            f"{folder / FORMER_GOLDEN_FILE} would be read as weights by vLLM: rename it to "
+            f"{GOLDEN_FILE}"
+        )
     path = folder / GOLDEN_FILE
     if not path.is_file():
         return None

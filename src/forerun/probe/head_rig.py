@@ -1,0 +1,107 @@
+"""Measures passes of an EAGLE-3 head, whose committed rows continue from the target's features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle3.drafter import AttachedModel
+from forerun.drafters.eagle3.states import HeadBatch
+from forerun.models.base import KVPrefix, RowBatch, Span
+from forerun.models.context import Context, pack
+from forerun.probe.config import ProfileCell, Quantity
+from forerun.probe.pass_rig import CHUNK, PassRig, some_tokens
+from forerun.probe.stopwatch import Stopwatch
+
+__all__ = ["HeadRig", "head_prefixes"]
+
+FeatureShape = tuple[int, int]
+"""Layers that a head reads, and the width of the target's residual stream."""
+
+
+class HeadRig(PassRig):
+    """Sequences with a committed prefix, for passes and chains of a head.
+
+    What a pass takes includes the projection of the target's features. Their values are arbitrary:
+    no time depends on them.
+
+    Args:
+        model: the head.
+        cells: what to measure, all of one context.
+        prefix: that context, as `head_prefixes` made it.
+        stopwatch: of the model's device.
+        shape: of a row's features.
+    """
+
+    def __init__(
+        self,
+        model: AttachedModel,
+        cells: Sequence[ProfileCell],
+        prefix: KVPrefix,
+        stopwatch: Stopwatch,
+        shape: FeatureShape,
+    ) -> None:
+        super().__init__(model, cells, prefix, stopwatch)
+        self.attached = model
+        self._shape = shape
+
+    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
+        num_rows = 1 if cell.quantity is Quantity.DRAFT_CHAIN else cell.size
+        slots = slots[:1] if cell.quantity is Quantity.DRAFT_READ else slots
+        batch = rows_of(self.attached, slots, self.prefix.num_tokens, num_rows)
+        features = some_features(self.attached, len(batch.tokens), self._shape)
+        model, vocab_size = self.attached, self.attached.vocab_size
+        if cell.quantity is Quantity.DRAFT_CHAIN:
+            return lambda: model.greedy_chain(
+                with_states(model, batch, features), cell.size, vocab_size
+            )
+        return lambda: model.forward(with_states(model, batch, features))
+
+
+def head_prefixes(
+    model: AttachedModel, contexts: Sequence[int], shape: FeatureShape
+) -> Mapping[int, KVPrefix]:
+    """Return prefixes of one sequence, by length.
+
+    Args:
+        model: the head.
+        contexts: lengths.
+        shape: of a row's features.
+    """
+    context = Context(model.store, some_tokens(max(contexts), model.vocab_size))
+    try:
+        while context.num_pending:
+            size = len(context.pending(CHUNK))
+            batch = rows_of(model, [context.slot], context.num_cached, size)
+            model.forward(with_states(model, batch, some_features(model, size, shape)))
+            context.commit(range(size))
+        return {length: model.store.export_prefix(context.slot, length) for length in contexts}
+    finally:
+        context.close()
+
+
+def rows_of(model: AttachedModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
+    """Return a pass over committed rows of every slot; logits for the last ones."""
+    spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
+    tokens = torch.tensor(some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
+    last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
+    return pack(spans, tokens, last, model.device)
+
+
+def some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:
+    """Return features of rows [rows, layers, width]."""
+    dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=model.device)).dtype
+    return torch.ones((num_rows, *shape), dtype=dtype, device=model.device)
+
+
+def with_states(model: AttachedModel, batch: RowBatch, features: Tensor) -> HeadBatch:
+    """Return a pass with the states that features give its rows."""
+    return HeadBatch(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        spans=batch.spans,
+        logit_rows=batch.logit_rows,
+        states=model.fuse(features),
+    )
