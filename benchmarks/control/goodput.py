@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, cycle
 from typing import Any
 
 from profiles import read_costs
 from served import (
-    DRAFTS,
     LOOKAHEADS,
     Arm,
     Item,
@@ -37,9 +36,10 @@ from served import (
     warm_up,
 )
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
-from forerun.control.goodput import GoodputController
-from forerun.control.safety import SafeController
+from forerun.control.base import USUAL_WIDTH, Capacity, Controller, Plan, RequestState
+from forerun.control.config import ControllerName
+from forerun.control.named import ControllerInputs, build_controller
+from forerun.drafters.several import tree_methods
 from forerun.engine.engine import Engine
 from forerun.plan.costs import DraftCosts
 from forerun.theory.intervals import bootstrap_ratio
@@ -55,10 +55,7 @@ WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "code, T=1, off the shelf": ("shelf",),
     MIXED: ("domain", "suffix"),
 }
-CONTROLLERS: Mapping[str, Callable[[GoodputController], Controller]] = {
-    "goodput": lambda goodput: goodput,
-    "auto": SafeController,
-}
+CONTROLLERS: tuple[ControllerName, ...] = ("goodput", "auto")
 METHODS = {"domain": "draft_model", "shelf": "draft_model", "suffix": "suffix"}
 NAMES = {False: "goodput-blocks.jsonl", True: "goodput-modelled.jsonl"}
 """Of files of blocks, by whether time is modelled."""
@@ -78,13 +75,16 @@ class ModelClock:
 
     def seconds(self, record: StepRecord, temperature: float) -> tuple[float, float, float]:
         """Of drafting, of the pass, and of everything else."""
-        context, depth = record.context_tokens, record.depth_drafted
+        context, depth, nodes = record.context_tokens, record.depth_drafted, record.num_drafted
         if not depth:
             plain_s = next(iter(self.costs.values())).at(temperature).plain_step_s(context)
             return 0.0, plain_s, 0.0
         table = self.costs[record.method].at(temperature)
-        pass_s, other_s = table.verify_step_s(depth + 1, context), table.overhead_s(depth, context)
-        return depth * table.draft_token_s(context), pass_s, other_s
+        pass_s, other_s = table.verify_step_s(nodes + 1, context), table.overhead_s(depth, context)
+        draft_s = depth * table.draft_token_s(context)
+        if record.path_children is not None:
+            draft_s = table.tree_cycle_s(nodes, depth, USUAL_WIDTH, context) - pass_s - other_s
+        return draft_s, pass_s, other_s
 
 
 class OnModelClock:
@@ -132,7 +132,7 @@ def measure(is_modelled: bool, options: argparse.Namespace) -> None:
     done = [block["workload"] for block in read_blocks(path)]
     queues = {work: queue_of(work, target, done.count(work)) for work in workloads}
     arms = {
-        work: arms_of(target, work, costs[work], next(queues[work]), is_modelled=is_modelled)
+        work: arms_of(place, target, work, next(queues[work]), is_modelled=is_modelled)
         for work in workloads
     }
     clocks = {work: ModelClock(costs[work]) for work in workloads}
@@ -158,18 +158,14 @@ def add_modelled(block: dict[str, Any], clock: ModelClock) -> None:
 
 
 def arms_of(
-    target: Engine,
-    workload: str,
-    costs: Mapping[str, DraftCosts],
-    first: Item,
-    *,
-    is_modelled: bool,
+    place: Place, target: Engine, workload: str, first: Item, *, is_modelled: bool
 ) -> list[Arm]:
     """Plain decoding, every drafter at every K, and the controllers; the models are warm."""
     names = WORKLOADS[workload]
     fixed = [Arm(name="plain", engine=target)]
-    fixed += chain.from_iterable(fixed_arms(target, name) for name in names)
-    loaded = target.with_draft([DRAFTS[name] for name in names], LOOKAHEADS[-1])
+    fixed += chain.from_iterable(fixed_arms(place, target, name) for name in names)
+    loaded = target.with_draft([place.drafts[name] for name in names], LOOKAHEADS[-1])
+    costs = costs_of(place, names)
     warm_up([*fixed, Arm(name="the controllers' drafters", engine=loaded)], first)
     return [*fixed, *adaptive_arms(target, loaded, costs, is_modelled=is_modelled)]
 
@@ -184,8 +180,15 @@ def adaptive_arms(
 ) -> Iterator[Arm]:
     """Controllers over all the drafters, which they share as far as one request at a time does."""
     assert loaded.drafter is not None
-    for name, wrapped in CONTROLLERS.items():
-        controller = wrapped(GoodputController(costs, LOOKAHEADS[-1]))
+    inputs = ControllerInputs(
+        methods=tuple(costs),
+        num_speculative_tokens=LOOKAHEADS[-1],
+        costs=costs,
+        tree_methods=tree_methods(loaded.drafter),
+        max_tree_nodes=loaded.config.max_nodes,
+    )
+    for name in CONTROLLERS:
+        controller = build_controller(name, inputs)
         if is_modelled:
             controller = OnModelClock(controller, ModelClock(costs))
         yield Arm(name=name, engine=target.with_draft(loaded.drafter, controller=controller))

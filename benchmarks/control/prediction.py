@@ -3,6 +3,7 @@
     python benchmarks/control/prediction.py calibrate   # acceptance; nothing is timed
     python benchmarks/control/prediction.py measure     # costs and speedups, ten minutes
     python benchmarks/control/prediction.py report
+    python benchmarks/control/prediction.py costs       # profiles alone, for goodput.py
 
 Predictions are made by the functions that `forerun plan` uses, from steps traced at the largest K
 on one half of the prompts and from a profile; what the draft takes to read a prompt, which it does
@@ -61,6 +62,9 @@ def main() -> None:
         report(place)
     elif options.phase == "calibrate":
         calibrate(place, options.threads)
+    elif options.phase == "costs":
+        measure_profiles(place, options.threads, anew=True)
+        measure_copying(place, options.threads, anew=True)
     else:
         (place.results / BLOCKS).unlink(missing_ok=True)
         for sitting in range(options.sittings):
@@ -71,7 +75,7 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    flags.add_argument("phase", choices=("calibrate", "measure", "report"))
+    flags.add_argument("phase", choices=("calibrate", "costs", "measure", "report"))
     flags.add_argument(
         "--threads", type=int, default=2, help="with which plain decoding is fastest"
     )
@@ -88,7 +92,7 @@ def calibrate(place: Place, num_threads: int) -> None:
     for cell, names in CELLS.items():
         items = list(islice(items_of(cell, target, halves(texts_of(cell))[0]), NUM_CALIBRATION))
         for name in names:
-            (arm,) = fixed_arms(target, name, [LOOKAHEADS[-1]])
+            (arm,) = fixed_arms(place, target, name, [LOOKAHEADS[-1]])
             served = [block_of([arm], item, 0)["arms"][arm.name] for item in items]
             found.setdefault(cell, {})[name] = [each["drafted"] for each in served]
             print(cell, name, len(items), flush=True)
@@ -100,7 +104,7 @@ def measure(place: Place, num_threads: int, seconds: float) -> None:
     target, path = place.load(num_threads), place.results / BLOCKS
     plain = Arm(name="plain", engine=target)
     arms = {
-        cell: [plain, *chain.from_iterable(fixed_arms(target, name) for name in names)]
+        cell: [plain, *chain.from_iterable(fixed_arms(place, target, name) for name in names)]
         for cell, names in CELLS.items()
     }
     done = [block["kind"] for block in read_blocks(path)]

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from served import DRAFTS, LOOKAHEADS, Place, fixed_arms, items_of, serve, warm_up
+from served import LOOKAHEADS, Place, fixed_arms, items_of, serve, warm_up
 from texts import edit_texts, halves
 
 from forerun.engine.config import EngineConfig
@@ -25,7 +25,7 @@ __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
 NUM_COPIED = 24
 """Edits, of the half that nothing is tested on."""
 CONFIG = ProbeConfig(
-    rows=tuple(range(1, LOOKAHEADS[-1] + 2)),
+    rows=(*range(1, LOOKAHEADS[-1] + 2), EngineConfig().max_tree_nodes + 1),
     batches=(1,),
     contexts=(256, 768),  # steps are timed whole at the first: about where requests are
     drafted=(1, 2, 4, 8, LOOKAHEADS[-1]),
@@ -51,7 +51,7 @@ def measure_profiles(place: Place, num_threads: int, *, anew: bool) -> None:
     for name in ("domain", "shelf"):
         pair, config = load_pair(
             place.target,
-            DRAFTS[name],
+            place.drafts[name],
             dtype="auto",
             device="cpu",
             engine=EngineConfig(num_threads=num_threads),
@@ -59,7 +59,7 @@ def measure_profiles(place: Place, num_threads: int, *, anew: bool) -> None:
         )
         facts = (
             facts_of(place.target, pair.target, "auto"),
-            facts_of(DRAFTS[name], pair.draft, "auto"),
+            facts_of(place.drafts[name], pair.draft, "auto"),
         )
         profile = measure_pair(
             pair, facts, config, clock=time.perf_counter, notify=lambda rounds, error: None
@@ -82,7 +82,7 @@ def joined(before: Profile, after: Profile) -> Profile:
 def measure_copying(place: Place, num_threads: int, *, anew: bool) -> None:
     """What copying takes, vain looks included: as a trace tells `forerun plan`."""
     target = place.load(num_threads)
-    (arm,) = fixed_arms(target, "suffix", LOOKAHEADS[-1:])
+    (arm,) = fixed_arms(place, target, "suffix", LOOKAHEADS[-1:])
     items = list(islice(items_of("edits, T=0", target, halves(edit_texts())[0]), NUM_COPIED))
     warm_up([arm], items[0])
     records = [record for item in items for record in serve(arm, item)["records"]]

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "suffix"))
 from scripted import ScriptedModel
 
 from forerun.bench.compare import MIN_TOKENS
+from forerun.cli.flags import ZOO_DRAFT, ZOO_DRAFTS
 from forerun.engine.config import EngineConfig, RequestTerms
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
@@ -34,7 +35,6 @@ from forerun.theory.record import StepRecord
 from forerun.theory.text import first_repeat
 
 KINDS = ("code, T=0", "code, T=1", "prose, T=1", "edits, T=0")
-DRAFTS = {"domain": "zoo:code-2m", "shelf": "zoo:books-1m", "suffix": "suffix"}
 MAX_TOKENS = 128
 MAX_PROMPT = 700
 LOOKAHEADS = (1, 2, 3, 5, 8, 12)
@@ -56,6 +56,12 @@ class Place:
 
     target: str
     results: Path
+
+    @property
+    def drafts(self) -> dict[str, str]:
+        """Drafts of the target by the names that figures have."""
+        domain = ZOO_DRAFTS.get(self.target, ZOO_DRAFT)
+        return {"domain": domain, "shelf": "zoo:books-1m", "suffix": "suffix"}
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Place:
@@ -88,7 +94,7 @@ class Place:
 
     def provenance(self) -> dict[str, object]:
         """Of what is reported now; the number of threads is said beside the figures."""
-        models = [self.target, *(draft for draft in DRAFTS.values() if draft != "suffix")]
+        models = [self.target, *(draft for draft in self.drafts.values() if draft != "suffix")]
         return collect({model: content_hash(model) for model in models}).to_dict()
 
 
@@ -250,9 +256,11 @@ def warm_up(arms: Sequence[Arm], item: Item) -> None:
             serve(arm, short)
 
 
-def fixed_arms(target: Engine, name: str, ks: Sequence[int] = LOOKAHEADS) -> list[Arm]:
+def fixed_arms(
+    place: Place, target: Engine, name: str, ks: Sequence[int] = LOOKAHEADS
+) -> list[Arm]:
     """One drafter at every K, over one loaded draft."""
-    loaded = target.with_draft(DRAFTS[name], max(ks))
+    loaded = target.with_draft(place.drafts[name], max(ks))
     assert loaded.drafter is not None
     drafter = loaded.drafter
     return [Arm(name=f"{name} K={k}", engine=target.with_draft(drafter, k)) for k in ks]

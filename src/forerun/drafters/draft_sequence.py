@@ -29,6 +29,7 @@ class DraftSequence:
         request: the sequence to continue.
         context: its committed tokens and their rows in the draft's own KV cache.
         params: the request's sampling parameters at the draft's temperature.
+        tree_params: of the distributions that a tree's nodes are chosen by.
         choice: how its draft tokens are chosen.
         budget: the number of tokens to draft in this step.
         stop_reason: what set the budget: "budget" (the plan), "context" (the draft's own context),
@@ -50,6 +51,7 @@ class DraftSequence:
     request: DraftRequest
     context: Context
     params: SamplingParams
+    tree_params: SamplingParams
     choice: Choice
     budget: int = 0
     stop_reason: str = "budget"
@@ -73,6 +75,7 @@ class DraftSequence:
             request=request,
             context=context,
             params=params,
+            tree_params=ranking_params(params),
             choice=Choice.DETERMINISTIC if params.greedy else choice,
         )
 
@@ -118,16 +121,6 @@ class DraftSequence:
     def branches(self) -> bool:
         """Whether this step's draft is a tree that may branch."""
         return self.tree_shape.width > 1
-
-    @property
-    def tree_params(self) -> SamplingParams:
-        """Parameters of the distributions that a tree's nodes are chosen by.
-
-        Of a greedy request these are the probabilities at temperature 1: they rank the paths.
-        """
-        if not self.params.greedy:
-            return self.params
-        return replace(self.params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def apply_stop_rule(self, values: Sequence[float]) -> None:
         """Cut the budget to the nodes before the first that the stop rule rejects.
@@ -215,3 +208,13 @@ class DraftSequence:
     def close(self) -> None:
         """Give the cache slot back; verified rows may serve other requests."""
         self.context.close(self.context.num_cached if self.kv_verified else 0)
+
+
+def ranking_params(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of the distributions that a tree's nodes are chosen by.
+
+    Of a greedy request these are the probabilities at temperature 1: they rank the paths.
+    """
+    if not params.greedy:
+        return params
+    return replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
