@@ -30,9 +30,9 @@ class Recipe:
 
     out: Path = Path("build/on-call")
     """Everything is written here."""
-    target: str = "zoo:code-11m"
+    target: str = "zoo:code-40m"
     """In service before and after."""
-    draft: str = "zoo:code-2m"
+    draft: str = "zoo:code-2m-for-40m"
     """In service before."""
     k: int = 5
     """K before."""

@@ -27,7 +27,6 @@ from forerun.models.zoo.catalog import held_out_prompts
 
 HERE = Path(__file__).parent
 OFF_THE_SHELF = "zoo:books-1m"
-TARGET = "zoo:code-11m"
 KS = "1,2,3,4,5"
 REFRESH_SHARE = 3
 """A refresh starts from a draft that knows most: a third of the prompts and steps do."""
@@ -39,12 +38,26 @@ class Recipe:
 
     out: Path = Path("build/paradox")
     """Everything is made here."""
+    target: str = "zoo:code-11m"
+    """The target, which is updated later."""
+    distilled: str | None = None
+    """A draft that was distilled for the target before, in place of distilling one here."""
     num_prompts: int = 3260
     """Openings of library functions to learn on, beside the 100 prompts written for the recipe."""
     num_steps: int = 4000
     """Optimiser steps of the distillation; a refresh takes a third."""
     update_steps: int = 40
     """Steps of the fine-tune that updates the target."""
+    update_tokens: int = 4096
+    """Tokens of such a step."""
+    max_tokens: int = 320
+    """Longest text of the target to learn and to be judged on."""
+    num_evaluations: int = 6
+    """Judgements during a training, besides the one before it."""
+    num_judged: int = 60
+    """Most prompts that a draft is judged on at the end of a training."""
+    measure: bool = True
+    """Compare speeds when the training is done; without it only train."""
     human_eval: Path | None = None
     """HumanEval.jsonl, or HumanEval.jsonl.gz, to be judged on as well."""
     blocks: int = 40
@@ -65,26 +78,25 @@ class Story:
         """Do what is not done."""
         self.out.mkdir(parents=True, exist_ok=True)
         self.prompts()
-        distilled, refreshed = self.out / "distilled", self.out / "refreshed"
+        target, refreshed = self.recipe.target, self.out / "refreshed"
         updated = self.out / "updated-target"
-        self.align(distilled, "--target", TARGET, "--draft", OFF_THE_SHELF, *self.data())
+        distilled = self.distil()
         self.console.rule("update the target")
         steps = TrainingConfig(
-            num_steps=self.recipe.update_steps, learning_rate=3e-4, tokens_per_step=4096
+            num_steps=self.recipe.update_steps,
+            learning_rate=3e-4,
+            tokens_per_step=self.recipe.update_tokens,
         )
-        finetune(TARGET, updated, steps, self.console)
-        self.align(
-            refreshed,
-            *("--refresh", str(distilled), "--target", str(updated)),
-            *("--prompts", str(self.out / "refresh-prompts")),
-            *("--num-steps", str(self.recipe.num_steps // REFRESH_SHARE)),
-        )
+        finetune(target, updated, steps, self.console)
+        self.align(refreshed, "--target", str(updated), *self.refresh())
         arms = {
-            "off-the-shelf": (TARGET, OFF_THE_SHELF),
-            "distilled": (TARGET, str(distilled / "draft")),
-            "stale": (str(updated), str(distilled / "draft")),
+            "off-the-shelf": (target, OFF_THE_SHELF),
+            "distilled": (target, distilled),
+            "stale": (str(updated), distilled),
             "refreshed": (str(updated), str(refreshed / "draft")),
         }
+        if not self.recipe.measure:
+            return
         for name, (target_name, draft) in arms.items():
             self.bench(name, target_name, draft)
         rows = story_of(self.out)
@@ -93,10 +105,30 @@ class Story:
         draw(rows, self.out / "story.svg")
         self.console.print(table(rows))
 
+    def distil(self) -> str:
+        """Return the distilled draft, made here unless there is one."""
+        if self.recipe.distilled is not None:
+            return self.recipe.distilled
+        folder = self.out / "distilled"
+        data = self.data("prompts", self.recipe.num_steps)
+        self.align(folder, "--target", self.recipe.target, "--draft", OFF_THE_SHELF, *data)
+        return str(folder / "draft")
+
+    def refresh(self) -> list[str]:
+        """Return what repairs the draft: an alignment goes on, or begins with the draft given."""
+        prompts, num_steps = "refresh-prompts", self.recipe.num_steps // REFRESH_SHARE
+        if self.recipe.distilled is not None:
+            return ["--draft", self.recipe.distilled, *self.data(prompts, num_steps)]
+        return [
+            *("--refresh", str(self.out / "distilled")),
+            *("--prompts", str(self.out / prompts), "--num-steps", str(num_steps)),
+        ]
+
     def prompts(self) -> None:
         """Prompts to learn on and prompts to judge on."""
         learned, judged = self.out / "prompts", self.out / "held-out.jsonl"
-        records = [{"tag": "held-out modules", "prompt": p.text} for p in held_out_prompts()]
+        shipped = held_out_prompts()[: self.recipe.num_judged]
+        records = [{"tag": "held-out modules", "prompt": p.text} for p in shipped]
         if self.recipe.human_eval is not None:
             records += human_eval(self.recipe.human_eval)
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -112,20 +144,19 @@ class Story:
         (learned / "written.jsonl").write_bytes((HERE / "prompts.jsonl").read_bytes())
         judged.write_text(lines, "utf-8")
 
-    def data(self) -> list[str]:
+    def data(self, prompts: str, num_steps: int) -> list[str]:
         """What the draft learns and is judged on, and how."""
+        # The shipped draft was trained to its end; a fresh one begins far from it.
+        learning_rate = "5e-3" if self.recipe.distilled is None else "1e-3"
         return [
-            *(
-                "--prompts",
-                str(self.out / "prompts"),
-                "--held-out",
-                str(self.out / "held-out.jsonl"),
-            ),
-            *("--max-tokens", "320", "--max-prompt-tokens", "160", "--temperature", "1"),
-            *("--num-steps", str(self.recipe.num_steps), "--learning-rate", "5e-3"),
+            *("--prompts", str(self.out / prompts)),
+            *("--held-out", str(self.out / "held-out.jsonl")),
+            *("--max-tokens", str(self.recipe.max_tokens), "--max-prompt-tokens", "160"),
+            *("--temperature", "1"),
+            *("--num-steps", str(num_steps), "--learning-rate", learning_rate),
             # A small draft learns more from many small steps than from few large ones.
             *("--tokens-per-step", "1024", "--rows-per-pass", "2"),
-            *("--num-evaluations", "6", "--max-prompts", "24"),
+            *("--num-evaluations", str(self.recipe.num_evaluations), "--max-prompts", "24"),
             *("--cache-dir", str(self.out / "cache")),
         ]
 

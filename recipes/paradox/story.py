@@ -27,7 +27,7 @@ class Row:
     Attributes:
         name: of the comparison.
         text: what it shows.
-        alpha: acceptance probability at T=1, on held-out prompts.
+        alpha: acceptance probability at T=1, on held-out prompts; None where nothing was trained.
         tau: tokens per step at K=5, by temperature.
         speedup: measured against plain decoding at the best K, by temperature.
         best_k: that K.
@@ -37,7 +37,7 @@ class Row:
 
     name: str
     text: str
-    alpha: Interval
+    alpha: Interval | None
     tau: dict[str, Interval]
     speedup: dict[str, Interval]
     best_k: dict[str, int]
@@ -54,14 +54,16 @@ def story_of(out: Path) -> list[Row]:
 
 
 def row_of(out: Path, name: str, text: str, alignment: str, which: str) -> Row:
-    report = json.loads((out / alignment / "report.json").read_text())
-    judged = {pair[which]["temperature"]: pair[which]["overall"] for pair in report["judged"]}
+    path, judged = out / alignment / "report.json", {}
+    if path.exists():
+        report = json.loads(path.read_text())
+        judged = {pair[which]["temperature"]: pair[which]["overall"] for pair in report["judged"]}
     cells = json.loads((out / f"bench-{name}.json").read_text())["cells"]
     best = {f"{cell['temperature']:g}": best_of(cell) for cell in cells}
     return Row(
         name=name,
         text=text,
-        alpha=Interval(**judged[1.0]["acceptance_probability"]),
+        alpha=Interval(**judged[1.0]["acceptance_probability"]) if judged else None,
         tau={f"{t:g}": Interval(**o["acceptance_length"]) for t, o in sorted(judged.items())},
         speedup={t: interval(row, "decode_speedup") for t, row in best.items()},
         best_k={t: row["k"] for t, row in best.items()},
@@ -101,8 +103,8 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        figures = [row.alpha, row.tau["1"], row.tau["0"]]
-        cells = [shown(figure) for figure in figures]
+        figures = [row.alpha, row.tau.get("1"), row.tau.get("0")]
+        cells = ["–" if figure is None else shown(figure) for figure in figures]
         cells += [f"{shown(row.speedup[t])}x at K={row.best_k[t]}" for t in ("1", "0")]
         lines.append(f"| {row.text} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -126,8 +128,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.bar(place, speedup.estimate, color=colour, width=0.7)
             ends = [[speedup.estimate - speedup.low], [speedup.high - speedup.estimate]]
             axes.errorbar(place, speedup.estimate, yerr=ends, color="#24292f", capsize=3)
-            label = f"$\\tau$ {row.tau[temperature].estimate:.2f}"
-            axes.text(place, 0.04, label, ha="center", fontsize=8, color="white")
+            if temperature in row.tau:
+                label = f"$\\tau$ {row.tau[temperature].estimate:.2f}"
+                axes.text(place, 0.04, label, ha="center", fontsize=8, color="white")
         axes.axhline(1.0, color="#24292f", linewidth=0.8, linestyle="--")
         axes.set_xticks(range(len(rows)), [row.name.replace("off-the", "off the") for row in rows])
         axes.tick_params(axis="x", labelsize=8)
