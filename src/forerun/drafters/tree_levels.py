@@ -29,6 +29,7 @@ from forerun.models.context import pack
 from forerun.sampling.choice import Choice
 from forerun.sampling.history import RowHistory
 from forerun.sampling.host import on_host
+from forerun.sampling.kernels import kernels_for
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
@@ -135,7 +136,8 @@ def choose(
     """Choose the children of the frontiers of trees whose nodes are chosen alike."""
     if choice is Choice.DETERMINISTIC:
         width = max(growth.sequence.tree_shape.width for growth in growths)
-        values, tokens = probs.topk(min(width, probs.shape[1]), dim=-1)
+        width, kernels = min(width, probs.shape[1]), kernels_for(probs)
+        values, tokens = kernels.top(probs, width) if kernels else probs.topk(width, dim=-1)
         return Drawings(tokens=tokens, chances=values, rows=probs)
     keys = [keys for g in growths if isinstance(g, Drawn) for keys in g.noise_keys()]
     counts = torch.tensor([*map(len, keys)], device=probs.device)

@@ -113,6 +113,11 @@ bool forerun_decoder_sampled_chain(void* decoder, const ForerunPass* pass, const
 void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, float* best,
                      int64_t* tokens);
 
+// The `count` largest of every row in descending order and their tokens, the lowest id on ties; rows are
+// written to and restored.
+void forerun_top(float* rows, int64_t num_rows, int64_t vocab_size, int64_t count, float* values,
+                 int64_t* tokens);
+
 // The distribution of every row at its temperature; 0 is greedy.
 void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
                      const float* temperatures, float* probs);

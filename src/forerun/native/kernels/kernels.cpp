@@ -346,6 +346,13 @@ void forerun_largest(const float* scores, int64_t num_rows, int64_t vocab_size, 
     }
 }
 
+void forerun_top(float* rows, int64_t num_rows, int64_t vocab_size, int64_t count, float* values,
+                 int64_t* tokens) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        top_of(rows + row * vocab_size, vocab_size, count, values + row * count,
+               tokens + row * count);
+}
+
 void forerun_softmax(const float* scores, int64_t num_rows, int64_t vocab_size,
                      const float* temperatures, float* probs) {
     for (int64_t row = 0; row < num_rows; ++row, scores += vocab_size, probs += vocab_size)

@@ -68,6 +68,16 @@ inline int64_t place_of(float best, const float* row, int64_t size) {
     return i;
 }
 
+// The largest of a row in descending order, the lowest place among equals; the row is left as it was.
+inline void top_of(float* row, int64_t size, int64_t count, float* values, int64_t* places) {
+    for (int64_t rank = 0; rank < count; ++rank) {
+        values[rank] = largest_of(row, size);
+        places[rank] = place_of(values[rank], row, size);
+        row[places[rank]] = -INFINITY;
+    }
+    for (int64_t rank = count - 1; rank >= 0; --rank) row[places[rank]] = values[rank];
+}
+
 // The distribution of a row at a temperature, at 0 all mass on the largest; NaN throughout where there is
 // none. One pass for the peak, one for the exponentials, one to divide.
 inline void softmax(const float* scores, int64_t size, float temperature, float* probs) {
