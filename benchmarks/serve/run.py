@@ -4,6 +4,8 @@ The server runs in a process of its own, the engine in this one, with the same s
 both alternate. Within a block both answer the same prompts, all at once. Nothing else should run.
 
     python benchmarks/serve/run.py --model zoo:code-11m --draft zoo:code-2m --out build/serve.json
+
+With `--before SRC`, the source folder of another version, its server is a third arm.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -47,13 +50,18 @@ def settings(options: argparse.Namespace) -> EngineConfig:
     )
 
 
-def start_server(options: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
+def start_server(
+    options: argparse.Namespace, source: Path | None = None
+) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "forerun", "serve", options.model, "--port", "0"]
     command += ["--draft", options.draft, "--controller", "fixed", "--k", str(options.k)]
     command += ["--max-batch", str(max(BATCHES)), "--max-context", "2048"]
     if options.threads:
         command += ["--threads", str(options.threads)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    other = {} if source is None else {"PYTHONPATH": str(source.resolve())}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **other}
+    )
     assert process.stdout is not None
     return process, process.stdout.readline().split()[-1]
 
@@ -101,26 +109,35 @@ async def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         "ignore_eos": True,
     }
     texts = [prompt.text for prompt in held_out_prompts()]
-    process, url = start_server(options)
+    sources = {"http": None} if options.before is None else {"http": None, "before": options.before}
+    processes, addresses = [], {}
     rows = []
     try:
+        for name, source in sources.items():
+            process, url = start_server(options, source)
+            processes.append(process)
+            addresses[name] = urlsplit(url).hostname or "", urlsplit(url).port or 0
         engine = Engine.load(options.model, options.draft, config=settings(options))
-        address = urlsplit(url).hostname or "", urlsplit(url).port or 0
         for batch in BATCHES:
-            arms: dict[str, list[Block]] = {"engine": [], "http": []}
+            arms: dict[str, list[Block]] = {name: [] for name in ("engine", *addresses)}
             for block in range(options.blocks + 1):  # the first one warms up
                 prompts = [texts[(block * batch + n) % len(texts)] for n in range(batch)]
-                own = by_engine(engine, prompts, SamplingParams(**params))
-                served = await by_http(address, prompts, params)
-                assert own.num_tokens == served.num_tokens
-                if block:
-                    arms["engine"].append(own)
-                    arms["http"].append(served)
+                order = list(arms)[block % len(arms) :] + list(arms)[: block % len(arms)]
+                found = {}
+                for name in order:
+                    if name == "engine":
+                        found[name] = by_engine(engine, prompts, SamplingParams(**params))
+                    else:
+                        found[name] = await by_http(addresses[name], prompts, params)
+                assert len({each.num_tokens for each in found.values()}) == 1
+                for name, each in found.items() if block else ():
+                    arms[name].append(each)
             rows.append(row_of(batch, arms))
             print(json.dumps(rows[-1]))
     finally:
-        process.terminate()
-        process.wait(60)
+        for process in processes:
+            process.terminate()
+            process.wait(60)
     return rows
 
 
@@ -137,7 +154,17 @@ def row_of(batch: int, arms: dict[str, list[Block]]) -> dict[str, object]:
         name: 1e3 * statistics.median(t for b in blocks for t in b.ttft_s)
         for name, blocks in arms.items()
     }
-    return {
+    found: dict[str, object] = {}
+    if "before" in arms:
+        walls = [[b.wall_s for b in arms[name]] for name in ("before", "http")]
+        change = bootstrap_ratio(*walls, seed=0)
+        found = {
+            "before_tokens_per_s": rates["before"],
+            "http_over_before": change.estimate,
+            "http_over_before_95": [change.low, change.high],
+            "before_ttft_ms": ttft_ms["before"],
+        }
+    return found | {
         "batch": batch,
         "engine_tokens_per_s": rates["engine"],
         "http_tokens_per_s": rates["http"],
@@ -155,15 +182,15 @@ def main() -> None:
     parser.add_argument("--draft", default="zoo:code-2m")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--before", type=Path, help="source folder of another version")
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = asyncio.run(measure(options))
     if options.out is not None:
-        options.out.write_text(
-            json.dumps({"options": vars(options) | {"out": None}, "rows": rows}, indent=1)
-        )
+        shown = {k: v for k, v in vars(options).items() if k not in ("out", "before")}
+        options.out.write_text(json.dumps({"options": shown, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
             self.answer(metrics(served["requests"]), "text/plain")
+        elif self.path == "/version":
+            self.answer(json.dumps({"version": "0.0.fake"}))
         elif self.path == "/v1/models":
             self.answer(json.dumps({"data": [{"id": options.served_model_name}]}))
         else:
@@ -66,6 +68,7 @@ parser.add_argument("target")
 parser.add_argument("--host")
 parser.add_argument("--port", type=int)
 parser.add_argument("--served-model-name", default="m")
+parser.add_argument("--max-num-seqs", type=int)
 parser.add_argument("--speculative-config", type=json.loads, default={})
 options = parser.parse_args()
 if options.target == "broken":

@@ -57,6 +57,7 @@ def test_requests_and_streams_are_passed_on(address):
         assert client.get("http://localhost//127.0.0.1:9/v1/models").status_code == 404
         assert client.get("/v1/models?of=all").status_code == 404  # the query arrives too
         assert client.get("/").text.startswith("<!doctype html>")
+        assert client.get("/live").json()["setup"]["version"] == "0.0.fake"
 
 
 def test_keys_are_checked_here_and_not_passed_on(address):
@@ -143,17 +144,69 @@ def test_the_configuration_is_that_of_the_alignment_where_there_is_one(tmp_path)
             speculative_config(str(tmp_path), None)
 
 
+def written(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_configuration_may_come_from_a_file(tmp_path):
+    file = tmp_path / "found.json"
+    own = {"method": "eagle3", "model": "head", "num_speculative_tokens": 5, "max_model_len": 9}
+    assert speculative_config(None, None, written(file, own)) == own
+    assert speculative_config(None, 2, written(file, own)) == own | {"num_speculative_tokens": 2}
+    exported = {"model": "t", "speculative_config": own}
+    assert speculative_config(None, None, written(file, exported)) == own
+    assert speculative_config("other", 0, written(file, exported)) == {}
+    assert speculative_config(None, None, written(file, {"model": "t"})) == {}
+    for bad in ([], {}, {"model": "t", "speculative_config": 1}):
+        with pytest.raises(InvalidRequest, match="has no speculative_config that is an object"):
+            speculative_config(None, None, written(file, bad))
+
+
+def test_the_configuration_may_be_what_a_plan_recommends(tmp_path, capsys):
+    from forerun.cli.main import main
+
+    flags = "--machine h100-sxm --target-params 8e9 --draft-params 1e9 --kv-token-bytes 131072"
+    flags += " --acceptance 0.75 --batch 1 --json"
+    assert main(["plan", *flags.split()]) == 0
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out)
+    k = json.loads(file.read_text())["best"]["num_speculative_tokens"]
+    assert k > 0
+    expected = {"method": "draft_model", "model": "draft", "num_speculative_tokens": k}
+    assert speculative_config("draft", None, file) == expected
+    with pytest.raises(InvalidRequest, match="does not name the draft"):
+        speculative_config(None, None, file)
+
+    def planned(**best: object) -> dict[str, object]:
+        return speculative_config(None, None, written(file, {"best": best}))
+
+    assert planned(draft=None, num_speculative_tokens=0) == {}
+    assert planned(draft="suffix", num_speculative_tokens=8)["method"] == "suffix"
+    shipped = planned(draft="zoo:code-2m", num_speculative_tokens=3)
+    assert Path(str(shipped["model"])).is_dir()
+    with pytest.raises(InvalidRequest, match="vLLM drafts chains"):
+        planned(draft="d", num_speculative_tokens=3, tree={"num_nodes": 3})
+    with pytest.raises(InvalidRequest, match="vLLM has no drafter"):
+        planned(draft="self:2", num_speculative_tokens=3)
+    with pytest.raises(InvalidRequest, match="is no plan"):
+        planned(draft="d")
+
+
 def test_the_command_starts_the_server_and_ends_with_it(program, tmp_path):
     import signal
     import subprocess
 
-    command = [sys.executable, "-m", "forerun", "serve", "target", "--draft", "suffix"]
-    command += ["--engine", "vllm", "--vllm", program, "--port", "0"]
+    found = {"method": "suffix", "num_speculative_tokens": 6}
+    file = written(tmp_path / "found.json", found)
+    command = [sys.executable, "-m", "forerun", "serve", "target"]
+    command += ["--speculative-config", str(file), "--engine", "vllm", "--vllm", program]
+    command += ["--port", "0", "--vllm-args", "--max-num-seqs 4"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
-            assert '"method": "suffix"' in process.stdout.readline()
+            assert json.dumps(found) in process.stdout.readline()
             address = process.stdout.readline().split()[4].rstrip(";").removesuffix("/v1")
             assert httpx.get(f"{address}/live").json()["setup"]["methods"] == ["suffix"]
             models = httpx.get(f"{address}/v1/models").json()

@@ -42,6 +42,10 @@ class ServeOptions:
     engine: Literal["forerun", "vllm"] = "forerun"
     """What decodes. vllm: vLLM is started with the speculative configuration of the draft, which is
     that of its alignment where it has one, and its metrics are shown on the live page."""
+    speculative_config: Path | None = None
+    """For --engine vllm, a JSON file with the configuration: the serving/vllm.json of an alignment,
+    what `forerun plan --json` printed, or vLLM's own. --draft replaces the draft of a plan, and --k
+    the number of tokens."""
     vllm: str = "vllm"
     """The vllm program, for --engine vllm."""
     vllm_args: str = ""
@@ -74,6 +78,8 @@ def run(options: ServeOptions) -> int:
     """Serve until a signal; returns the exit code."""
     if options.engine == "vllm":
         return run_vllm(options)
+    if options.speculative_config is not None:
+        raise InvalidRequest("--speculative-config is for --engine vllm; give --draft and --k")
     from forerun.cli.session import load_engine
     from forerun.engine.asynchronous import AsyncEngine
     from forerun.server.app import create_app
@@ -100,12 +106,15 @@ def run_vllm(options: ServeOptions) -> int:
         str(zoo_path(name)) if name.startswith(PREFIX) else name
         for name in (options.pair.target, *options.pair.draft_names)
     ]
+    if options.speculative_config is not None and not options.pair.draft:
+        del names[1:]  # the shipped draft must not replace the one that the file names
     if len(names) > 2:
         raise InvalidRequest("--engine vllm takes one --draft")
     k = options.pair.k
     found = speculative_config(
         names[1] if len(names) == 2 else None,
         None if k == EngineConfig().num_speculative_tokens else k,
+        options.speculative_config,
     )
     print(
         f"speculative configuration of vLLM: {json.dumps(found) if found else 'none'}", flush=True
@@ -114,7 +123,7 @@ def run_vllm(options: ServeOptions) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.GOOD))  # so that vLLM is ended too
     arguments = ["--served-model-name", options.model, *shlex.split(options.vllm_args)]
     with vllm_running(names[0], found, program=options.vllm, arguments=arguments) as address:
-        methods = [str(found["method"])] if found else []
+        methods = [str(found.get("method", "draft"))] if found else []
         proxy = create_proxy(
             address, target=options.model, methods=methods, config=options.server, keys=keys
         )
@@ -134,11 +143,22 @@ def announce(model: str, listener: socket) -> None:
     )
 
 
-def with_target(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments with a first word that is no flag as the target."""
-    if arguments and not is_flag(arguments[0]):
-        return ["--model", *arguments]
-    return arguments
+VLLM_ARGUMENTS = "--vllm-args"
+
+
+def rewritten(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments with a first word that is no flag as the target.
+
+    The options of vLLM begin with dashes, so they are joined to their flag: a word of its own would
+    be taken as the next flag.
+    """
+    found = list(arguments)
+    if found and not is_flag(found[0]):
+        found.insert(0, "--model")
+    if VLLM_ARGUMENTS in found[:-1]:
+        at = found.index(VLLM_ARGUMENTS)
+        found[at : at + 2] = [f"{VLLM_ARGUMENTS}={found[at + 1]}"]
+    return found
 
 
 COMMAND = Command(
@@ -146,7 +166,7 @@ COMMAND = Command(
     run=run,
     description="Serve a target over HTTP, as the OpenAI API does: forerun serve TARGET [flags]",
     lists={"--draft": ",", "--profile": ","},
-    rewrite=with_target,
+    rewrite=rewritten,
     examples=(
         "forerun serve zoo:code-40m --draft auto",
         "forerun serve path/to/target --draft path/to/draft --port 8001 --max-batch 16",

@@ -217,7 +217,7 @@ class SamplingParams:
         """Whether processing needs a `History`: penalties, per-request masks, min_tokens."""
         return (
             self.has_penalties
-            or self.logit_bias is not None
+            or bool(self.logit_bias)
             or self.allowed_token_ids is not None
             or bool(self.bad_token_ids)
             or self.min_tokens > 0

@@ -218,7 +218,7 @@ def _bias_row(
     params: SamplingParams, vocab_size: int, device: torch.device | str
 ) -> Float32[Tensor, " vocab"] | None:
     """Allowed, bias and bad tokens commute once a forbidden token is -inf, so one row holds all."""
-    if params.logit_bias is None and params.allowed_token_ids is None and not params.bad_token_ids:
+    if not params.logit_bias and params.allowed_token_ids is None and not params.bad_token_ids:
         return None
     row = torch.zeros(vocab_size)
     if params.allowed_token_ids is not None:

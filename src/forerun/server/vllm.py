@@ -17,7 +17,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from forerun.bounded_documents import parse_json
 from forerun.bounded_read import read_bytes
+from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.models.zoo.catalog import PREFIX, zoo_path
 from forerun.server.config import ServerConfig
 from forerun.server.errors import error_body
 from forerun.server.guard import Guard
@@ -28,6 +30,8 @@ from forerun.server.vllm_view import VllmView
 __all__ = ["create_proxy", "speculative_config", "vllm_running"]
 
 DEFAULT_K = 4
+UNNAMED_DRAFT = "draft"
+"""What a plan calls a draft of which it was only told the size."""
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
 HOP_HEADERS = frozenset(
@@ -37,31 +41,84 @@ HOP_HEADERS = frozenset(
 """Headers that hold for one connection alone; the key of a client is not passed on."""
 
 
-def speculative_config(draft: str | None, num_speculative_tokens: int | None) -> dict[str, object]:
+def speculative_config(
+    draft: str | None, num_speculative_tokens: int | None, recommended: Path | None = None
+) -> dict[str, object]:
     """Return vLLM's `--speculative-config`; empty for decoding without a draft.
 
     An aligned draft has the settings that its alignment found best in `serving/vllm.json`.
 
     Args:
         draft: folder or name of a draft model, "suffix", "ngram", or None.
-        num_speculative_tokens: K; None takes that of the alignment, or 4.
+        num_speculative_tokens: K; None takes that of the recommendation or the alignment, or 4.
+        recommended: file with a configuration: what an alignment exported, what `forerun plan
+            --json` printed, or a speculative configuration of vLLM itself.
 
     Raises:
-        InvalidRequest: the settings of an alignment cannot be read.
+        InvalidRequest: the settings of an alignment cannot be read, the file holds none, or vLLM
+            has no such drafter.
     """
-    if draft is None or num_speculative_tokens == 0:
+    if num_speculative_tokens == 0:
         return {}
     k = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
+    if recommended is not None:
+        return chosen_in(recommended, draft, k)
+    if draft is None:
+        return {}
     if draft in ("suffix", "ngram"):
         return {"method": draft, "num_speculative_tokens": DEFAULT_K} | k
+    if parse_drafter(draft) is not None:
+        raise InvalidRequest(f"vLLM has no drafter {draft!r}: use a draft model, suffix or ngram")
     path = Path(draft) / "serving" / "vllm.json"
-    if not path.is_file():
-        return {"method": "draft_model", "model": draft, "num_speculative_tokens": DEFAULT_K} | k
-    settings = parse_json(read_bytes(path), path.name)
-    found = settings.get("speculative_config", {}) if isinstance(settings, dict) else None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{path} has no speculative_config that is an object: export it again")
-    return found | k if found else {}
+    if path.is_file():
+        return chosen_in(path, draft, k)
+    return {"method": "draft_model", "model": draft, "num_speculative_tokens": DEFAULT_K} | k
+
+
+def chosen_in(path: Path, draft: str | None, changes: Mapping[str, object]) -> dict[str, object]:
+    """Return the speculative configuration in a file, with changes; empty where it has none.
+
+    Args:
+        path: of a JSON document of one of the three kinds.
+        draft: replaces the draft of a plan, which may have no name that vLLM can load.
+        changes: to the configuration.
+
+    Raises:
+        InvalidRequest: it is of another kind, or a plan that vLLM cannot follow.
+    """
+    content = parse_json(read_bytes(path), path.name)
+    settings = content if isinstance(content, dict) else {}
+    if isinstance(best := settings.get("best"), dict):
+        return planned(path, best, draft, changes)
+    if "num_speculative_tokens" in settings:
+        return settings | dict(changes)
+    found = settings.get("speculative_config", {})
+    if "model" not in settings or not isinstance(found, dict):
+        raise InvalidRequest(
+            f"{path} has no speculative_config that is an object: give the serving/vllm.json of an "
+            "alignment, the output of forerun plan --json, or a configuration of vLLM"
+        )
+    return found | dict(changes) if found else {}
+
+
+def planned(
+    path: Path, best: Mapping[str, object], draft: str | None, changes: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the configuration of the option that a plan found best."""
+    name, k = best.get("draft"), best.get("num_speculative_tokens")
+    if not isinstance(k, int) or not isinstance(name, str | None):
+        raise InvalidRequest(f"{path} is no plan: its best option lacks a draft or a K")
+    if name is None or k == 0:
+        return {}
+    if best.get("tree") is not None:
+        raise InvalidRequest(
+            f"{path} recommends a tree, and vLLM drafts chains: plan without --sibling-acceptance"
+        )
+    if draft is None and name == UNNAMED_DRAFT:
+        raise InvalidRequest(f"{path} does not name the draft that it is about: give --draft")
+    chosen = draft or name
+    chosen = str(zoo_path(chosen)) if chosen.startswith(PREFIX) else chosen
+    return speculative_config(chosen, k) | dict(changes)
 
 
 @contextmanager
@@ -161,13 +218,22 @@ def create_proxy(
     app = FastAPI(title="forerun", lifespan=lifespan, docs_url=None, redoc_url=None)
     keyring = Keyring(keys, config.max_requests)
     app.add_middleware(Guard, config=config, keyring=keyring, count=ignore_status)
-    app.include_router(page_router(VllmView(reader, target=target, methods=methods)))
+    view = VllmView(reader, target=target, methods=methods, version=version_of(reader))
+    app.include_router(page_router(view))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
     async def pass_on(path: str, request: Request) -> Response:
         return await passed_on(client, request)
 
     return app
+
+
+def version_of(client: httpx.Client) -> str:
+    """Return the version that a vLLM server states; empty where it does not."""
+    try:
+        return str(client.get("/version").raise_for_status().json()["version"])
+    except (httpx.HTTPError, KeyError, TypeError, ValueError):
+        return ""
 
 
 async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:

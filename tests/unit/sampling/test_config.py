@@ -228,3 +228,7 @@ def test_a_rule_that_would_not_be_exact_is_refused(rule: str) -> None:
 def test_parameters_load_no_torch() -> None:
     code = "import sys, forerun.sampling.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_bias_of_no_token_needs_no_history():
+    assert not SamplingParams(logit_bias={}).needs_history

@@ -53,6 +53,7 @@ class ResponseOrigin:
             for field in fields(self.params)
             if field.name not in FREE
             and (value := getattr(self.params, field.name)) != getattr(DEFAULTS, field.name)
+            and value != {}  # a logit_bias that names no token changes nothing
         }
         plain: dict[str, Json] = json.loads(
             json.dumps(

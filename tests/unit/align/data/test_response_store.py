@@ -222,3 +222,10 @@ def test_what_was_kept_before_a_process_ended_is_whole(tmp_path, mode):
     store.add(replace(response(0), prompt_hash="0" * 16, index=num_kept))
     lines = [json.loads(line) for line in store.path.read_text().splitlines()]
     assert len(lines) == num_kept + 2
+
+
+def test_an_empty_bias_is_none():
+    empty = replace(origin(), params=SamplingParams(max_tokens=6, logit_bias={}))
+    none = replace(origin(), params=SamplingParams(max_tokens=6))
+    some = replace(origin(), params=SamplingParams(max_tokens=6, logit_bias={3: 1.0}))
+    assert empty.to_dict() == none.to_dict() != some.to_dict()
