@@ -234,6 +234,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gguf", default="bf16", help="type of llama.cpp's weights: bf16 or f16")
     parser.add_argument("--eager", action="store_true", help="vLLM uncompiled: no timing")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--logs", type=Path, default=Path("build/serve-logs"))
@@ -255,6 +256,7 @@ def main() -> None:
         threads=options.threads,
         places=max(options.concurrency),
         peers=options.environments.resolve(),
+        gguf=options.gguf,
         eager=options.eager,
     )
     hashes = {name: content_hash(str(getattr(models, name))) for name in ("target", "draft")}
