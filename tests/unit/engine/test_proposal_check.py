@@ -13,8 +13,8 @@ from tests.faulty import DAMAGES, Damage
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.engine import proposal_check
-from forerun.engine.proposal_check import check_proposals
+from forerun.engine import drafting
+from forerun.engine.drafting import check_proposals
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.errors import ForerunError
 from forerun.sampling.config import SamplingParams
@@ -54,13 +54,13 @@ def drafted(num: int, params: SamplingParams) -> list[Proposal]:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
     """Proposals whose rows the check has read."""
     seen: list[Proposal] = []
-    figures = proposal_check.probs_figures
+    figures = drafting.probs_figures
 
     def watching(proposal: Proposal) -> torch.Tensor:
         seen.append(proposal)
         return figures(proposal)
 
-    monkeypatch.setattr(proposal_check, "probs_figures", watching)
+    monkeypatch.setattr(drafting, "probs_figures", watching)
     return seen
 
 

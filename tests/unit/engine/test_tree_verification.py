@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.engine.proposal_check import smallest_drawn
+from forerun.engine.drafting import smallest_drawn
 from forerun.sampling.choice import Choice
 from forerun.sampling.config import SamplingParams, resolve_verification
 from forerun.sampling.proposal import Proposal
