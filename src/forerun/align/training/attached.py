@@ -1,7 +1,8 @@
 """Heads on the target's hidden states under training: made or loaded, and saved.
 
 A fresh EAGLE-3 head begins close to the target: the state entering the last of its layers passes
-through, and the output matrix has the target's rows. Heads share the target's embedding.
+through, and the output matrix has the target's rows. Heads share the target's embedding. Of Medusa
+heads (Medusa-1), head k of row t learns token t + k + 2.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
 
 from forerun.align.config import AlignConfig, AttachedConfig
-from forerun.align.data.sample import Sample
+from forerun.align.data.sample import PackedBatch, Sample
 from forerun.align.data.vocabulary import drafted_tokens
+from forerun.align.objectives.chunked import DraftHead
 from forerun.align.objectives.named import Objective
 from forerun.align.teachers.base import one_per_row
+from forerun.align.teachers.features import FeatureTeacherRows
 from forerun.align.teachers.target import (
     TargetModel,
     adopt_target,
     check_layers,
     embedding_table,
 )
-from forerun.align.training.medusa import MedusaOverTarget
-from forerun.align.training.passes import PassLoss
+from forerun.align.training.passes import PassLoss, PassStates
 from forerun.align.training.unroll import UnrolledEagle3
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
@@ -305,3 +307,35 @@ def fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTar
         num_blocks=attached.num_blocks,
     )
     return MedusaOverTarget(MedusaHeads(config), target.head)
+
+
+class MedusaOverTarget(nn.Module):
+    """Medusa heads with the target's frozen output matrix, as they are trained.
+
+    Args:
+        head: the heads, in fp32, without output matrices of their own.
+        output: the target's output matrix.
+    """
+
+    def __init__(self, head: MedusaHeads, output: Float[Tensor, "vocab hidden"]) -> None:
+        super().__init__()
+        self.head = head
+        self.register_buffer("output", output.detach().float(), persistent=False)
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        rows: FeatureTeacherRows,
+        learning: Bool[Tensor, "passes rows width"],
+    ) -> PassStates:
+        """Run all heads over the rows that learn; see `PassLoss`."""
+        active = learning.any(0)
+        hidden = rows.last.to(torch.float32)[active]
+        states = self.head.states(hidden)
+        assert isinstance(self.output, Tensor)
+        return PassStates(
+            hidden=[
+                state[of_pass[active]] for state, of_pass in zip(states, learning, strict=True)
+            ],
+            head=DraftHead(weight=self.output),
+        )
