@@ -24,6 +24,9 @@ from forerun import Engine, EngineConfig, SamplingParams
 from forerun.models.zoo.catalog import held_out_prompts
 
 CASES = {  # target, draft, temperature
+    "code-40m, useless draft, T=0": ("zoo:code-40m", "zoo:books-1m", 0.0),
+    "code-40m, useless draft, T=1": ("zoo:code-40m", "zoo:books-1m", 1.0),
+    "code-40m, domain draft, T=0": ("zoo:code-40m", "zoo:code-2m-for-40m", 0.0),
     "code-11m, useless draft, T=0": ("zoo:code-11m", "zoo:books-1m", 0.0),
     "code-11m, useless draft, T=1": ("zoo:code-11m", "zoo:books-1m", 1.0),
     "code-11m, domain draft, T=0": ("zoo:code-11m", "zoo:code-2m", 0.0),
