@@ -118,7 +118,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, object]]:
             processes.append(process)
             addresses[name] = urlsplit(url).hostname or "", urlsplit(url).port or 0
         engine = Engine.load(options.model, options.draft, config=settings(options))
-        for batch in BATCHES:
+        for batch in options.batches:
             arms: dict[str, list[Block]] = {name: [] for name in ("engine", *addresses)}
             for block in range(options.blocks + 1):  # the first one warms up
                 prompts = [texts[(block * batch + n) % len(texts)] for n in range(batch)]
@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--before", type=Path, help="source folder of another version")
+    parser.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=BATCHES)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path)
