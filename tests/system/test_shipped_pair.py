@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from forerun.bench.exactness import check_exactness
+from forerun.cli.main import main
 from forerun.control.base import Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
+from forerun.models.draft_card import identify, read_card
 from forerun.models.zoo.catalog import held_out_prompts, zoo_path
 from forerun.sampling.config import SamplingParams
 
@@ -35,6 +37,7 @@ def figures(name: str) -> dict[str, object]:
     [
         ("code-40m", 96),
         ("code-2m-for-40m", 6),
+        ("eagle3-for-40m", 6),
         ("code-11m", 40),
         ("code-2m", 5),
         ("books-1m", 5),
@@ -43,6 +46,16 @@ def figures(name: str) -> dict[str, object]:
 def test_weights_keep_to_their_size(name, limit):
     weights = zoo_path(name) / "model.safetensors"
     assert 0 < weights.stat().st_size <= limit * MEBIBYTE
+
+
+def test_the_shipped_head_computes_its_golden_rows_and_names_its_target(capsys):
+    assert main(["info", "zoo:code-40m", "--draft", "zoo:eagle3-for-40m", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["draft"]
+    assert found["method"] == "eagle3" and found["fits"] and found["is_checked"]
+    assert found["changes"] == [] and found["warnings"] == []
+    card = read_card(zoo_path("eagle3-for-40m"))
+    assert card is not None
+    assert card.made_for == identify(zoo_path("code-40m"))
 
 
 def test_target_leads_the_domain_draft():
@@ -71,6 +84,7 @@ def test_held_out_prompts_fit_and_differ():
         ("zoo:code-11m", "zoo:code-2m"),
         ("zoo:code-11m", "zoo:books-1m"),
         ("zoo:code-40m", "zoo:code-2m-for-40m"),
+        ("zoo:code-40m", "zoo:eagle3-for-40m"),
     ],
 )
 def test_speculative_text_equals_plain_text_in_fp32(target, draft):
@@ -82,10 +96,15 @@ def test_speculative_text_equals_plain_text_in_fp32(target, draft):
     assert report.num_accepted > 0
 
 
-@pytest.mark.parametrize("name", ["code-11m", "code-40m"])
-def test_texts_of_trees_equal_plain_texts_in_fp32(name):
-    target = f"zoo:{name}"
-    draft = {"code-11m": "zoo:code-2m", "code-40m": "zoo:code-2m-for-40m"}[name]
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("zoo:code-11m", "zoo:code-2m"),
+        ("zoo:code-40m", "zoo:code-2m-for-40m"),
+        ("zoo:code-40m", "zoo:eagle3-for-40m"),
+    ],
+)
+def test_texts_of_trees_equal_plain_texts_in_fp32(target, draft):
     plain = Engine.load(target, dtype="float32", config=CONFIG)
     config = replace(CONFIG, tree=Tree(num_nodes=7, depth=3, width=3))
     speculative = Engine.load(target, draft=draft, dtype="float32", config=config)

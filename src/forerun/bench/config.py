@@ -184,6 +184,12 @@ DEMO_DRAFTS: Mapping[str, tuple[DraftArms, ...]] = {
             ks=(2, 3, 4, 6),
             trees=(Tree(num_nodes=5, depth=3, width=2), Tree(num_nodes=8, depth=4, width=3)),
         ),
+        DraftArms(
+            name="attached head",
+            draft="zoo:eagle3-for-40m",
+            ks=(3, 4, 5, 6),
+            trees=(Tree(num_nodes=6, depth=4, width=2),),
+        ),
     ),
     "zoo:code-11m": (DraftArms(name="domain draft", draft="zoo:code-2m", ks=(1, 2, 3, 4)),),
 }
