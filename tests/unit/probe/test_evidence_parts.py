@@ -153,8 +153,8 @@ def test_matrices_left_as_they_were_drawn_are_counted(copied):
         tensors[name] = drawn.to(tensors[name].dtype)
     save_file(tensors, path)
     before, after = Evidence(), Evidence()
-    add_weights(before, zoo_path("code-2m"))
-    add_weights(after, copied)
+    add_weights(before, [zoo_path("code-2m") / "model.safetensors"])
+    add_weights(after, [path])
     assert before.number("drawn_share") == 0.0
     assert after.number("drawn_share") == pytest.approx(len(names[::2]) / len(names), abs=0.04)
 

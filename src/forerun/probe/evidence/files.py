@@ -18,7 +18,14 @@ from forerun.models.checkpoint import read_checkpoint, template_hash
 from forerun.models.draft_card import CardFigures, DraftCard, identify, read_card
 from forerun.models.load import load_tokenizer, read_config
 
-__all__ = ["add_card_ratio", "add_files", "add_weights", "evidence_of_misfit", "looks_drawn"]
+__all__ = [
+    "add_card_ratio",
+    "add_files",
+    "add_head_files",
+    "add_weights",
+    "evidence_of_misfit",
+    "looks_drawn",
+]
 
 
 def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
@@ -35,7 +42,19 @@ def add_files(evidence: Evidence, target: Path, draft: Path) -> None:
         add_card(evidence, card, target)
     elif template_hash(draft) == template_hash(target):
         evidence.add("template_differs", False, "both folders have one chat template")
-    add_weights(evidence, draft)
+    add_weights(evidence, read_checkpoint(draft).weight_files)
+
+
+def add_head_files(evidence: Evidence, target: Path, head: Path) -> None:
+    """Add facts about the folders of a target and of a head on its hidden states.
+
+    Raises:
+        InvalidModel: files are missing or damaged.
+    """
+    card = read_card(head)
+    if card is not None:
+        add_card(evidence, card, target)
+    add_weights(evidence, sorted(head.glob("*.safetensors")))
 
 
 def add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
@@ -99,12 +118,17 @@ POWER_STEPS = 20
 """Where a direction stands out, this many passes find it; where none does, any will do."""
 
 
-def add_weights(evidence: Evidence, draft: Path) -> None:
-    """Add whether matrices are constant or not finite, and the share that look untrained."""
+def add_weights(evidence: Evidence, files: Sequence[Path]) -> None:
+    """Add whether matrices are constant or not finite, and the share that look untrained.
+
+    Args:
+        evidence: takes the facts.
+        files: with the draft's weights.
+    """
     wrong: list[str] = []
     drawn: list[str] = []
     num_large = 0
-    for name, matrix in matrices(draft):
+    for name, matrix in matrices(files):
         if not bool(matrix.isfinite().all()) or bool((matrix == matrix[0, 0]).all()):
             wrong.append(name)
         elif min(matrix.shape) >= MIN_SIZE:
@@ -119,9 +143,9 @@ def add_weights(evidence: Evidence, draft: Path) -> None:
         evidence.add("drawn_share", len(drawn) / num_large, words)
 
 
-def matrices(folder: Path) -> Iterator[tuple[str, Float[Tensor, "rows columns"]]]:
+def matrices(files: Sequence[Path]) -> Iterator[tuple[str, Float[Tensor, "rows columns"]]]:
     """Yield the weight matrices one by one."""
-    for path in read_checkpoint(folder).weight_files:
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 tensor = file.get_tensor(name)

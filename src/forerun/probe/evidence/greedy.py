@@ -57,6 +57,8 @@ class GreedyTally:
         num_apart: those where the two differ.
         alphas: 1 where the replayed draft agrees with the target and 0 where not, at every position
             it could read.
+        first_only: the replayed draft stands for the first drafted token of a step alone: later
+            tokens of a head continue from its own states.
         state: where first drafted tokens stop being the draft's own, by more than a tie.
     """
 
@@ -71,6 +73,7 @@ class GreedyTally:
     num_agreeing: int = 0
     num_apart: int = 0
     alphas: list[float] = field(default_factory=list)
+    first_only: bool = False
     state: StateTally = field(default_factory=StateTally)
 
     def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
@@ -109,7 +112,8 @@ class GreedyTally:
         proposal = step.proposal
         if proposal is None or not proposal.tree.is_chain or step.was_cut:
             return None
-        reached = min(step.num_reached, replayed.num_read - start)
+        most = 1 if self.first_only else step.num_reached
+        reached = min(most, step.num_reached, replayed.num_read - start)
         if reached < 1:
             return None
         own = replayed.draft_probs[start : start + reached].argmax(-1).tolist()

@@ -12,6 +12,7 @@ from torch import Tensor
 from forerun.align.evaluation.teacher_forced import along, logits_of, num_known, probs_of_rows
 from forerun.drafters.levels import fit_vocabulary
 from forerun.models.base import LanguageModel
+from forerun.probe.evidence.heads import ReferenceHead
 from forerun.probe.evidence.tape import TapedRequest
 from forerun.sampling.config import draft_params
 from forerun.sampling.history import History, RowHistory
@@ -91,7 +92,7 @@ class Replay:
 def replay(
     request: TapedRequest,
     target: LanguageModel,
-    draft: LanguageModel | None,
+    draft: LanguageModel | ReferenceHead | None,
     eos_token_ids: frozenset[int],
 ) -> Replay:
     """Feed prompt and output again, in passes without drafts.
@@ -99,10 +100,13 @@ def replay(
     Args:
         request: finished, with at least one output token.
         target: with a free slot.
-        draft: likewise; None where there is no model behind the drafter.
+        draft: likewise, or the head of the checkpoint; None where there is no model behind the
+            drafter.
         eos_token_ids: the model's own.
     """
     ids, num_prompt = request.ids, request.num_prompt
+    if target.store.feature_layers:
+        target.store.keep_features(())  # an engine over this target asks for them again
     rows = histories_of(request, target.vocab_size, eos_token_ids)
     target_logits = torch.cat([*logits_of(target, ids, num_prompt - 1)]).float()
     target_probs = probs_of_rows(target_logits, request.params, rows)
@@ -111,7 +115,11 @@ def replay(
         asked, width = draft_params(request.params), target.vocab_size
 
         def read(cut: int) -> Tensor:
-            logits = readable(draft, ids[cut:], num_prompt - 1 - cut)
+            first = num_prompt - 1 - cut
+            if isinstance(draft, ReferenceHead):
+                logits = draft.logits(ids[cut:], first)
+            else:
+                logits = readable(draft, ids[cut:], first)
             return fit_vocabulary(logits.to(target_logits.device), width)
 
         draft_logits = read(0)

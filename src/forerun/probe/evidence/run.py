@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -33,8 +34,9 @@ from forerun.probe.evidence.costs import (
     drafting_for_itself,
     pass_config,
 )
-from forerun.probe.evidence.files import add_card_ratio, add_files
+from forerun.probe.evidence.files import add_card_ratio, add_files, add_head_files
 from forerun.probe.evidence.greedy import GreedyTally, noise_width
+from forerun.probe.evidence.heads import ReferenceHead, reference_head
 from forerun.probe.evidence.replay import Transform, replay
 from forerun.probe.evidence.sampled import SampledTally
 from forerun.probe.evidence.tape import TapedRequest, run_taped
@@ -45,7 +47,7 @@ __all__ = ["PairNames", "ProbedEngine", "load_probed", "probe_engine"]
 Notify = Callable[[str, float], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ProbedEngine:
     """The engine, models and settings that are probed.
 
@@ -69,6 +71,24 @@ class ProbedEngine:
     def draft_model(self) -> LanguageModel | None:
         """The draft's model, None where there is none."""
         return self.draft or draft_model_of(self.engine)
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether the draft is a head on the target's hidden states."""
+        drafter = self.engine.drafter
+        return drafter is not None and bool(drafter.required_features)
+
+    @cached_property
+    def reference(self) -> LanguageModel | ReferenceHead | None:
+        """What drafts are replayed with: the draft's model, or the head of the checkpoint.
+
+        Raises:
+            InvalidModel: the head is damaged.
+            IncompatibleDraft: it was trained for another target.
+        """
+        if self.reads_features and self.draft is None and self.draft_folder is not None:
+            return reference_head(self.draft_folder, self.engine.target)
+        return self.draft_model
 
 
 def silent(what: str, share: float) -> None:
@@ -110,9 +130,10 @@ def probe_engine(
     notify("sampled text", 0.4)
     sampled = probe_sampled(probed, ids, asked, config)
     sampled.add_facts(evidence)
-    add_both(evidence, greedy, sampled)
+    add_both(evidence, greedy, sampled, reads_features=probed.reads_features)
     if probed.target_folder is not None and probed.draft_folder is not None:
-        add_files(evidence, probed.target_folder, probed.draft_folder)
+        add = add_head_files if probed.reads_features else add_files
+        add(evidence, probed.target_folder, probed.draft_folder)
         found = ((asked[0].temperature, sampled.alphas), (0.0, greedy.alphas))
         means = [(temperature, fmean(alphas)) for temperature, alphas in found if alphas]
         add_card_ratio(evidence, probed.draft_folder, means)
@@ -125,14 +146,17 @@ def probe_engine(
     return evidence
 
 
-def add_both(evidence: Evidence, greedy: GreedyTally, sampled: SampledTally) -> None:
+def add_both(
+    evidence: Evidence, greedy: GreedyTally, sampled: SampledTally, *, reads_features: bool
+) -> None:
     """Add facts that need both greedy and sampled requests.
 
     Distributions show more of the draft's state than single tokens do, provided the draft was drawn
     from them.
     """
     use_probs = sampled.state.onsets and evidence.flag("draft_probs_differ") is False
-    (sampled if use_probs else greedy).state.add_facts(evidence)
+    state = (sampled if use_probs else greedy).state
+    state.add_facts(evidence, reads_features=reads_features)
     high, low = greedy.hits, sampled.hits
     words = f"{high.words} accepted at temperature 0, {low.words} above"
     evidence.add("acceptance_falls_with_temperature", low.is_below(high), words)
@@ -184,7 +208,7 @@ def probe_greedy(
     probed: ProbedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> tuple[GreedyTally, list[TapedRequest]]:
     """Compare greedy text with plain decoding and with replays."""
-    engine, draft = probed.engine, probed.draft_model
+    engine, draft = probed.engine, probed.reference
     plain = engine.with_draft(None)
     greedy = [replace(asked, temperature=0.0) for asked in params]
     tally: GreedyTally | None = None
@@ -197,7 +221,8 @@ def probe_greedy(
             replayed = replay(request, engine.target, draft, engine.eos_token_ids)
             if tally is None:
                 rows = engine.config.num_speculative_tokens + 1
-                tally = GreedyTally(noise_width(engine.target, request, replayed, rows))
+                noise = noise_width(engine.target, request, replayed, rows)
+                tally = GreedyTally(noise, first_only=probed.reads_features)
             tally.add(request, replayed, other.token_ids)
     assert tally is not None
     return tally, plain_steps
@@ -210,11 +235,15 @@ def probe_sampled(
     config: EvidenceConfig,
 ) -> SampledTally:
     """Compare sampled text with the distributions that it should follow."""
-    engine, draft = probed.engine, probed.draft_model
+    engine, draft = probed.engine, probed.reference
     tally = SampledTally(Transform(config.seed))
     for group in groups(engine, len(prompts)):
         some, asked = [prompts[i] for i in group], [params[i] for i in group]
-        for request in run_taped(engine, some, asked):
+        taped = run_taped(engine, some, asked)
+        if probed.reads_features:  # once more, with prefixes from the cache
+            again = [replace(one, seed=(one.seed or 0) + len(prompts)) for one in asked]
+            taped += run_taped(engine, some, again)
+        for request in taped:
             tally.add(request, replay(request, engine.target, draft, engine.eos_token_ids))
     return tally
 

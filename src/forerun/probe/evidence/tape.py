@@ -57,12 +57,14 @@ class TapedRequest:
         token_ids: its output.
         params: of the request.
         steps: in order.
+        num_cached: prompt tokens that were found in the prefix cache.
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     params: SamplingParams
     steps: tuple[TapedStep, ...]
+    num_cached: int = 0
 
     @property
     def num_prompt(self) -> int:
@@ -117,6 +119,7 @@ def run_taped(
             token_ids=output.token_ids,
             params=asked,
             steps=tuple(recorder.steps.get(output.request_id, ())),
+            num_cached=output.completions[0].num_cached_tokens,
         )
         for output, asked in zip(outputs, params, strict=True)
     ]
@@ -173,7 +176,8 @@ CLEAN = 0.005
 """Share of steps at which a fault may seem to begin where there is none."""
 WRONG = 0.02
 AFTER_STEP = ("none", "partial", "full")
-HAND_OVER = ("start", "pause")
+STARTS = ("start", "hit")
+HAND_OVER = (*STARTS, "pause")
 
 
 @dataclass(slots=True)
@@ -189,8 +193,9 @@ class StateTally:
     """Counts of first wrong drafts, by the outcome of the previous step.
 
     Attributes:
-        onsets: by "start" of a request, "pause" (a step without a draft), and what became of the
-            draft before: "none" of it was accepted, a "partial" one, or the "full" one.
+        onsets: by "start" of a request, "hit" (a start with a cached prefix), "pause" (a step
+            without a draft), and what became of the draft before: "none" of it was accepted, a
+            "partial" one, or the "full" one.
     """
 
     onsets: dict[str, Onsets] = field(default_factory=dict)
@@ -214,10 +219,31 @@ class StateTally:
                 onsets.num_wrong += kind
             was_right = not kind
 
-    def add_facts(self, evidence: Evidence) -> None:
-        """Add whether drafts become wrong after a step (rollback), or at a start or a pause."""
+    def add_facts(self, evidence: Evidence, *, reads_features: bool = False) -> None:
+        """Add whether drafts become wrong after a step (rollback), or at a start or a pause.
+
+        Args:
+            evidence: takes the facts.
+            reads_features: the draft is a head on the target's hidden states. Where its drafts are
+                wrong at the start of requests without a prefix from the cache, nothing was lost
+                yet: the head computes something else than the checkpoint.
+        """
+        if reads_features and self._add_features(evidence):
+            return
         self._add(evidence, "rollback_wrong", AFTER_STEP)
         self._add(evidence, "acceptance_falls_after_handoff", HAND_OVER)
+
+    def _add_features(self, evidence: Evidence) -> bool:
+        """Add whether a head differs from its checkpoint; returns whether it does."""
+        cold = self.onsets.get("start", Onsets())
+        after = [self.onsets[kind] for kind in AFTER_STEP if kind in self.onsets]
+        num_wrong = cold.num_wrong + sum(onsets.num_wrong for onsets in after)
+        differs = cold.num_wrong > 0 and num_wrong >= MIN_WRONG
+        is_right = cold.num_wrong == 0 and cold.num_steps > MIN_WRONG
+        answer = True if differs else False if is_right else None
+        words = f"{cold.num_wrong} of {cold.num_steps} first drafts of requests that began afresh"
+        evidence.add("features_differ", answer, f"{words} are not those of the checkpoint")
+        return differs
 
     def _add(self, evidence: Evidence, name: str, kinds: tuple[str, ...]) -> None:
         seen = {kind: self.onsets[kind] for kind in kinds if kind in self.onsets}
@@ -235,12 +261,12 @@ class StateTally:
 def before_step(request: TapedRequest) -> list[tuple[str, TapedStep]]:
     """Yield every drafting step with the outcome of the step before it."""
     found: list[tuple[str, TapedStep]] = []
-    before = "start"
+    before = "hit" if request.num_cached else "start"
     for step in request.steps:
         if step.num_drafted:
             found.append((before, step))
             before = kind_of(step)
-        elif before != "start":
+        elif before not in STARTS:
             before = "pause"
     return found
 

@@ -21,7 +21,7 @@ from forerun.trace.schema import Damage
 
 __all__ = ["evidence_of_steps", "read_trace_evidence"]
 
-METHODS = {"draft_model": "draft_model", "suffix": "ngram"}
+METHODS = {"draft_model": "draft_model", "suffix": "ngram", "eagle3": "eagle", "medusa": "mtp"}
 """Ours under the names of the vocabulary."""
 MIN_PROMPT_TOKENS = 200
 """Fewer prompt tokens do not tell a text from a list of random ids."""
