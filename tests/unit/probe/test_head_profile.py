@@ -55,7 +55,6 @@ def test_every_time_of_a_head_is_measured(target_of):
     assert sizes[Quantity.DRAFT_READ] == {1, 8}
     assert sizes[Quantity.GREEDY_STEP] == sizes[Quantity.SAMPLED_STEP] == {0, 1, 3}
     assert all(m.seconds.estimate > 0 for m in found.measured if "overhead" not in m.cell.quantity)
-    assert found.greedy.draft_token_s() > 0
     assert target.store.num_free == drafter.model.store.num_free  # every slot was given back
 
 
