@@ -15,6 +15,7 @@ __all__ = [
     "Architecture",
     "check_layer_count",
     "checked_size",
+    "optional_size",
     "read_architecture",
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.drafters.eagle3.config import Eagle3Config, default_feature_layers
 from forerun.errors import InvalidModel
-from forerun.models.architecture import ROPE_TYPES, checked_size
+from forerun.models.architecture import ROPE_TYPES, checked_size, optional_size
 
 __all__ = ["LAYER_IDS", "config_of", "is_eagle3", "raw_settings", "speculators_settings"]
 
@@ -94,12 +94,6 @@ def check_layer(layer: Mapping[str, Any]) -> None:
             f"an EAGLE-3 head with hidden_act={layer['hidden_act']!r:.40} is not supported, only "
             "silu"
         )
-
-
-def optional_size(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """Return a size, or the default where it is missing or null."""
-    value = settings.get(name)
-    return default if value is None else checked_size(value, name)
 
 
 def flag(settings: Mapping[str, Any], name: str) -> bool:
