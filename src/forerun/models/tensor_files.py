@@ -98,37 +98,33 @@ def check_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
 
 
 def check_tensors(
-    expected: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
-    where: str,
-    *,
-    known: str,
-    advice: str = "",
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str, *, advice: str
 ) -> None:
     """Refuse tensors that are not exactly those of a draft's state dict.
 
     Args:
         expected: tensors of the right shapes, by name.
         found: tensors that were read.
-        where: they were read, for messages.
-        known: the tensors expected, for the message about others.
-        advice: what to do where tensors are missing or unknown.
+        where: folder or file that they were read from.
+        advice: what the user can do.
 
     Raises:
         InvalidModel: naming the first one that is missing, unknown or misshapen.
     """
     for problem, names in (
         ("lacks", expected.keys() - found.keys()),
-        (f"holds, beside {known},", found.keys() - expected.keys()),
+        (f"holds, beside the {len(expected)} expected,", found.keys() - expected.keys()),
     ):
         if names:
             raise InvalidModel(
-                f"{where} {problem} {len(names)} tensors, the first {min(names)}{advice}"
+                f"{where} {problem} {len(names)} tensors, the first {min(names)}: {advice}"
             )
     for name in sorted(expected):
         wanted, given = tuple(expected[name].shape), tuple(found[name].shape)
         if wanted != given:
-            raise InvalidModel(f"{name} in {where} has the shape {given}; it must have {wanted}")
+            raise InvalidModel(
+                f"{name} in {where} has the shape {given}; it must have {wanted}: {advice}"
+            )
 
 
 def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:

@@ -121,15 +121,8 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
     head = Eagle3Head(config, target_ids)
     given = {**tensors, "d2t": head.d2t}
     found_t2d = given.setdefault("t2d", head.t2d)
-    expected = head.state_dict()
-    check_tensors(
-        expected,
-        given,
-        where,
-        known="those its flags ask for",
-        advice=f"; an EAGLE-3 head with these flags has exactly {len(expected)}: correct the flags "
-        "in config.json or fetch the head again",
-    )
+    advice = "correct the sizes and flags in config.json, or fetch the head again"
+    check_tensors(head.state_dict(), given, where, advice=advice)
     if not torch.equal(found_t2d.bool(), head.t2d):
         raise InvalidModel(
             f"t2d in {where} marks {int(found_t2d.bool().sum())} tokens as drafted, but they are "

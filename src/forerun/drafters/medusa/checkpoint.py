@@ -73,7 +73,7 @@ def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
         own_heads=own is not None,
     )
     heads = MedusaHeads(config)
-    check_tensors(heads.state_dict(), tensors, str(folder), known="those of Medusa heads")
+    check_tensors(heads.state_dict(), tensors, str(folder), advice="fetch the heads again")
     heads.load_state_dict(tensors)
     return heads.eval()
 
