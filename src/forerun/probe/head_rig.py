@@ -9,10 +9,9 @@ from torch import Tensor
 
 from forerun.drafters.eagle3.drafter import AttachedModel
 from forerun.drafters.eagle3.states import HeadBatch
-from forerun.models.base import KVPrefix, RowBatch, Span
-from forerun.models.context import Context, pack
+from forerun.models.base import KVPrefix, RowBatch
 from forerun.probe.config import ProfileCell, Quantity
-from forerun.probe.pass_rig import CHUNK, PassRig, some_tokens
+from forerun.probe.pass_rig import PassRig, prefixes, rows_of
 from forerun.probe.stopwatch import Stopwatch
 
 __all__ = ["HeadRig", "head_prefixes"]
@@ -70,24 +69,12 @@ def head_prefixes(
         contexts: lengths.
         shape: of a row's features.
     """
-    context = Context(model.store, some_tokens(max(contexts), model.vocab_size))
-    try:
-        while context.num_pending:
-            size = len(context.pending(CHUNK))
-            batch = rows_of(model, [context.slot], context.num_cached, size)
-            model.forward(with_states(model, batch, some_features(model, size, shape)))
-            context.commit(range(size))
-        return {length: model.store.export_prefix(context.slot, length) for length in contexts}
-    finally:
-        context.close()
 
+    def forward(batch: RowBatch) -> object:
+        features = some_features(model, len(batch.tokens), shape)
+        return model.forward(with_states(model, batch, features))
 
-def rows_of(model: AttachedModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
-    """Return a pass over committed rows of every slot; logits for the last ones."""
-    spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
-    tokens = torch.tensor(some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
-    last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
-    return pack(spans, tokens, last, model.device)
+    return prefixes(model, contexts, forward)
 
 
 def some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:

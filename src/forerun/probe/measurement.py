@@ -118,17 +118,18 @@ def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequenc
 def draft_rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
     """Yield the measurements of the draft's own passes, by context, and of its reading."""
     drafter, shortest = pair.drafter, config.contexts[0]
-    is_head = isinstance(drafter, Eagle3Drafter)
     rig: Callable[..., PassRig]
     if isinstance(drafter, Eagle3Drafter):
         shape = len(drafter.feature_layers), pair.target.hidden_size
         found = head_prefixes(drafter.attached, config.contexts, shape)
         rig = partial(HeadRig, drafter.attached, stopwatch=stopwatch, shape=shape)
+        catches_up = True
     else:
         found = prefixes(drafter.model, config.contexts)
         rig = partial(PassRig, drafter.model, stopwatch=stopwatch)
+        catches_up = False
     for context, prefix in found.items():
-        yield rig(list(chain_cells(config, context, catches_up=is_head)), prefix)
+        yield rig(list(chain_cells(config, context, catches_up=catches_up)), prefix)
     if config.read:
         yield rig(list(read_cells(config, Quantity.DRAFT_READ)), found[shortest])
 

@@ -13,7 +13,7 @@ from forerun.probe.config import ProfileCell, Quantity
 from forerun.probe.stopwatch import Stopwatch
 from forerun.theory.tree import TokenTree
 
-__all__ = ["CHUNK", "PassRig", "prefixes", "some_tokens"]
+__all__ = ["PassRig", "prefixes", "rows_of", "some_tokens"]
 
 NUM_TIMED = 2
 CHUNK = 256
@@ -90,7 +90,7 @@ class PassRig:
             vocab_size = self.model.vocab_size
             return lambda: self.model.greedy_chain(batch, cell.size, vocab_size)
         if cell.quantity in (Quantity.TARGET_READ, Quantity.DRAFT_READ):
-            batch = self._text(slots[0], cell.size)
+            batch = rows_of(self.model, slots[:1], self.prefix.num_tokens, cell.size)
         else:
             batch = self._rows(slots, num_nodes=cell.size - 1)
         return lambda: self.model.forward(batch)
@@ -104,16 +104,28 @@ class PassRig:
         tokens = torch.tensor(some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
         return pack(spans, tokens, range(num_rows), self.model.device)
 
-    def _text(self, slot: int, num_tokens: int) -> RowBatch:
-        """So many tokens more of one sequence; logits for the last one."""
-        start, tree = self.prefix.num_tokens, TokenTree.chain(0)
-        span = Span(slot=slot, start=start, num_chain=num_tokens, tree=tree)
-        tokens = torch.tensor(some_tokens(num_tokens, self.model.vocab_size), dtype=torch.int64)
-        return pack([span], tokens, [num_tokens - 1], self.model.device)
+
+def rows_of(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
+    """Return a pass over the next tokens of every slot; logits for the last one of each."""
+    spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
+    tokens = torch.tensor(some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
+    last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
+    return pack(spans, tokens, last, model.device)
 
 
-def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPrefix]:
-    """Return prefixes of one sequence, by length."""
+def prefixes(
+    model: LanguageModel,
+    contexts: Sequence[int],
+    forward: Callable[[RowBatch], object] | None = None,
+) -> Mapping[int, KVPrefix]:
+    """Return prefixes of one sequence, by length.
+
+    Args:
+        model: whose keys and values they hold.
+        contexts: lengths.
+        forward: runs a pass of the model; None: its own `forward`.
+    """
+    run = model.forward if forward is None else forward
     ids = some_tokens(max(contexts), model.vocab_size)
     context = Context(model.store, ids)
     try:
@@ -121,7 +133,7 @@ def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPr
             chunk = context.pending(CHUNK)
             span = context.span(len(chunk))
             tokens = torch.tensor(chunk, dtype=torch.int64)
-            model.forward(pack([span], tokens, [], model.device))
+            run(pack([span], tokens, [], model.device))
             context.commit(range(len(chunk)))
         return {length: model.store.export_prefix(context.slot, length) for length in contexts}
     finally:
