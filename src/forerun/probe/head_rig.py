@@ -54,9 +54,9 @@ class HeadRig(PassRig):
         model, vocab_size = self.attached, self.attached.vocab_size
         if cell.quantity is Quantity.DRAFT_CHAIN:
             return lambda: model.greedy_chain(
-                with_states(model, batch, features), cell.size, vocab_size
+                HeadBatch.of(batch, model.fuse(features)), cell.size, vocab_size
             )
-        return lambda: model.forward(with_states(model, batch, features))
+        return lambda: model.forward(HeadBatch.of(batch, model.fuse(features)))
 
 
 def head_prefixes(
@@ -72,7 +72,7 @@ def head_prefixes(
 
     def forward(batch: RowBatch) -> object:
         features = some_features(model, len(batch.tokens), shape)
-        return model.forward(with_states(model, batch, features))
+        return model.forward(HeadBatch.of(batch, model.fuse(features)))
 
     return prefixes(model, contexts, forward)
 
@@ -81,14 +81,3 @@ def some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> T
     """Return features of rows [rows, layers, width]."""
     dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=model.device)).dtype
     return torch.ones((num_rows, *shape), dtype=dtype, device=model.device)
-
-
-def with_states(model: AttachedModel, batch: RowBatch, features: Tensor) -> HeadBatch:
-    """Return a pass with the states that features give its rows."""
-    return HeadBatch(
-        tokens=batch.tokens,
-        positions=batch.positions,
-        spans=batch.spans,
-        logit_rows=batch.logit_rows,
-        states=model.fuse(features),
-    )

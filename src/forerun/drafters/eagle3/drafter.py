@@ -160,13 +160,8 @@ class Eagle3Drafter(DraftModel):
         for span, sequence in zip(spans, sequences, strict=True):
             assert isinstance(sequence, AttachedSequence)
             features.append(sequence.next_features(span.num_chain))
-        return HeadBatch(
-            tokens=batch.tokens,
-            positions=batch.positions,
-            spans=batch.spans,
-            logit_rows=batch.logit_rows,
-            states=self.attached.fuse(features[0] if len(features) == 1 else torch.cat(features)),
-        )
+        together = features[0] if len(features) == 1 else torch.cat(features)
+        return HeadBatch.of(batch, self.attached.fuse(together))
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Receive the features of committed rows; many of them are read at once, few later.

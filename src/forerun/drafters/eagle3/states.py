@@ -36,6 +36,17 @@ class HeadBatch(RowBatch):
 
     states: Float[Tensor, "rows width"]
 
+    @classmethod
+    def of(cls, batch: RowBatch, states: Float[Tensor, "rows width"]) -> HeadBatch:
+        """Return a pass over the rows of another one, with their states."""
+        return cls(
+            tokens=batch.tokens,
+            positions=batch.positions,
+            spans=batch.spans,
+            logit_rows=batch.logit_rows,
+            states=states,
+        )
+
 
 def store_for(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -> ContiguousKVStore:
     """Return an empty KV store for the sequences that the target has slots for.
