@@ -97,22 +97,18 @@ def run(options: ServeOptions) -> int:
 
 def run_vllm(options: ServeOptions) -> int:
     """Start vLLM and serve it until a signal; returns the exit code."""
-    from forerun.models.zoo.catalog import PREFIX, zoo_path
     from forerun.server.run import open_socket, serve
-    from forerun.server.vllm import create_proxy, speculative_config, vllm_running
+    from forerun.server.vllm import create_proxy, speculative_config, vllm_name, vllm_running
 
-    keys = options.read_keys()
-    names = [
-        str(zoo_path(name)) if name.startswith(PREFIX) else name
-        for name in (options.pair.target, *options.pair.draft_names)
-    ]
+    keys, target = options.read_keys(), vllm_name(options.pair.target)
+    drafts = options.pair.draft_names
     if options.speculative_config is not None and not options.pair.draft:
-        del names[1:]  # the shipped draft must not replace the one that the file names
-    if len(names) > 2:
-        raise InvalidRequest("--engine vllm takes one --draft")
+        drafts = ()  # the shipped draft must not replace the one that the file names
+    if len(drafts) > 1:
+        raise InvalidRequest(f"--engine vllm takes one --draft, not {', '.join(drafts)}")
     k = options.pair.k
     found = speculative_config(
-        names[1] if len(names) == 2 else None,
+        drafts[0] if drafts else None,
         None if k == EngineConfig().num_speculative_tokens else k,
         options.speculative_config,
     )
@@ -122,7 +118,7 @@ def run_vllm(options: ServeOptions) -> int:
     listener = open_socket(options.server)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.GOOD))  # so that vLLM is ended too
     arguments = ["--served-model-name", options.model, *shlex.split(options.vllm_args)]
-    with vllm_running(names[0], found, program=options.vllm, arguments=arguments) as address:
+    with vllm_running(target, found, program=options.vllm, arguments=arguments) as address:
         methods = [str(found.get("method", "draft"))] if found else []
         proxy = create_proxy(
             address, target=options.model, methods=methods, config=options.server, keys=keys

@@ -27,11 +27,11 @@ from forerun.server.keys import ApiKey, Keyring
 from forerun.server.page_routes import page_router
 from forerun.server.vllm_view import VllmView
 
-__all__ = ["create_proxy", "speculative_config", "vllm_running"]
+__all__ = ["create_proxy", "speculative_config", "vllm_name", "vllm_running"]
 
 DEFAULT_K = 4
 UNNAMED_DRAFT = "draft"
-"""What a plan calls a draft of which it was only told the size."""
+"""Name in a plan of a draft that was described by its size alone."""
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
 HOP_HEADERS = frozenset(
@@ -39,6 +39,11 @@ HOP_HEADERS = frozenset(
     "upgrade proxy-authenticate proxy-authorization authorization".split()
 )
 """Headers that hold for one connection alone; the key of a client is not passed on."""
+
+
+def vllm_name(model: str) -> str:
+    """Return the name by which vLLM finds a model: of a shipped one, its folder."""
+    return str(zoo_path(model)) if model.startswith(PREFIX) else model
 
 
 def speculative_config(
@@ -69,10 +74,11 @@ def speculative_config(
         return {"method": draft, "num_speculative_tokens": DEFAULT_K} | k
     if parse_drafter(draft) is not None:
         raise InvalidRequest(f"vLLM has no drafter {draft!r}: use a draft model, suffix or ngram")
-    path = Path(draft) / "serving" / "vllm.json"
+    model = vllm_name(draft)
+    path = Path(model) / "serving" / "vllm.json"
     if path.is_file():
-        return chosen_in(path, draft, k)
-    return {"method": "draft_model", "model": draft, "num_speculative_tokens": DEFAULT_K} | k
+        return chosen_in(path, model, k)
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": DEFAULT_K} | k
 
 
 def chosen_in(path: Path, draft: str | None, changes: Mapping[str, object]) -> dict[str, object]:
@@ -116,9 +122,7 @@ def planned(
         )
     if draft is None and name == UNNAMED_DRAFT:
         raise InvalidRequest(f"{path} does not name the draft that it is about: give --draft")
-    chosen = draft or name
-    chosen = str(zoo_path(chosen)) if chosen.startswith(PREFIX) else chosen
-    return speculative_config(chosen, k) | dict(changes)
+    return speculative_config(draft or name, k) | dict(changes)
 
 
 @contextmanager
