@@ -113,7 +113,10 @@ def planned(
     """Return the configuration of the option that a plan found best."""
     name, k = best.get("draft"), best.get("num_speculative_tokens")
     if not isinstance(k, int) or not isinstance(name, str | None):
-        raise InvalidRequest(f"{path} is no plan: its best option lacks a draft or a K")
+        raise InvalidRequest(
+            f"{path} is no plan: its best option lacks a draft or a K; give the output of forerun "
+            "plan --json"
+        )
     if name is None or k == 0:
         return {}
     if best.get("tree") is not None:
