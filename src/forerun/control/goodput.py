@@ -102,7 +102,7 @@ class GoodputController:
         config: settings.
         tree_methods: drafters that propose trees; a tree is planned where it is expected to be
             faster than every chain.
-        max_tree_nodes: most nodes of a tree; not less than the largest K.
+        max_tree_nodes: most nodes of a tree; the largest K where that is more.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class LearnedCosts:
     Args:
         methods: names of the drafters.
         max_k: largest K.
-        max_tree_nodes: most nodes of a tree; not less than the largest K.
+        max_tree_nodes: most nodes of a tree; the largest K where that is more.
     """
 
     def __init__(self, methods: Sequence[str], max_k: int, max_tree_nodes: int = 0) -> None:

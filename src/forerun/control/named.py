@@ -29,7 +29,7 @@ class ControllerInputs:
         num_speculative_tokens: largest K, and the most levels of a tree.
         costs: cost tables by method, where they were measured.
         tree_methods: names of the drafters that propose trees.
-        max_tree_nodes: most nodes of a tree; not less than the largest K.
+        max_tree_nodes: most nodes of a tree; the largest K where that is more.
     """
 
     methods: Sequence[str]

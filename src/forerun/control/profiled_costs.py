@@ -46,7 +46,7 @@ class ProfiledCosts:
     Args:
         costs: of every drafter that may be planned, by its method.
         max_k: largest K.
-        max_tree_nodes: most nodes of a tree; not less than the largest K.
+        max_tree_nodes: most nodes of a tree; the largest K where that is more.
 
     Attributes:
         methods: names of the drafters that have costs.

@@ -76,16 +76,14 @@ class StepTimes:
     draft_deltas_s: tuple[float, ...]
 
     @classmethod
-    def read(
-        cls, table: CostTable, place: CostCell, max_k: int, max_nodes: int | None = None
-    ) -> StepTimes:
-        """Read the table for drafts of up to `max_k` levels and `max_nodes` nodes (or `max_k`)."""
+    def read(cls, table: CostTable, place: CostCell, max_k: int, max_nodes: int = 0) -> StepTimes:
+        """Read the table for `max_k` levels and `max_nodes` nodes; `max_k` where that is more."""
         batch, context = place.batch, place.context
         # More sequences never take less, whatever noise there was between measured batches.
         by_batch = (table.draft_token_s(context, b + 1) for b in range(batch))
         draft_s = tuple(accumulate(by_batch, max))
         plain_s = table.plain_step_s(context, batch)
-        most = max_k if max_nodes is None else max_nodes
+        most = max(max_k, max_nodes)
         by_rows = [table.verify_step_s(n + 1, context, batch) for n in range(most + 1)]
         verify_s = spread(by_rows, batch)
         overhead_s = (0.0, *(table.overhead_s(k + 1, context, batch) for k in range(max_k)))
@@ -158,12 +156,10 @@ class Tables:
     Args:
         costs: of every method that may be planned.
         max_k: largest K that may be planned.
-        max_nodes: most nodes of a tree that may be planned; None: `max_k`.
+        max_nodes: most nodes of a tree that may be planned; the largest K where that is more.
     """
 
-    def __init__(
-        self, costs: Mapping[str, CostSource], max_k: int, max_nodes: int | None = None
-    ) -> None:
+    def __init__(self, costs: Mapping[str, CostSource], max_k: int, max_nodes: int = 0) -> None:
         self.costs = costs
         self.max_k = max_k
         self.max_nodes = max_nodes
