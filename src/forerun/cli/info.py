@@ -46,6 +46,8 @@ class InfoOptions:
 def run(options: InfoOptions) -> int:
     """Describe the model; returns 1 if the draft does not fit, else 0."""
     from forerun.cli.info_report import compare, print_fit, print_model
+    from forerun.drafters.registry import is_head
+    from forerun.models.load import model_folder
     from forerun.models.tokenizers import compare_vocabularies
 
     if options.draft is not None and parse_drafter(options.draft) is not None:
@@ -53,7 +55,7 @@ def run(options: InfoOptions) -> int:
             f"{options.draft} is a drafter without a model: it has no files to describe"
         )
     target, tokenizer = describe_for(options, options.model)
-    if options.draft is not None and is_head(options.draft):
+    if options.draft is not None and is_head(model_folder(options.draft)):
         return show_with_head(target, options)
     draft, fit = None, None
     if options.draft is not None:
@@ -67,16 +69,6 @@ def run(options: InfoOptions) -> int:
             print_model(draft)
             print_fit(fit)
     return 0 if fit is None or fit.fits else 1
-
-
-def is_head(name: str) -> bool:
-    """Whether a draft is a checkpoint of a registered type instead of a language model."""
-    from forerun.drafters.registry import find_checkpoint
-    from forerun.models.checkpoint import read_object
-    from forerun.models.load import model_folder
-
-    settings = model_folder(name) / "config.json"
-    return settings.is_file() and find_checkpoint(read_object(settings)) is not None
 
 
 def show_with_head(target: ModelDescription, options: InfoOptions) -> int:

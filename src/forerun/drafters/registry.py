@@ -21,6 +21,7 @@ from forerun.drafters.suffix.config import SuffixConfig
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.models.base import LanguageModel, LayeredModel
+from forerun.models.checkpoint import read_object
 
 __all__ = [
     "DRAFTERS",
@@ -129,8 +130,14 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
     return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
-def is_head(config: Mapping[str, Any]) -> bool:
-    """Whether the contents of a config.json describe a head on a target's hidden states."""
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a head on a target's hidden states.
+
+    Raises:
+        InvalidModel: its config.json is damaged.
+    """
+    path = folder / "config.json"
+    config = read_object(path) if path.is_file() else {}
     return is_eagle3(config) or is_medusa(config)
 
 

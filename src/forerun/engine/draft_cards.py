@@ -10,7 +10,6 @@ from forerun.drafters.eagle3.golden import GOLDEN_FILE
 from forerun.drafters.registry import is_head
 from forerun.engine.loading import Source
 from forerun.errors import IncompatibleDraft, InvalidModel
-from forerun.models.checkpoint import read_object
 from forerun.models.draft_card import changes_of_target, identify, read_card, staleness
 from forerun.models.load import model_folder
 
@@ -77,7 +76,4 @@ def check_head_card(folder: Path, target: Path) -> None:
 
 def is_unproven_head(folder: Path) -> bool:
     """Whether a draft is a head without golden rows, which would show what it was trained for."""
-    settings = folder / "config.json"
-    if not settings.is_file() or (folder / GOLDEN_FILE).is_file():
-        return False
-    return is_head(read_object(settings))
+    return not (folder / GOLDEN_FILE).is_file() and is_head(folder)

@@ -95,8 +95,7 @@ def load_pair(
         NotEnoughMemory: not even the smallest batch fits.
     """
     check_card(draft, target)
-    on_states = is_head(read_object(model_folder(draft) / "config.json"))
-    config = held((target,) if on_states else (target, draft), config)
+    config = held((target,) if is_head(model_folder(draft)) else (target, draft), config)
     batches = config.batches
     while True:
         room = with_room(engine, config)
