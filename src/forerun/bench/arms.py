@@ -42,7 +42,7 @@ def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tup
     drafter = target.with_draft(wanted.draft, wanted.max_nodes, dtype=dtype).drafter
     assert drafter is not None
     for tree in wanted.trees:
-        tree_method(drafter, tree)
+        tree_method(drafter, tree)  # refuses a drafter of chains before an engine is made
     shapes: list[tuple[str, int, Tree | None]] = [(f"K={k}", k, None) for k in wanted.ks]
     shapes += [(f"tree={tree}", tree.num_nodes, tree) for tree in wanted.trees]
     return tuple(

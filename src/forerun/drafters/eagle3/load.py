@@ -34,8 +34,8 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
         NotEnoughMemory: there is no room for its keys and values.
     """
     report = examine(folder, target)
-    if not report.head.config.own_embedding:
-        target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises early
+    if not report.head.config.own_embedding:  # a target without one is refused before any request
+        target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
     for change in report.changes:
         logger.warning(
             "the EAGLE-3 head in %s is read with %s: its golden rows show it", folder, change

@@ -179,6 +179,7 @@ def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:
                 f"target has {given}: use heads that were trained for this target"
             )
     dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
+    # A target without norm or matrix is refused before any request.
     hidden = torch.zeros((1, target.hidden_size), dtype=dtype, device=target.device)
-    target.head(target.final_norm(hidden))  # raises early
+    target.head(target.final_norm(hidden))
     return MedusaDrafter(heads.to(device=target.device, dtype=dtype).requires_grad_(False), target)
