@@ -308,7 +308,7 @@ def checked_number(name: str, value: object) -> float:
     """Check a number against the bounds of its fact."""
     kind = FACTS[name]
     try:
-        found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # refused below
     except (OverflowError, TypeError, ValueError):
         found = math.nan
     high = math.inf if kind.high is None else kind.high

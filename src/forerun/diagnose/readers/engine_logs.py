@@ -58,7 +58,7 @@ class SpecDecodingLog:
         self.tally = Tally()
         self.kind = "vLLM log"
         self._runs: dict[str, Tally] = {}
-        self._old: tuple[float, float, float, float] | None = None
+        self._old: tuple[float, float, float] | None = None
 
     def read(self, line: str) -> bool:
         """Read one line; False if it is of another format."""
@@ -75,7 +75,8 @@ class SpecDecodingLog:
                 run.facts["prefix_hit_rate"] = hits / 100.0
             return True
         if found := OLD.search(line):
-            self._old = tuple(map(float, found.groups()))  # type: ignore[assignment]
+            k, accepted, drafted, _ = map(float, found.groups())
+            self._old = k, accepted, drafted
             return True
         if found := CONFIGURED.search(line):
             self.tally.set_fact("method", VLLM_METHODS.get(found.group(1), "other"))
@@ -88,7 +89,7 @@ class SpecDecodingLog:
         self._close_runs()
         if self._old is None:
             return
-        k, accepted, drafted, _ = self._old
+        k, accepted, drafted = self._old
         for name, value in (("num_accepted", accepted), ("num_drafted", drafted)):
             self.tally.count(name, value)
         self.tally.set_fact("k", k)
@@ -290,8 +291,8 @@ class LlamaCppLog:
             self._read_positions(numbers_in(found.group(1)))
         elif found := STATISTICS.search(line):
             # Cumulative per drafter: the last line of each counts.
-            name, *counts = found.groups()
-            self._statistics[name] = tuple(map(float, counts))  # type: ignore[assignment]
+            name, drafts, drafted, accepted = found.groups()
+            self._statistics[name] = float(drafts), float(drafted), float(accepted)
         elif found := EVAL.search(line):
             self._read_time(found)
         elif found := DECODED.search(line):

@@ -138,7 +138,10 @@ def position_keys(
 
 def planted(name: str, *rules: TreeRule, **replaced: object) -> tuple[str, list[TreeVerifier]]:
     """Return a bug by name, planted in the verifiers of `rules`."""
-    return name, [TreeVerifier(rule=rule, **replaced) for rule in rules]  # type: ignore[arg-type]
+    return name, [
+        TreeVerifier(rule=rule, **replaced)  # type: ignore[arg-type]  # functions of its stages
+        for rule in rules
+    ]
 
 
 PLANTED_TREES = (
