@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -30,6 +30,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.models.zoo.catalog import held_out_prompts
+from forerun.probe.stopwatch import Stopwatch, TimedModel, timed
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
@@ -45,35 +46,8 @@ BUILT = Tree(num_nodes=64, depth=8, width=8)
 VOCAB = 50_000
 
 
-class Timed:
-    """A model whose passes are timed.
-
-    Attributes:
-        seconds: of all passes so far.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.model, name)
-        return self.timed(found) if name in ("forward", "greedy_chain") else found
-
-    def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, its time added."""
-
-        def call(*arguments: Any) -> Any:
-            start_s = time.perf_counter()
-            answer = run(*arguments)
-            self.seconds += time.perf_counter() - start_s
-            return answer
-
-        return call
-
-
 def step_times(
-    engine: Engine, models: Sequence[Timed], prompt: str, num_tokens: int
+    engine: Engine, models: Sequence[TimedModel], prompt: str, num_tokens: int
 ) -> list[float]:
     """Mean milliseconds of a step, of its host time, and of its drafting."""
     records: list[StepRecord] = []
@@ -83,14 +57,14 @@ def step_times(
             records.append(record)
             return
         for model in models:  # the target has read the prompt
-            model.seconds = 0.0
+            model.inside_s = 0.0
 
     engine.observers[:] = [EmittedRecords(note)]
     ids = engine.tokenizer.encode(prompt)[:64]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     engine.generate([ids], params)
     steps_s = sum(r.draft_s + r.verify_s + r.other_s for r in records)
-    passes_s = sum(model.seconds for model in models)
+    passes_s = sum(model.inside_s for model in models)
     draft_s = sum(r.draft_s for r in records)
     return [1e3 * seconds / len(records) for seconds in (steps_s, steps_s - passes_s, draft_s)]
 
@@ -132,17 +106,17 @@ def main() -> None:
     )
     loaded = Engine.load(options.target, options.draft, config=config)
     assert isinstance(loaded.drafter, DraftModel)
-    target, draft = Timed(loaded.target), Timed(loaded.drafter.model)
+    stopwatch = Stopwatch(time.perf_counter, loaded.target.device)
+    target, draft = timed(loaded.target, stopwatch), timed(loaded.drafter.model, stopwatch)
     base = Engine(
-        target=target,  # type: ignore[arg-type]
+        target=target,
         tokenizer=loaded.tokenizer,
         config=config,
         eos_token_ids=loaded.eos_token_ids,
     )
     arms = {
         name: base.with_draft(
-            DraftModel(draft, loaded.target.vocab_size),  # type: ignore[arg-type]
-            controller=FixedController(shape),
+            DraftModel(draft, loaded.target.vocab_size), controller=FixedController(shape)
         )
         for name, shape in SHAPES.items()
     }
