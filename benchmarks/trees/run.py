@@ -255,9 +255,7 @@ def main() -> None:
             for name, engine in arms_of(target, draft, options.profile).items()
         ]
         for arm in arms:
-            if not arm.name.startswith(
-                AUTO
-            ):  # which has nothing to learn from what is not measured
+            if not arm.name.startswith(AUTO):  # a controller would learn from this text
                 arm.engine.generate([prompts[0]], params)
         batches = [(Prompt(text=text, params=params),) for text in prompts]
         found = summary(list(run_blocks(arms, batches, time.perf_counter)))
