@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from gguf_weights import write_gguf
+from llama_server import kernel_folder, model_arguments, server_command
 from protocol import SPECULATIVE, Setup, conversion_name, serve
 
 SYSTEM = Path(sys.prefix).parent / "debian"
-"""The Debian system whose package holds the server; its libraries are newer than the host's."""
+"""The Debian system whose package holds the server."""
 START_TIMEOUT_S = 60.0
 
 
@@ -70,13 +71,14 @@ class LlamaCpp:
 
     def arguments(self, k: int) -> list[str]:
         """What a server is started with, its port left out."""
-        places = self.setup.max_batch
-        arguments = ["-m", str(self.target), "-t", str(self.setup.threads), "-np", str(places)]
-        arguments += ["-c", str(places * self.setup.max_context)]
-        if k:
-            arguments += ["-md", str(self.draft), "--spec-type", "draft-simple"]
-            arguments += ["--spec-draft-n-max", str(k)]
-        return arguments
+        return model_arguments(
+            self.target,
+            self.draft,
+            k=k,
+            threads=self.setup.threads,
+            places=self.setup.max_batch,
+            max_context=self.setup.max_context,
+        )
 
     def generate(
         self, k: int, prompts: Sequence[Sequence[int]], max_tokens: int
@@ -96,16 +98,8 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        libraries = SYSTEM / "usr/lib/x86_64-linux-gnu"
         self.process = subprocess.Popen(
-            [
-                str(libraries / "ld-linux-x86-64.so.2"),
-                *("--library-path", f"{libraries}:{libraries / 'llama'}"),
-                str(SYSTEM / "usr/bin/llama-server"),
-                *arguments,
-                *("--host", "127.0.0.1", "--port", str(port)),
-            ],
-            cwd=libraries / "ggml/backends0",  # it looks there for the processor's kernels
+            server_command(SYSTEM, arguments, port), cwd=kernel_folder(SYSTEM)
         )
         atexit.register(self.stop)
         self.port = port

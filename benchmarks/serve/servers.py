@@ -17,6 +17,10 @@ from typing import Any
 
 import httpx
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "peers"))  # benchmarks are scripts
+from llama_server import kernel_folder, model_arguments, server_command
+from protocol import conversion_name
+
 HERE = Path(__file__).resolve().parent
 START_TIMEOUT_S = 400.0
 MAX_CONTEXT = 512
@@ -61,6 +65,11 @@ class Models:
     gguf: str = "bf16"
     eager: bool = False
 
+    @property
+    def llama_system(self) -> Path:
+        """Folder of the Debian system with llama.cpp."""
+        return self.peers / "llamacpp" / "debian"
+
 
 def arms_of(models: Models, peers: Sequence[str]) -> list[Arm]:
     """Return plain decoding and drafting with K by every server, and our controller."""
@@ -95,21 +104,20 @@ def command_of(server: str, models: Models, port: int) -> list[str]:
         speculative = json.dumps({**drafting, "num_speculative_tokens": k})
         command += ["--speculative-config", speculative] if k else []
         return [*command, "--host", "127.0.0.1", "--port", str(port)]
-    system = models.peers / "llamacpp" / "debian"
-    libraries = system / "usr/lib/x86_64-linux-gnu"
-    command = [str(libraries / "ld-linux-x86-64.so.2"), "--library-path"]
-    command += [f"{libraries}:{libraries / 'llama'}", str(system / "usr/bin/llama-server")]
-    command += ["-m", str(converted(models, models.target)), "-t", str(models.threads)]
-    command += ["-np", str(models.places), "-c", str(models.places * MAX_CONTEXT)]
-    if k:
-        command += ["-md", str(converted(models, models.draft)), "--spec-type", "draft-simple"]
-        command += ["--spec-draft-n-max", str(k)]
-    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+    arguments = model_arguments(
+        converted(models, models.target),
+        converted(models, models.draft) if k else None,
+        k=k,
+        threads=models.threads,
+        places=models.places,
+        max_context=MAX_CONTEXT,
+    )
+    return server_command(models.llama_system, arguments, port)
 
 
 def converted(models: Models, model: Path) -> Path:
     """Return a model as a GGUF file, which is made once."""
-    file = models.peers / "models" / "gguf" / f"{model.parent.name}-{model.name}-{models.gguf}.gguf"
+    file = models.peers / "models" / "gguf" / f"{conversion_name(model)}-{models.gguf}.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         python = models.peers / "llamacpp" / "venv" / "bin" / "python"
@@ -134,14 +142,12 @@ class Server:
     def __init__(self, name: str, models: Models, log: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
-        # llama.cpp looks in its working folder for the processor's kernels.
-        kernels = models.peers / "llamacpp/debian/usr/lib/x86_64-linux-gnu/ggml/backends0"
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command_of(name, models, self.port),
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                cwd=kernels if name.startswith("llama.cpp") else None,
+                cwd=kernel_folder(models.llama_system) if name.startswith("llama.cpp") else None,
                 env={**os.environ, "OMP_NUM_THREADS": str(models.threads)},
                 start_new_session=True,
             )
