@@ -195,7 +195,10 @@ def row_of(blocks: Sequence[Block]) -> dict[str, Any]:
 def ratios_of(
     blocks: Sequence[Block], by_arm: dict[str, dict[int, Block]], rounds: Sequence[int]
 ) -> dict[str, Any]:
-    """Return how many times the requests/s of this arm forerun's controller reaches."""
+    """Return how many times the requests/s of this arm forerun's controller reaches.
+
+    Empty where the time was over before the controller was measured.
+    """
     ours = by_arm.get("forerun auto")
     if ours is None:
         return {}
@@ -212,11 +215,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        estimate, low, high = row["auto_over_this"]
+        ratio = "–"
+        if "auto_over_this" in row:
+            ratio = "{:.2f} ({:.2f}–{:.2f})".format(*row["auto_over_this"])
         lines.append(
             f"| {row['concurrency']} | {row['arm']} | {row['requests_per_s']:.2f} "
             f"| {row['tokens_per_s']:.0f} | {row['ttft_ms']:.0f} | {row['tpot_ms']:.1f} "
-            f"| {estimate:.2f} ({low:.2f}–{high:.2f}) |"
+            f"| {ratio} |"
         )
     return "\n".join(lines)
 
