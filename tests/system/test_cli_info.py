@@ -7,9 +7,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from tests.cards import card_for
 
 from forerun.cli.main import main
-from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
+from forerun.models.draft_card import CardFigures, identify, write_card
 from forerun.theory.intervals import Interval
 
 
@@ -71,19 +72,15 @@ def test_a_draft_that_does_not_fit_in_json(info, tiny_pair):
     assert fit["vocabularies"]["first_differences"] == [[257, None, "zz"]]
 
 
-def test_an_aligned_draft_tells_its_story_and_whether_its_target_has_changed(
+def test_an_aligned_draft_shows_its_figures_and_whether_its_target_has_changed(
     info, tiny_pair, tmp_path
 ):
     draft = shutil.copytree(tiny_pair.draft, tmp_path / "draft")
     made_for = identify(tiny_pair.target)
     judged = {"temperature": 1.0, "num_speculative_tokens": 4}
-    card = DraftCard(
-        target="my/target",
+    card = replace(
+        card_for(made_for),
         target_hash="0123",
-        made_for=made_for,
-        data_hash="",
-        objective="lk",
-        temperature=1.0,
         before=(CardFigures(**judged, acceptance_length=Interval(estimate=1.5, low=1, high=2)),),
         after=(CardFigures(**judged, acceptance_length=Interval(estimate=2.5, low=2, high=3)),),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.cards import card_for
 from tests.profiles import exact_times
 
 from forerun.cli.command import Exit
@@ -20,7 +21,7 @@ from forerun.drafters.medusa.config import MedusaConfig
 from forerun.drafters.medusa.head import MedusaHeads
 from forerun.models.base import Span
 from forerun.models.context import pack
-from forerun.models.draft_card import DraftCard, identify, write_card
+from forerun.models.draft_card import identify, write_card
 from forerun.models.load import load_model, model_folder
 from forerun.probe.profile import load_profile
 
@@ -150,15 +151,7 @@ def test_a_head_whose_card_names_other_weights_is_refused_everywhere(capsys, tmp
     heads = MedusaHeads(MedusaConfig(hidden_size=128, vocab_size=8192, num_heads=2))
     write_medusa(heads, tmp_path, target="my/target")
     made_for = replace(identify(model_folder(TARGET)), weights="a1b2c3")
-    card = DraftCard(
-        target="my/target",
-        target_hash="",
-        made_for=made_for,
-        data_hash="",
-        objective="lk",
-        temperature=1.0,
-    )
-    write_card(card, tmp_path)
+    write_card(card_for(made_for), tmp_path)
     code, found = info(capsys, tmp_path)
     assert code == 1
     assert "was trained for my/target" in found["problems"][0]

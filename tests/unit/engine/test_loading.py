@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests import heads, tiny
+from tests.cards import card_for
 
 from forerun.drafters import registry
 from forerun.drafters.eagle3.checkpoint import write_eagle3_head
@@ -30,7 +31,7 @@ from forerun.errors import (
     UnsupportedFeatures,
 )
 from forerun.models import memory
-from forerun.models.draft_card import CARD_FILE, DraftCard, TargetIdentity, identify, write_card
+from forerun.models.draft_card import CARD_FILE, TargetIdentity, identify, write_card
 from forerun.sampling.config import SamplingParams
 
 CONFIG = tiny.settings()
@@ -151,14 +152,7 @@ def test_every_end_of_text_any_file_names_counts(folder, file, listed, expected)
 def test_a_target_that_changed_since_the_draft_was_aligned_is_warned_of(target, draft, caplog):
     """A warning, at every start, and nothing else: the text stays exact."""
     made_for = identify(target)
-    card = DraftCard(
-        target="my/target",
-        target_hash="",
-        made_for=made_for,
-        data_hash="",
-        objective="lk",
-        temperature=1.0,
-    )
+    card = card_for(made_for)
     try:
         write_card(card, draft)
         load(target, draft)
@@ -183,15 +177,7 @@ def head_in(folder: Path, kind: str, made_for: TargetIdentity | None) -> Path:
         head = heads.eagle3_head(tiny.adapted(tiny.network()), feature_layers=(0, 1, 2))
         write_eagle3_head(head, folder, target="my/target")
     if made_for is not None:
-        card = DraftCard(
-            target="my/target",
-            target_hash="",
-            made_for=made_for,
-            data_hash="",
-            objective="lk",
-            temperature=1.0,
-        )
-        write_card(card, folder)
+        write_card(card_for(made_for), folder)
     return folder
 
 
@@ -201,8 +187,8 @@ def test_a_head_for_other_weights_is_refused_by_its_card(target, tmp_path, kind,
     fitting = head_in(tmp_path / "fitting", kind, made_for)
     load(target, fitting)
     assert not caplog.records
-    retold = head_in(tmp_path / "retold", kind, replace(made_for, template="others"))
-    load(target, retold)  # the same weights: a matter of speed
+    retemplated = replace(made_for, template="others")
+    load(target, head_in(tmp_path / "template", kind, retemplated))  # only a matter of speed
     assert "(chat template)" in caplog.records[-1].message
     other = head_in(tmp_path / "other", kind, replace(made_for, weights="a1b2c3"))
     with pytest.raises(IncompatibleDraft, match=r"trained for my/target.*a1b2c3.*--refresh"):
