@@ -45,7 +45,7 @@ def profile_of(greedy: CostTable, sampled: CostTable) -> Profile:
 
 
 def exact_times(path):
-    """Take the measured times of a profile as exact: a busy machine measures none that is."""
+    """Set the errors of a profile to 0: on a busy machine they are too large for predictions."""
     document = json.loads(path.read_text())
     for table in ("greedy", "sampled"):
         for line in document[table]["lines"]:

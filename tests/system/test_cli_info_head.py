@@ -122,10 +122,10 @@ def test_a_profile_of_a_head_plans_and_controls_it(capsys, folder, tmp_path):
     assert profile.reading is not None
     assert profile.greedy.draft_token_s() > 0
     exact_times(out)
-    planned = ("--profile", str(out), "--acceptance", "0.8", "--temperature", "0", "--json")
-    assert main(["plan", *planned]) == 0
-    best = json.loads(capsys.readouterr().out)
-    assert str(folder) in json.dumps(best)
+    flags = ("--profile", str(out), "--acceptance", "0.8", "--temperature", "0", "--json")
+    assert main(["plan", *flags]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert str(folder) in json.dumps(planned)
     controlled = ("--profile", str(out), "--controller", "goodput", "--max-tokens", "8")
     assert main(["generate", "x =", *pair, *controlled]) == 0
 

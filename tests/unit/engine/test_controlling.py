@@ -80,7 +80,7 @@ def test_a_plan_for_a_tree_is_cut_to_the_room_there_is(target, shape):
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     assert all(o.completions[0].acceptance.num_drafted for o in found)
     for plan in drafter.plans:
-        assert plan.shape.num_nodes <= 16  # the default of max_tree_nodes
+        assert plan.shape.num_nodes <= EngineConfig().max_tree_nodes
         assert plan.shape.depth <= 7
 
 

@@ -25,7 +25,12 @@ def costs() -> DraftCosts:
 
 
 def compared(
-    costs: DraftCosts, alpha: float, *names: str, seed: int = 1, max_k: int = 8, overlap="none"
+    costs: DraftCosts,
+    alpha: float,
+    *names: str,
+    seed: int = 1,
+    max_k: int = 8,
+    overlap: str = "none",
 ):
     workload = Workload(
         requests=8,
