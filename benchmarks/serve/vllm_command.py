@@ -34,6 +34,7 @@ def environment() -> dict[str, str]:
 def start() -> None:
     """Become this file in the environment of vLLM, whose libraries are loaded at the start."""
     python = str(PEERS / "vllm" / "bin" / "python")
+    # A python from outside starts that of vLLM alone, which then starts itself with the variables.
     variables = environment() if is_inside() else {}
     os.execve(python, [python, __file__, *sys.argv[1:]], {**os.environ, **variables})
 

@@ -62,6 +62,7 @@ LARGE_BYTES = 1 << 28
 """Weights that take long enough to read for the user to wonder."""
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# The last are the golden rows of EAGLE-3 heads.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "golden.rows")
 # Second copies of the weights, and subfolders with formats of other systems.
 IGNORED_HUB_FILES = (
