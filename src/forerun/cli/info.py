@@ -30,7 +30,7 @@ class InfoOptions:
     draft: str | None = None
     """Check whether this model can draft for MODEL; the exit code is 1 if it cannot."""
     k: LookAhead = EngineConfig().num_speculative_tokens
-    """K: memory is computed for this many draft tokens per step."""
+    """K: memory is computed for chains of this many tokens, and for trees of the default size."""
     dtype: str = "auto"
     """Memory is computed for this dtype: auto (as stored), bfloat16, float16 or float32."""
     max_batch: Annotated[int, arg(name="batch", aliases=("--max-batch",))] = (

@@ -116,7 +116,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
         architecture,
         num_slots=config.num_slots,
         capacity=min(config.max_context, architecture.max_positions),
-        max_staged_rows=config.num_speculative_tokens + 1,
+        max_staged_rows=config.max_nodes + 1,
         dtype=choose_dtype(dtype, checkpoint),
     )
     per_layer = 2 * geometry.num_kv_heads * geometry.head_dim  # keys and values
