@@ -39,7 +39,6 @@ CLEAN: tuple[str, ...] = (
     "plan",
     "probe",
     "provenance.py",
-    "errors.py",
     "sampling",
     "server",
     "terminal_text.py",
