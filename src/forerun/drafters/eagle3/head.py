@@ -161,14 +161,20 @@ class Eagle3Head(nn.Module):
         self, features: Float[Tensor, "*rows layers target_width"]
     ) -> Float[Tensor, "*rows width"]:
         """Project the target's hidden states to the state of a row."""
+        fused: Tensor = self.fc(self.joined(features))
+        return fused
+
+    def joined(
+        self, features: Float[Tensor, "*rows layers target_width"]
+    ) -> Float[Tensor, "*rows joined_width"]:
+        """Return the target's hidden states side by side, after the norms the head has for them."""
         if self.fc_norm is not None:
             states = [norm(features[..., i, :]) for i, norm in enumerate(self.fc_norm)]
             features = torch.stack(states, dim=-2)
         joined = features.flatten(-2)
         if self.input_norm is not None:
             joined = self.input_norm(joined)
-        fused: Tensor = self.fc(joined)
-        return fused
+        return joined
 
     def forward(
         self,

@@ -5,13 +5,15 @@ The head computes with the kernels and the threads of its target, and with the t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
 from forerun.drafters.eagle3.states import RowStates, store_for
-from forerun.errors import RunnerUnavailable
+from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.runner.native import NativeModel, PackedWeights, new_decoder
@@ -43,6 +45,7 @@ class NativeEagle3Model(NativeModel):
             num_parameters=num_parameters,
         )
         self.network = head
+        self._projection = packed_projection(head, target)
         self.target = target  # whose embedding the kernels read
         self._target_ids = head.target_ids
         num_slots = self._store.geometry.num_slots
@@ -58,8 +61,18 @@ class NativeEagle3Model(NativeModel):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        """Return the states of rows for a `HeadBatch`."""
-        return self.network.fuse(features).float()
+        """Return the states of rows for a `HeadBatch`.
+
+        Raises:
+            NotEnoughMemory: there is no memory to compute.
+        """
+        joined = self.network.joined(features).contiguous()
+        states = torch.empty(len(joined), self.hidden_size)
+        if not self.weights.kernels.library.forerun_decoder_head(
+            self._projection.handle, joined.data_ptr(), len(joined), states.data_ptr()
+        ):
+            raise NotEnoughMemory(f"no memory for the states of {len(joined)} rows; pass fewer")
+        return states
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         """One pass. Stages the KV of every row; the caller commits.
@@ -120,6 +133,28 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
     target_ids = head.target_ids.contiguous()
     kernels.library.forerun_decoder_attach(handle, target.weights.handle, target_ids.data_ptr())
     return weights, num_parameters + head.fc.weight.numel()
+
+
+def packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
+    """Return the matrix from features to states, packed as the output matrix of no layers."""
+    num_outputs, num_inputs = head.fc.weight.shape
+    sizes, _ = rotary_sizes(head.config)
+    no_layers = Decoder(
+        architecture=replace(sizes, num_layers=0, hidden_size=num_inputs, vocab_size=num_outputs),
+        intermediate_size=head.config.intermediate_size,
+        norm_eps=head.config.norm_eps,
+        inv_freq=head.inv_freq,
+        rope_scale=head.rope_scale,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=True,
+    )
+    kernels = target.weights.kernels
+    weights = PackedWeights(
+        kernels, new_decoder(no_layers, target.dtype, kernels), head.config.norm_eps
+    )
+    weights.put_matrix(MatrixKind.HEAD, 0, head.fc.weight)
+    return weights
 
 
 def layer_of(head: Eagle3Head) -> LayerWeights:
