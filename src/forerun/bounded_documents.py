@@ -140,7 +140,7 @@ YAML_BLOCKS = ("BlockSequenceStartToken", "BlockMappingStartToken")
 
 
 def checked_number(digits: str, name: str, limits: ReadLimits) -> str:
-    """The digits of a number that a float can hold."""
+    """Return the digits of a JSON number, or refuse them if they are too many for a float."""
     if len(digits) > limits.max_digits:
         raise UnreadableInput(
             f"{name} has a number of {len(digits)} digits; at most {limits.max_digits} are read"

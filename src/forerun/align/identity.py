@@ -37,9 +37,9 @@ FREE = {
     "training": FREE_SETTINGS,
     "evaluation": (),
 }
-"""By stage, settings that decide nothing, or nothing that a hash does not say better."""
+"""By stage, settings that do not change the result, or whose effect a hash covers."""
 OF_THE_REPORT = "evaluation.in_domain"
-"""Decides about the ledger at the end, and nothing before it."""
+"""This setting changes only the report at the end of a run."""
 OF_THE_TEACHER = "teacher."
 
 
@@ -58,7 +58,7 @@ def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> 
         "draft": start_hash(config),
         "training prompts": hash_of(json.dumps(learned).encode()),
         "held-out prompts": hash_of(json.dumps(judged).encode()),
-        **deciding(config),
+        **settings_of_result(config),
     }
 
 
@@ -74,8 +74,8 @@ def start_hash(config: AlignConfig) -> str:
         raise InvalidRequest(f"{config.init} cannot be read: {error.strerror}") from error
 
 
-def deciding(config: AlignConfig) -> dict[str, str]:
-    """Return the settings that decide the result, by stage and name."""
+def settings_of_result(config: AlignConfig) -> dict[str, str]:
+    """Return the settings that change which draft is trained, as text by stage and name."""
     settings = settings_of(config)
     return {"dtype": config.dtype, "method": config.method} | {
         f"{stage}.{name}": as_text(value)
@@ -92,8 +92,8 @@ def as_text(value: Any) -> str:
     return str(None if value in ([], {}) else value)
 
 
-DEFAULTS = deciding(AlignConfig(target="", data=DataConfig(prompts=Path())))
-"""What settings were before they had a name."""
+DEFAULTS = settings_of_result(AlignConfig(target="", data=DataConfig(prompts=Path())))
+"""Values of settings that a run of an earlier version did not store."""
 
 
 def of_folder(identity: Identity) -> dict[str, str]:

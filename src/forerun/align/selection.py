@@ -25,7 +25,7 @@ class Judgement:
         acceptance_length: tau.
         acceptance_probability: alpha; None for drafters without a model.
         predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
-        duration_s: of judging.
+        duration_s: seconds that judging took.
     """
 
     step: int
@@ -36,7 +36,7 @@ class Judgement:
 
     @property
     def worth(self) -> tuple[float, float]:
-        """What drafts are compared by: predicted speedup, then tau."""
+        """The sort key that ranks drafts: predicted speedup, then tau."""
         return self.predicted_speedup or 0.0, self.acceptance_length
 
 
@@ -44,9 +44,9 @@ class DraftSelector:
     """Stores every judgement, and the best draft in `Workspace.draft`.
 
     Args:
-        workspace: to keep them in.
-        judge: of held-out prompts.
-        max_prompts: prompts of a judgement.
+        workspace: the folder that they are stored in.
+        judge: measures a draft on held-out prompts.
+        max_prompts: the most prompts that one judgement uses.
     """
 
     def __init__(self, workspace: Workspace, judge: Judge, max_prompts: int) -> None:
@@ -57,12 +57,12 @@ class DraftSelector:
 
     @property
     def best(self) -> Judgement:
-        """The first of the best judgements so far."""
+        """The figures of the best draft so far, the earliest of equally good ones."""
         return max(self.judgements.values(), key=lambda judgement: judgement.worth)
 
     @property
     def latest(self) -> Judgement:
-        """The judgement of the last step."""
+        """The figures of the draft at the last optimiser step that was judged."""
         return self.judgements[max(self.judgements)]
 
     def consider(self, step: int) -> Judgement:
@@ -90,7 +90,7 @@ class DraftSelector:
 
 
 def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
-    """Return the figures that the choice of a draft rests on."""
+    """Return the figures by which the best draft is chosen."""
     overall = figures.overall
     tau, alpha = overall.acceptance_length, overall.acceptance_probability
     speedup = overall.speedup

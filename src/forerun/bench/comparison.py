@@ -111,7 +111,7 @@ class BenchComparison:
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
 
     def run(self, costs: Mapping[str, DraftCosts]) -> None:
-        """Measure block by block; needs `load`.
+        """Measure every arm on every block of prompts and store the results; call `load` before.
 
         Args:
             costs: cost tables by draft, for predictions; drafts without one get none.

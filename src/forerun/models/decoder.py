@@ -39,20 +39,20 @@ SILU = ("silu", "swish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """Architectural differences between model families; see `Decoder` for the attributes."""
+class AttentionVariant:
+    """Biases and norms in the attention of a model family; see `Decoder` for the attributes."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
 
 
-# The families that are this decoder. A family not named here is not, however alike its settings.
-FORMS: Mapping[str, Form] = MappingProxyType(
+# The families that `Decoder` covers. Others may differ from it even where their settings do not.
+ATTENTION_VARIANTS: Mapping[str, AttentionVariant] = MappingProxyType(
     {
-        "LlamaForCausalLM": Form(),
-        "MistralForCausalLM": Form(),
-        "Qwen2ForCausalLM": Form(qkv_bias=True),
-        "Qwen3ForCausalLM": Form(qk_norm=True),
+        "LlamaForCausalLM": AttentionVariant(),
+        "MistralForCausalLM": AttentionVariant(),
+        "Qwen2ForCausalLM": AttentionVariant(qkv_bias=True),
+        "Qwen3ForCausalLM": AttentionVariant(qk_norm=True),
     }
 )
 
@@ -133,7 +133,7 @@ def unsupported(
     rope = settings.get("rope_parameters") or {}
     window = settings.get("sliding_window")
     objections = {
-        architecture.name: architecture.name not in FORMS,
+        architecture.name: architecture.name not in ATTENTION_VARIANTS,
         f"sliding-window attention (sliding_window={settings.get('sliding_window')})": (
             window is not None and (num_positions is None or window < num_positions)
         ),
@@ -154,7 +154,7 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         architecture: its sizes.
         settings: its configuration, as for `unsupported`.
     """
-    form = FORMS[architecture.name]
+    variant = ATTENTION_VARIANTS[architecture.name]
     inv_freq, rope_scale = rotation(architecture, settings)
     return Decoder(
         architecture=architecture,
@@ -162,8 +162,8 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         norm_eps=settings["rms_norm_eps"],
         inv_freq=inv_freq,
         rope_scale=rope_scale,
-        qkv_bias=form.qkv_bias,
-        qk_norm=form.qk_norm,
+        qkv_bias=variant.qkv_bias,
+        qk_norm=variant.qk_norm,
         tied=settings["tie_word_embeddings"],
     )
 

@@ -16,7 +16,7 @@ __all__ = ["TracedDraft", "TracedDrafts", "drafts_in"]
 
 @dataclass(slots=True, kw_only=True)
 class TracedDraft:
-    """Counts the steps of one drafter.
+    """Outcomes and times of the steps that one drafter took in a trace.
 
     Attributes:
         header: header of its runs, with the names and hashes of target and draft.

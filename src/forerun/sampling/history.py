@@ -133,7 +133,7 @@ class History:
         """Return the row at `path`, a child of `parent`; its mask is computed once."""
         row = self._masked.get(path)
         if row is None:
-            row = self._masked[path] = parent.followed(path)
+            row = self._masked[path] = parent.fork_to(path)
         return row
 
     def along(self, tree: TokenTree, tokens: Sequence[int]) -> list[RowHistory]:
@@ -154,11 +154,11 @@ class RowHistory:
     """The history at one row of logits: the committed one, extended along the row's path.
 
     Attributes:
-        base: the committed one.
+        base: the history of the committed tokens.
         path: draft tokens from the root down.
-        mask: the mask that was told them; None without one, and past a token that it forbids:
-            nothing is accepted there, so it does not matter what could follow.
-        allowed: what it allows.
+        mask: the token mask, advanced by these tokens; None without one, and after a token that it
+            forbids: no token is accepted there, so it does not matter which could follow.
+        allowed: tokens that the mask allows next.
     """
 
     base: History
@@ -173,8 +173,8 @@ class RowHistory:
             return RowHistory(base=self.base, path=path)
         return self.base.masked(self, path)
 
-    def followed(self, path: Path) -> RowHistory:
-        """Return the history of the child at `path`, its mask forked from this one's."""
+    def fork_to(self, path: Path) -> RowHistory:
+        """Return the history of the child at `path`, its mask a copy advanced by its token."""
         assert self.mask is not None
         assert self.allowed is not None
         token = path[-1]

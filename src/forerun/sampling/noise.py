@@ -68,7 +68,7 @@ def position_key(request_key: int, position: int) -> int:
 
 
 def step_key(request_key: int, num_committed: int, node: int, purpose: Purpose) -> int:
-    """Return the key of any draw but the target's.
+    """Return the noise key of a draw of one step, of any purpose but the target's own draw.
 
     Args:
         request_key: of the sample.

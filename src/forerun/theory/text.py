@@ -1,4 +1,7 @@
-"""Measures of repetition; greedy text of a small model loops, which flatters every drafter."""
+"""Measures of repetition in a text, because repeated text raises the acceptance of any drafter.
+
+Greedy text of small models often ends in a loop.
+"""
 
 from __future__ import annotations
 

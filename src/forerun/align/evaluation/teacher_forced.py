@@ -19,7 +19,7 @@ from forerun.theory.tree import TokenTree
 __all__ = [
     "CHUNK",
     "acceptance_probabilities",
-    "along",
+    "histories_before",
     "logits_of",
     "num_known",
     "overlap",
@@ -92,7 +92,7 @@ def overlaps(
     alphas: list[float] = []
     for target_logits, draft_logits in passes:
         chunk = response[len(alphas) : len(alphas) + len(target_logits)]
-        histories = [] if history is None else along(history, chunk)
+        histories = [] if history is None else histories_before(history, chunk)
         target_rows = probs_of_rows(target_logits, params, histories)
         shared = fit_vocabulary(draft_logits.to(target_rows.device), vocab_size)
         draft_rows = probs_of_rows(shared, draft_params(params), histories)
@@ -142,8 +142,8 @@ def overlap(one: Float[Tensor, "*rows vocab"], other: Float[Tensor, "*rows vocab
     return torch.minimum(one, other).sum(-1).nan_to_num(0.0)
 
 
-def along(history: History, tokens: Sequence[int]) -> list[RowHistory]:
-    """Return the history of each token, as far as its distribution depends on it."""
+def histories_before(history: History, tokens: Sequence[int]) -> list[RowHistory]:
+    """Return the state of the logits processors before each of the tokens, in order."""
     return history.along(TokenTree.chain(len(tokens) - 1), tokens[:-1])
 
 

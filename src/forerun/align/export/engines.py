@@ -104,7 +104,7 @@ class EngineSettings:
 
 
 def for_transformers(serving: Serving) -> EngineSettings:
-    """Assisted generation: the draft is an argument of `generate`; K is in the draft's folder."""
+    """Return transformers' settings for assisted generation; K is stored in the draft's folder."""
     sampling = serving.sampling
     generate: dict[str, Any] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
@@ -149,7 +149,7 @@ def for_transformers(serving: Serving) -> EngineSettings:
 
 
 def for_vllm(serving: Serving) -> EngineSettings:
-    """A draft model beside the target, given to vLLM as one JSON option."""
+    """Return vLLM's settings for a draft model, which is given as one JSON option."""
     greedy = serving.drafts_greedily
     rule = (
         "The draft proposes its most likely token, which is accepted with the target's "
@@ -210,7 +210,7 @@ def vllm_settings(
 
 
 def for_sglang(serving: Serving) -> EngineSettings:
-    """Standalone speculation: SGLang sees a chain as a tree with one branch."""
+    """Return SGLang's settings for a draft model; a chain is a tree with one branch there."""
     notes = (
         "The draft proposes its most likely token at every temperature. It is accepted with "
         "the target's probability of it, less often than a sampled draft at temperature 1.",

@@ -160,7 +160,10 @@ class Objective(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Whether the loss is linear in the target's probabilities: drawn ids are unbiased."""
+        """Whether the loss is linear in the target's probabilities.
+
+        If it is, tokens sampled from the target estimate it without bias.
+        """
 
     @property
     def needs_teacher(self) -> bool:

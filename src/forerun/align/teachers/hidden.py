@@ -149,7 +149,7 @@ def states_column(
 
 
 def find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
-    """Return the target's head from the folder of a cache, or from the target if it is not there.
+    """Return the target's output layer (LM head), from the cache if it is stored there.
 
     Args:
         filler: of the cache.
@@ -167,7 +167,7 @@ def find_head(filler: CacheFiller, target: TargetModel | None) -> TargetHead:
 
 
 def write_head(folder: Path, head: TargetHead) -> None:
-    """Write a head beside its hidden states.
+    """Write the target's output layer beside its hidden states.
 
     Raises:
         CacheTooLarge: the disk is full.
@@ -181,7 +181,7 @@ def write_head(folder: Path, head: TargetHead) -> None:
 
 
 def read_head(folder: Path) -> TargetHead | None:
-    """Read the head beside the hidden states; None if there is none, or it is damaged."""
+    """Read the output layer beside the hidden states; None if it is missing or damaged."""
     path = find_cached(folder, HEAD, SUFFIX)
     if path is None:
         return None

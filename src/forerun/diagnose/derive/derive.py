@@ -62,7 +62,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
 
 
 def add_observations(evidence: Evidence) -> None:
-    """Add observations that figures decide; direct observations are not changed."""
+    """Add the yes-or-no observations that follow from figures, unless a source states them."""
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:

@@ -150,7 +150,9 @@ LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.Ac
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload; a `trace` in it, relative to the file, is repeated.
+    """Read a workload file, which describes requests or names a trace whose requests are repeated.
+
+    The path of the trace is relative to the folder of the workload file.
 
     Raises:
         InvalidRequest: the file cannot be read, is no YAML, or describes no workload.

@@ -9,7 +9,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from forerun.align.evaluation.teacher_forced import along, logits_of, num_known, probs_of_rows
+from forerun.align.evaluation.teacher_forced import (
+    histories_before,
+    logits_of,
+    num_known,
+    probs_of_rows,
+)
 from forerun.drafters.levels import fit_vocabulary
 from forerun.models.base import LanguageModel
 from forerun.probe.evidence.heads import ReferenceHead
@@ -153,4 +158,4 @@ def histories_of(
     history = History.of(
         params, request.prompt_ids, vocab_size=vocab_size, eos_token_ids=eos_token_ids
     )
-    return along(history, request.token_ids)
+    return histories_before(history, request.token_ids)

@@ -263,7 +263,7 @@ def probe_self(
 
 
 def probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfig) -> None:
-    """Time passes over as many rows as the models have room for."""
+    """Measure the time of passes of target and draft, up to K + 1 rows where contexts allow it."""
     engine, draft = probed.engine, probed.draft_model
     k = engine.config.num_speculative_tokens
     room = engine.max_context if draft is None else min(engine.max_context, draft.max_context)

@@ -1,4 +1,7 @@
-"""Two steps of sampled chains, every draft, acceptance and final token enumerated."""
+"""Exact output distribution of two steps with sampled chains.
+
+Every draft, every acceptance and every final token is enumerated.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 def add_contrasts(
     evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
 ) -> None:
-    """Facts that compare one part of a trace with another, and the series behind them."""
+    """Add facts that compare one part of a trace with another, and the series for their plots."""
     stretches = totals.stretches
     add_outcomes(evidence, stretches.by("previous"), source)
     if not PAUSING & totals.methods.keys():
@@ -60,7 +60,7 @@ def add_contrasts(
     by_request = asked(stretches, requests)
     add_tags(evidence, stretches.by("all"), by_request, source)
     add_temperatures(evidence, stretches.by("all"), by_request, source)
-    add_change(evidence, totals, source)
+    add_acceptance_over_time(evidence, totals, source)
 
 
 def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
@@ -207,7 +207,7 @@ def add_temperatures(
     add_fall(evidence, "acceptance_falls_with_temperature", found, source)
 
 
-def add_change(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+def add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     """Add acceptance over time, and whether it dropped at some point."""
     ordered = sorted(totals.over_time, key=lambda point: point[0])
     width = -(-len(ordered) // MAX_POINTS) if ordered else 1

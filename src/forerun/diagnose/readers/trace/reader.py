@@ -54,14 +54,17 @@ def add_setup(
         value = values.pop() if len(values) == 1 else None
         if value is not None and len(value) <= MAX_WORD:
             evidence.conclude(name, value, source)
-    add_change(evidence, headers, source)
+    add_changed_target(evidence, headers, source)
     if methods:
         most = max(methods, key=lambda method: methods[method])
         evidence.conclude("method", METHODS.get(most, "other"), source)
 
 
-def add_change(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
-    """Add the one thing that changed during the trace; nothing for a comparison of several arms."""
+def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
+    """Add that the target changed, where the headers of a trace name two targets and one draft.
+
+    Other combinations are a comparison of several arms, of which nothing is added.
+    """
     drafts = {header.draft_hash for header in headers}
     targets = {header.target_hash for header in headers}
     if len(targets) == 2 and len(drafts) == 1:
