@@ -242,7 +242,7 @@ def outcome(request: DraftRequest, verdict: Verdict) -> StepOutcome:
     )
     return StepOutcome(
         request=request,
-        num_committed=len(request.ids) - len(verdict.tokens) - 1,
+        first_row=len(request.ids) - len(verdict.tokens) - 1,
         num_rows=len(verdict.tokens),
         verdict=verdict,
         proposal=drafted,

@@ -77,7 +77,7 @@ class Steps:
                 [
                     StepOutcome(
                         request=request,
-                        num_committed=start,
+                        first_row=start,
                         num_rows=len(features),
                         features=torch.tensor(features),
                     )

@@ -121,7 +121,7 @@ class Sequence:
         verdict = Verdict(path=path, tokens=text, sources=sources, expected_accepted=0.0)
         outcome = StepOutcome(
             request=self.request,
-            num_committed=before - 1,
+            first_row=before - 1,
             num_rows=1 + len(path),
             verdict=verdict,
             proposal=proposal,

@@ -189,8 +189,8 @@ class FeatureTrees:
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         for outcome in outcomes:
             seen = self.features.setdefault(outcome.request_id, [])
-            if len(seen) != len(LAYERS) * outcome.num_committed:
-                self.wrong.append((outcome.num_committed, len(seen)))
+            if len(seen) != len(LAYERS) * outcome.first_row:
+                self.wrong.append((outcome.first_row, len(seen)))
             assert outcome.features is not None
             seen += [tuple(layer) for row in outcome.features.tolist() for layer in row]
             run = self.runs.get(outcome.request_id)

@@ -61,14 +61,14 @@ class Pause:
 class StepOutcome:
     """What one step committed for one request.
 
-    The target's cache grew by rows `num_committed` to `num_committed + num_rows`, which belong to
+    The target's cache grew by rows `first_row` to `first_row + num_rows`, which belong to
     the tokens at these places of `request.ids`. The last emitted token has no row yet.
 
     Attributes:
         request: the sequence; a drafter may create its state here, since the prompt is read before
             the first call of `propose`.
-        num_committed: rows in the target's cache before the step. It is 0 in the first outcome of a
-            sequence, also where the first rows were found in the cache.
+        first_row: index of the first of these rows; 0 in the first outcome of a sequence, also
+            where the first rows were found in the cache.
         num_rows: rows that the step added: pending tokens that were fed, then the accepted path. In
             the first outcome they include the rows that were found in the cache.
         verdict: None while a prompt is being read.
@@ -81,7 +81,7 @@ class StepOutcome:
     """
 
     request: DraftRequest
-    num_committed: int
+    first_row: int
     num_rows: int
     verdict: Verdict | None = None
     proposal: Proposal | None = None
@@ -96,7 +96,10 @@ class StepOutcome:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes token trees. Its state is kept per request_id and dropped by `forget`."""
+    """Proposes token trees. Its state is kept per request_id and dropped by `forget`.
+
+    `forerun.testing.conformance.check_drafter` tests an implementation against this contract.
+    """
 
     @property
     def method(self) -> str:

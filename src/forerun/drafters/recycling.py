@@ -83,8 +83,8 @@ class RecyclingDrafter:
         for outcome in outcomes:
             table, ids = self._table(outcome.request), outcome.request.ids
             if outcome.verdict is None:
-                end = outcome.num_committed + outcome.num_rows
-                for at in range(max(1, outcome.num_committed), min(end + 1, len(ids))):
+                end = outcome.first_row + outcome.num_rows
+                for at in range(max(1, outcome.first_row), min(end + 1, len(ids))):
                     put_first(table, ids[at - 1], ids[at])
                 continue
             for at in range(len(ids) - len(outcome.verdict.tokens), len(ids)):

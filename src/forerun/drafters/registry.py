@@ -1,8 +1,8 @@
 """Registry of drafters: builders by name, and loaders by the type of a checkpoint.
 
-A new drafter implements `forerun.drafters.base.Drafter`. An instance can be given to an engine
-directly (`Engine.with_draft`); to be found by name it needs an entry in `DRAFTERS`, and to be found
-by its folder a call of `register_checkpoint`.
+A new drafter implements `forerun.drafters.base.Drafter`. Code outside forerun gives an instance to
+`Engine.with_draft`, or calls `register_checkpoint` so that `Engine.load` recognises its folder.
+Only drafters of forerun itself have a name, which is an entry in `DRAFTERS`.
 """
 
 from __future__ import annotations

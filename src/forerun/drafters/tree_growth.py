@@ -207,7 +207,7 @@ class Drawn:
 
 
 def invalid_probs(sequence: DraftSequence) -> DrafterError:
-    """Return the error for a draft whose distribution behind the committed tokens is not valid."""
+    """Return the error for a draft whose distribution after the committed tokens is not valid."""
     return DrafterError(f"the draft's probabilities for request {sequence.name} are not valid")
 
 

@@ -83,7 +83,7 @@ class GuardedDrafter:
     def _propose(self, entries: Seq[ScheduledSequence]) -> None:
         unseen = [entry for entry in entries if entry.sequence.draft.num_observed == 0]
         if unseen:
-            self.drafter.observe([self._outcome(entry, entry.num_committed) for entry in unseen])
+            self.drafter.observe([self._outcome(entry, entry.num_cached) for entry in unseen])
         requests = [request_of(entry.sequence) for entry in entries]
         answers = self.drafter.propose(requests, [entry.plan for entry in entries])
         if len(answers) != len(entries):
@@ -142,7 +142,7 @@ class GuardedDrafter:
             features = context.store.features(context.slot, start, num_cached)
         return StepOutcome(
             request=request_of(entry.sequence),
-            num_committed=start,
+            first_row=start,
             num_rows=num_cached - start,
             verdict=entry.verdict,
             proposal=entry.proposal if entry.verdict is not None else None,

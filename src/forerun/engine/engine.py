@@ -61,8 +61,9 @@ class Engine(EngineCore):
         Args:
             target: folder, hub name, "zoo:target", or a model that transformers has loaded, whose
                 weights are then shared.
-            draft: the same for a draft model, "suffix" or "self:N" (see `DRAFTERS`), or several of
-                them for the controller to choose from; None decodes plainly.
+            draft: the same for a draft model, the folder of an EAGLE-3 or Medusa head, "suffix",
+                "recycling" or "self:N" (see `DRAFTERS`), or several of them for the controller to
+                choose from; None decodes plainly.
             tokenizer: of a target that is already loaded: a transformers tokenizer, or a folder or
                 name to read it from. A loaded draft must have been trained with the same one.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
@@ -101,7 +102,18 @@ class Engine(EngineCore):
         controller: Controller | None = None,
         costs: Mapping[str, CostSource] | None = None,
     ) -> Engine:
-        """Return a new engine over the same target with another drafter, K or controller."""
+        """Return a new engine over the same target with another drafter, K or controller.
+
+        Args:
+            draft: a `Drafter` instance, which may be your own, or what `load` takes.
+            num_speculative_tokens: K; None keeps that of this engine.
+            dtype: as for `load`.
+            controller: as for `load`.
+            costs: as for `load`.
+
+        Raises:
+            ForerunError: as for `load`.
+        """
         config = self.config
         if num_speculative_tokens is not None:
             config = replace(config, num_speculative_tokens=num_speculative_tokens)

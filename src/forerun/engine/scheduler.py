@@ -49,9 +49,9 @@ class ScheduledSequence:
     """What one running sequence drafts, feeds and emits in one step, filled in by the step.
 
     Attributes:
-        sequence: the first view, which holds the committed state.
-        num_committed: rows in the target's cache before the step.
-        num_pending: committed tokens that the target has not seen.
+        sequence: the committed state of the sequence.
+        num_cached: committed tokens whose KV the target held before the step.
+        num_pending: committed tokens whose KV it did not hold; after the prompt the last token.
         plan: what the controller decided.
         proposal: what was drafted; None is plain decoding.
         num_chain: pending tokens fed in this pass, before the draft nodes (a chain in the sense of
@@ -64,7 +64,7 @@ class ScheduledSequence:
     """
 
     sequence: Sequence
-    num_committed: int = 0
+    num_cached: int = 0
     num_pending: int
     plan: Plan = PLAIN
     proposal: Proposal | None = None
@@ -80,7 +80,7 @@ class ScheduledSequence:
         assert sequence.context is not None
         num_cached = sequence.context.num_cached
         num_pending = len(sequence.ids) - num_cached
-        return cls(sequence=sequence, num_committed=num_cached, num_pending=num_pending)
+        return cls(sequence=sequence, num_cached=num_cached, num_pending=num_pending)
 
     @property
     def context(self) -> Context:
@@ -91,7 +91,7 @@ class ScheduledSequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether the whole prompt was read, so that the sequence may draft."""
+        """Whether a single token is pending, so that the sequence may draft."""
         return self.num_pending == 1
 
     @property

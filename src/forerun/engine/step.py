@@ -219,7 +219,7 @@ class Stepper:
         for entry in fed:
             end = row + entry.num_chain + entry.num_drafted
             context = entry.context
-            context.store.stage_features(context.slot, entry.num_committed, features[row:end])
+            context.store.stage_features(context.slot, entry.num_cached, features[row:end])
             row = end
 
     def _records(

@@ -99,7 +99,7 @@ def verify(
 
 
 def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
-    """Return the verdicts of a batch under its rule."""
+    """Verify the sequences of a batch under one rule and return their verdicts."""
     if rule == "greedy":
         return verify_greedy(batch)
     if rule == "walk":

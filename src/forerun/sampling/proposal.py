@@ -42,9 +42,10 @@ class Proposal:
         tokens: token id of every node, in the order of `tree.parents`.
         tree: topology; a chain is a tree.
         choice: how the nodes were chosen; it decides which verifiers are exact.
-        draft_probs: for `SAMPLED`, the very rows drawn from, one per expanded parent; for a chain
-            row i is the distribution node i was drawn from. A `COUPLED` chain may carry its rows
-            too, for the figures of the trace; verification does not read them. None otherwise.
+        draft_probs: where `choice.is_drawn`, the rows that tokens were drawn from: one per node
+            with children, the root included, in node order. For a chain row i is the distribution
+            that node i was drawn from. A `COUPLED` chain may carry its rows too, for the figures of
+            the trace; verification does not read them. None otherwise.
         stop_reason: why drafting ended ("budget", "stop_rule", "context", "score";
             "invalid_probs": the next distribution was NaN).
         stop_values: what a stop rule measured before every node; None without one.

@@ -10,7 +10,7 @@ from forerun.theory.record import Json, StepRecord
 __all__ = ["MIN_PLAIN_STEPS", "MeasuredCycleCost", "StepCosts"]
 
 MIN_PLAIN_STEPS = 8
-"""Fewer plain steps say too little about what one takes."""
+"""Plain steps, counted per request, below which their mean time is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

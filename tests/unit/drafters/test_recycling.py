@@ -31,7 +31,7 @@ def step_of(request, *tokens: int, top_tokens: dict[int, list[int]]) -> StepOutc
     sources = (TokenSource.RECOVERED,) * len(tokens)
     verdict = Verdict(path=(), tokens=tokens, sources=sources, expected_accepted=0.0)
     return StepOutcome(
-        request=request, num_committed=0, num_rows=1, verdict=verdict, top_tokens=top_tokens
+        request=request, first_row=0, num_rows=1, verdict=verdict, top_tokens=top_tokens
     )
 
 
@@ -48,7 +48,7 @@ def test_trees_are_paths_through_the_table():
 
 def test_tokens_of_the_prompt_begin_with_their_latest_successors():
     drafter, request = RecyclingDrafter(), asked([1, 2, 1, 3, 1])
-    drafter.observe([StepOutcome(request=request, num_committed=0, num_rows=4)])
+    drafter.observe([StepOutcome(request=request, first_row=0, num_rows=4)])
     shape = Tree(num_nodes=2, depth=1, width=2)
     (proposal,) = drafter.propose([request], [Plan(method="recycling", shape=shape)])
     assert proposal.tokens.tolist() == [3, 2]

@@ -52,7 +52,7 @@ class Reading:
         if self.num_calls == self.fails_at:
             raise RuntimeError("planted")
         for outcome in outcomes:
-            start, stop = outcome.num_committed, outcome.num_committed + outcome.num_rows
+            start, stop = outcome.first_row, outcome.first_row + outcome.num_rows
             assert self.seen[outcome.request_id] == start
             self.seen[outcome.request_id] = stop
             self.starts.append(outcome.num_rows)

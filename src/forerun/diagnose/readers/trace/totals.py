@@ -48,7 +48,15 @@ class Hits:
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds of cycles of one kind, by part."""
+    """Seconds of cycles of one kind, by part.
+
+    Attributes:
+        num_cycles: steps of the engine, each with one target pass.
+        num_steps: the same, counted once per request that took part.
+        draft_s: seconds of drafting, like the others summed over the cycles.
+        verify_s: seconds of the target passes.
+        other_s: seconds of the rest.
+    """
 
     num_cycles: int = 0
     num_steps: int = 0
@@ -167,7 +175,7 @@ class TraceTotals:
         cycles = cycles.append_column("kind", kind).append_column("rows", per_request)
         cycles = cycles.append_column("size", cycles["count_all"]).drop_columns(["count_all"])
         sums = [(f"{name}_max", "sum") for name in ("draft_s", "verify_s", "other_s")]
-        cycles = cycles.append_column("context", fine_bucket(cycles["context_tokens_mean"]))
+        cycles = cycles.append_column("context", log_bucket(cycles["context_tokens_mean"]))
         keys = ["kind", "size", "rows", "context"]
         for row in cycles.group_by(keys).aggregate([([], "count_all"), *sums]).to_pylist():
             self._add_seconds(row)
@@ -278,8 +286,8 @@ def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
     return pa.chunked_array([pa.nulls(1, kind), *values.chunks], kind)
 
 
-def fine_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the power of the square root of two that each value lies in."""
+def log_bucket(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the index of each value's bucket; every bucket spans a factor of sqrt(2)."""
     floor = pc.floor(pc.multiply(pc.log2(pc.add(values, 1).cast(pa.float64())), 2.0))
     return pc.cast(floor, pa.int64())
 
