@@ -43,7 +43,7 @@ def check_settings(config: AlignConfig, objective: Objective, workspace: Workspa
 
 
 def check_attached(config: AlignConfig, objective: Objective) -> None:
-    """Refuse settings that only a model of its own can have.
+    """Refuse settings that apply to draft models and not to attached heads.
 
     Raises:
         InvalidRequest: naming the first.

@@ -12,7 +12,7 @@ __all__ = ["neighbours_apart", "read_prompts"]
 
 
 def read_prompts(path: Path, tag: str | None = None) -> list[str]:
-    """Read the texts to continue.
+    """Read the prompts of a comparison from a file or a folder.
 
     Args:
         path: a file or a folder, see `read_entries`.

@@ -120,7 +120,7 @@ class FeatureRows:
 
 
 def kept_features(features: FeatureRows | None) -> FeatureRows:
-    """The features of a store.
+    """Return the features of a store, or raise if it keeps none.
 
     Raises:
         ValueError: it keeps none.

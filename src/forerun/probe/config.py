@@ -186,7 +186,7 @@ class ProfileCell:
 
 
 def pass_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
-    """Target passes at one context."""
+    """Yield the target passes to time at one context, by batch size and rows per sequence."""
     for batch in config.batches:
         for rows in config.rows:
             if batch * rows <= config.max_pass_rows:

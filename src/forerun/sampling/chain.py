@@ -263,7 +263,10 @@ def _residual(target: Tensor, draft: Tensor, ratio: Tensor) -> Tensor:
 
 
 def _residual_mass(target: Tensor, draft: Tensor, ratios: Tensor) -> PerNode:
-    """Z of every node, the one pass over the vocabulary, in chunks of chains and of their nodes."""
+    """Return the residual mass of every node: the sum of max(0, ratio * target - draft).
+
+    It is the one pass over the vocabulary, taken in chunks of chains and of their nodes.
+    """
     mass = torch.empty_like(ratios)
     num_chains, num_nodes, vocab_size = draft.shape
     for chains in row_chunks(num_chains, num_nodes * vocab_size):

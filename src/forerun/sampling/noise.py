@@ -137,7 +137,7 @@ def scans_in_order(device: torch.device) -> bool:
 
 
 def _absorb(key: int, word: int) -> int:
-    """A new key from a key and one more word."""
+    """Return a new key, mixed from a key and one more 64-bit number."""
     return finalise(key + (word + 1) * INCREMENT)
 
 

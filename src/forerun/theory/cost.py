@@ -170,7 +170,7 @@ class CostTable:
         return self._in_cycle(lambda line: line.overhead(num_speculative_tokens), context, batch)
 
     def _in_cycle(self, pick: Pick, context: int, batch: int) -> CostReading:
-        """Return a reading that grows in proportion to the batch beyond the largest one."""
+        """Interpolate a time; beyond the largest measured batch it is proportional to the batch."""
         measured_batch = min(batch, self.batches[-1])
         return self._at(pick, context, measured_batch).times(batch / measured_batch)
 

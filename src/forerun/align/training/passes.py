@@ -132,7 +132,7 @@ class PassLoss(nn.Module):
         return LearnedRows(
             hidden=torch.cat(list(found.hidden))[order],
             labels=self._labels(ids, all_places, found.target_ids),
-            teacher=RowsOfPlaces(rows, ranks[all_places], found.target_ids),
+            teacher=TeacherRowsByPosition(rows, ranks[all_places], found.target_ids),
             weights=weights[order],
         )
 
@@ -149,12 +149,12 @@ class PassLoss(nn.Module):
         return torch.searchsorted(target_ids, following).clamp(max=len(target_ids) - 1)
 
 
-class RowsOfPlaces:
-    """Distributions at learned places, for rows of which several learn the same place.
+class TeacherRowsByPosition:
+    """Target distributions for training rows, several of which may learn the same position.
 
     Args:
-        rows: of all learned places.
-        ranks: of the place of every row among the learned places, ascending.
+        rows: target distributions at all learned positions.
+        ranks: index of every training row's position among the learned positions, ascending.
         target_ids: tokens the head can draft; None: all. The rest of the probability is left out,
             so that a row counts as much as its distribution can be learned, and the acceptance
             probability is the one that the vocabulary allows.

@@ -73,7 +73,7 @@ def add_observations(evidence: Evidence) -> None:
     add_nothing_accepted(evidence)
     add_no_gain(evidence)
     add_not_drafted(evidence)
-    add_shapes(evidence)
+    add_comparisons(evidence)
 
 
 def add_unplaced_rate(evidence: Evidence) -> None:
@@ -131,8 +131,8 @@ def add_not_drafted(evidence: Evidence) -> None:
         evidence.conclude("drafts_absent", False, "acceptance was measured")
 
 
-def add_shapes(evidence: Evidence) -> None:
-    """Add observations that need two figures."""
+def add_comparisons(evidence: Evidence) -> None:
+    """Add observations that compare two figures, such as drafting time and step time."""
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
         evidence.conclude(

@@ -244,13 +244,20 @@ def num_draft_tokens_of(pairs: list[tuple[float, float]]) -> int | None:
         n
         for n in range(2, MAX_DRAFT_TOKENS + 1)
         for bonus in (0, 1)
-        if pairs and all(explains(n, bonus, length, rate) for length, rate in pairs)
+        if pairs and all(agrees(n, bonus, length, rate) for length, rate in pairs)
     }
     return fitting.pop() if len(fitting) == 1 else None
 
 
-def explains(n: int, bonus: int, length: float, rate: float) -> bool:
-    """Whether a line fits n tokens per pass, with `bonus` of them left out of the rate."""
+def agrees(n: int, bonus: int, length: float, rate: float) -> bool:
+    """Whether the accept length and rate of a line agree with n tokens verified per pass.
+
+    Args:
+        n: K + 1.
+        bonus: tokens of a pass that the rate leaves out, 0 or 1.
+        length: accept length that the line states.
+        rate: accept rate that the line states.
+    """
     predicted = (length - bonus) / (n - bonus)
     return length <= n + 0.005 and abs(predicted - rate) <= 0.005 + 0.006 / n
 
