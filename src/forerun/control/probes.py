@@ -25,13 +25,12 @@ __all__ = ["Probes"]
 class Probes:
     """Decides when to probe, so that probes cost at most a given share of the time.
 
-    While no request drafts, one of them drafts one token now and then: what is never drafted is
-    never known. While requests draft, one of them tries one token more or less, or another drafter.
-    What a probe loses, in steps without it, is paid off by a share of the steps that follow before
-    the next probe, so that share bounds what all probes lose. The share is larger where drafting
-    was given up only a short time ago, on few observations. A probe whose token was accepted is
-    followed by others at once, as long as they lose little: the drafter has nothing left to catch
-    up with.
+    While no request drafts, one of them drafts one token at intervals, because acceptance cannot be
+    estimated without drafts. While requests draft, one of them tries one token more or less, or
+    another drafter. The next probe waits until the loss of this one, in steps, is a given share of
+    the steps since, so the share bounds the loss of all probes. The share is larger where drafting
+    was stopped a short time ago, on few observations. After an accepted probe others follow at once
+    as long as they lose little, because the drafter has no tokens left to process first.
 
     Args:
         config: the shares.
