@@ -64,8 +64,8 @@ class EngineRig:
         return self._cells
 
     @property
-    def every(self) -> int:
-        """Rounds between two visits: a visit is long and yields several steps."""
+    def rounds_per_visit(self) -> int:
+        """Every fifth round measures steps, because a visit takes long and yields many of them."""
         return 5
 
     @contextmanager
@@ -76,8 +76,8 @@ class EngineRig:
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         """Return the seconds of whole steps and of their part outside both models.
 
-        Whatever is said of speculative steps is said in plain ones. So those are measured beside
-        each of them, for it is never the same machine twice.
+        Costs of speculative steps are reported in plain steps, so plain steps are measured
+        directly after them: the speed of the machine drifts.
         """
         found = dict(self._steps(cell))
         if cell.size:

@@ -49,8 +49,8 @@ class PassRig:
         return self._cells
 
     @property
-    def every(self) -> int:
-        """Rounds between two visits: 1."""
+    def rounds_per_visit(self) -> int:
+        """Every cell is measured in every round."""
         return 1
 
     @contextmanager

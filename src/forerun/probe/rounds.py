@@ -36,15 +36,15 @@ Samples = Mapping[ProfileCell, Sequence[Sequence[float]]]
 
 @runtime_checkable
 class Rig(Protocol):
-    """A set-up in which several cells are measured."""
+    """Loaded models and sequences with which several cells of a profile are measured."""
 
     @property
     def cells(self) -> Sequence[ProfileCell]:
         """Return the cells that the rig can measure."""
 
     @property
-    def every(self) -> int:
-        """Rounds between two visits; more than 1 where a visit is long."""
+    def rounds_per_visit(self) -> int:
+        """Rounds per visit of a cell; more than 1 where a visit takes long."""
 
     def ready(self) -> AbstractContextManager[None]:
         """Set the rig up while the block runs."""
@@ -131,7 +131,8 @@ def one_round(
     """
     left = set(cells)
     found: dict[ProfileCell, Sequence[float]] = {cell: () for cell in cells}
-    for rig in rotated([rig for rig in rigs if num_rounds % rig.every == 0], num_rounds):
+    due = [rig for rig in rigs if num_rounds % rig.rounds_per_visit == 0]
+    for rig in rotated(due, num_rounds):
         with rig.ready():
             for cell in rotated(rig.cells, num_rounds):
                 if cell not in left or found[cell]:

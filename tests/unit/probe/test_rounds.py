@@ -18,9 +18,9 @@ def cell(size, batch=1, context=8, quantity=Quantity.TARGET_PASS) -> ProfileCell
 class LoggingRig:
     """Writes down what is done to it."""
 
-    def __init__(self, name, cells, log, every=1) -> None:
+    def __init__(self, name, cells, log, rounds_per_visit=1) -> None:
         self.name = name
-        self.every = every
+        self.rounds_per_visit = rounds_per_visit
         self._cells = cells
         self.log = log
 
@@ -57,7 +57,7 @@ def test_rounds_visit_every_cell_in_an_order_that_rotates():
 
 def test_a_rig_may_sit_rounds_out():
     log: list = []
-    rigs = [LoggingRig("a", [cell(1)], log), LoggingRig("b", [cell(2)], log, every=3)]
+    rigs = [LoggingRig("a", [cell(1)], log), LoggingRig("b", [cell(2)], log, rounds_per_visit=3)]
     config = replace(SMALL, min_rounds=5, budget_s=1e-15)
     found = measure(rigs, config, Clock(), lambda rounds, error: None)
     assert [len(visit) for visit in found.samples[cell(1)]] == [1, 1, 1, 1, 1]

@@ -1,8 +1,9 @@
 """The check of an EAGLE-3 head by its golden rows, which decide where flags are ambiguous.
 
-The rows are computed again under the flags of config.json. Where they differ, the other readings
-are tried that tools are known to mean by the same files; the first that gives the rows is used and
-reported. Where none does, the head is refused, and the first tensor that differs is named.
+The rows are computed again under the flags of config.json. Where they differ, the check tries the
+other flags, layers and vocabulary maps that tools are known to write for the same weights. The
+first combination that gives the rows is used and reported. Where none does, the head is refused
+with the name of the first tensor that differs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GateReport:
-    """A head that may be used, and how its files were read.
+    """A head, and the settings in which its golden rows differ from its config.json.
 
     Attributes:
         head: with the flags that give its golden rows.
@@ -65,7 +66,7 @@ class GateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadReading:
-    """One way to read the files of a head."""
+    """One combination of flags, layers and vocabulary map by which the files may be read."""
 
     config: Eagle3Config
     tensors: Mapping[str, Tensor]
@@ -86,7 +87,7 @@ def check_head(
         config: as config.json reads.
         tensors: of the head, under the names of the speculators form.
         where: they were read, for messages.
-        golden: rows; None: nothing is compared and the file is taken at its word.
+        golden: rows; with None nothing is compared and config.json is used as it is.
         target: computes its features again, to compare the layers.
 
     Raises:

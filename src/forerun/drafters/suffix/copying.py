@@ -82,7 +82,7 @@ class OwnMatch:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return state and length of the longest suffix that also occurs earlier."""
+        """Return the automaton state and length of the longest suffix that also occurs earlier."""
         state = self.automaton.repeated
         return state, self.automaton.length(state)
 
