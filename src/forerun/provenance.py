@@ -31,7 +31,7 @@ class Provenance:
 
     Attributes:
         version: of forerun.
-        commit: of the checkout the code runs from, "+changes" behind it where files differ; None
+        commit: of the checkout the code runs from, "+changes" after it where files differ; None
             outside a checkout.
         machine: operating system and architecture.
         cpu: processor model.

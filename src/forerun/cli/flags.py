@@ -180,8 +180,8 @@ class PairFlags(TargetFlags):
 
     draft: UseAppendAction[tuple[str, ...]] = ()
     """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text so far;
-    "recycling", which reuses what the target found likely behind each token before; "self:N", the
-    target's first N layers; "none" for plain decoding.
+    "recycling", which proposes what the target ranked highest after the same token before;
+    "self:N", the target's first N layers; "none" for plain decoding.
     Default: the shipped draft for a shipped target.
     With several drafts the controller chooses one at every step; --tree merges them."""
     k: LookAhead = EngineConfig().num_speculative_tokens

@@ -165,7 +165,7 @@ class Evidence:
 
     The first value of a fact stays: sources are read in the order of trust, and a second value that
     differs is kept as a disagreement. `add` is for facts that a source states, `conclude` for facts
-    that are derived from others; the report prints the `source` of either behind the figure.
+    that are derived from others; the report prints the `source` of either after the figure.
 
     Attributes:
         facts: by name.

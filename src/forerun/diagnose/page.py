@@ -194,7 +194,7 @@ def spread(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
 
 FIRST = ("What to change",)
 AFTER = ("What happens in a step", "Why", "If one thing were ideal", "Evidence")
-"""Sections behind the charts; the waterfall is a chart."""
+"""Sections after the charts; the waterfall is a chart."""
 COLOURS = {
     "ideal": "ideal",
     "rejection": "rejected tokens",

@@ -76,7 +76,7 @@ class StepOutcome:
         features: of the rows, in order, one entry per layer of `Drafter.required_features`; None
             where these are empty.
         top_tokens: for drafters with `required_top_k`, the target's most likely tokens (of its raw
-            logits, most likely first) behind each token whose row was verified, rejected nodes
+            logits, most likely first) after each token whose row was verified, rejected nodes
             included; of a token fed at several rows the last row counts.
     """
 

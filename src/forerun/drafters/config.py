@@ -17,7 +17,7 @@ class NamedDrafter:
 
     Attributes:
         name: the drafter.
-        argument: the text behind the colon, empty without one.
+        argument: the text after the colon, empty without one.
     """
 
     name: DrafterName

@@ -163,7 +163,7 @@ class DraftSequence:
         return span
 
     def tree_span(self, tree: TokenTree, rows: Mapping[tuple[int, ...], int]) -> Span:
-        """Return the rows of the last committed token, once more, and of a tree behind it.
+        """Return the rows of the last committed token, once more, and of a tree after it.
 
         Args:
             tree: the nodes to feed.

@@ -1,4 +1,4 @@
-"""Token recycling: a table of what the target itself found likely behind every token.
+"""Token recycling: a table of the target's most likely tokens after every token.
 
 Source: Token Recycling (2408.08696). At every verified row, of rejected nodes too, the target's
 most likely next tokens are kept, by the token that was fed. Trees are paths through this table, so
@@ -53,7 +53,7 @@ class RecyclingDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Return the best paths behind the last token of every request, as far as it is known."""
+        """Return the most likely paths after the last token of every request, where it is known."""
         log_probs = [math.log(hits / self._tries) for hits in self._hits]
         proposals: list[Proposal | None] = []
         for request, plan in zip(requests, plans, strict=True):
@@ -79,7 +79,7 @@ class RecyclingDrafter:
         return table
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Learn the ranks of committed tokens, and what is likely behind verified ones."""
+        """Update rank statistics by committed tokens, and the table by verified rows."""
         for outcome in outcomes:
             table, ids = self._table(outcome.request), outcome.request.ids
             if outcome.verdict is None:
@@ -92,7 +92,7 @@ class RecyclingDrafter:
             table.update(outcome.top_tokens)
 
     def _learn(self, tokens: Sequence[int] | None, token: int) -> None:
-        """Count the rank that a committed token had behind the one before it."""
+        """Count the rank that a committed token had after the one before it."""
         if tokens is None:
             return
         self._tries += 1
@@ -105,7 +105,7 @@ class RecyclingDrafter:
 
 
 def put_first(table: Table, token: int, successor: int) -> None:
-    """Let a token of the text be followed by the one behind it; the latest comes first."""
+    """Add the token that follows another in the text to its entry, the latest first."""
     known = table.setdefault(token, [])
     if successor in known:
         known.remove(successor)

@@ -95,7 +95,7 @@ def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
 
 
 def whole_number(text: str, argument: str) -> int:
-    """Return the number behind the colon, 0 where there is none.
+    """Return the number after the colon, 0 where there is none.
 
     Raises:
         InvalidRequest: the argument is not a whole number.
@@ -103,12 +103,12 @@ def whole_number(text: str, argument: str) -> int:
     if not argument:
         return 0
     if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
-        raise InvalidRequest(f"draft {text!r} needs a whole number behind the colon")
+        raise InvalidRequest(f"draft {text!r} needs a whole number after the colon")
     return int(argument)
 
 
 MAX_DIGITS = 12
-"""Of a number behind a colon; Python itself refuses to parse more than 4,300."""
+"""Of a number after a colon; Python itself refuses to parse more than 4,300."""
 
 
 def eagle3(folder: Path, target: LanguageModel) -> Drafter:

@@ -36,7 +36,7 @@ Path = tuple[int, ...]
 Candidates = tuple[Sequence[int], Sequence[float]]
 """Distinct token ids and their log-probabilities given the path before them, most likely first."""
 Expand = Callable[[Path], Candidates | None]
-"""Returns the candidates behind a path; None (or none) where nothing can follow it."""
+"""Returns the candidates after a path; None (or none) where nothing can follow it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,13 +157,13 @@ class Drawn:
         ]
 
     def children(self, path: Path) -> tuple[int, ...]:
-        """Return the nodes of the template that are drawn behind a path."""
+        """Return the nodes of the template that are drawn after a path."""
         return self.template.children(self._nodes[path])
 
     def add(
         self, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], rows: Tensor
     ) -> None:
-        """Receive the tokens drawn behind the paths of the frontier, and their distributions."""
+        """Receive the tokens drawn after the paths of the frontier, and their distributions."""
         level: list[int] = []
         for path, ids, left, row in zip(self.frontier, tokens, chances, rows, strict=True):
             node = self._nodes[path]

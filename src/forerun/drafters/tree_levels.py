@@ -1,6 +1,6 @@
 """Draft trees of a whole batch, one pass per level.
 
-Every pass reads the nodes above the last level once more, as a tree behind the last committed
+Every pass reads the nodes above the last level once more, as a tree after the last committed
 token: of rows that earlier passes staged, a pass can see a chain but no branches.
 """
 
@@ -49,7 +49,7 @@ def draft_trees(
         vocab_size: of the target.
 
     Raises:
-        DrafterError: the distribution behind the committed tokens of a sequence is not valid.
+        DrafterError: the distribution after the committed tokens of a sequence is not valid.
     """
     growths: list[BestFirst | Drawn] = [
         BestFirst(s) if s.tree_choice is Choice.DETERMINISTIC else Drawn(s) for s in sequences
@@ -83,7 +83,7 @@ def next_pass(growths: Sequence[BestFirst | Drawn], device: torch.device) -> Row
 def frontier_probs(
     growths: Sequence[BestFirst | Drawn], logits: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """Return the distribution behind every path of the frontiers, each with its own history."""
+    """Return the distribution after every path of the frontiers, each with its own history."""
     rows = [index for index, growth in enumerate(growths) for _ in growth.frontier]
     params = pack_params([g.sequence.tree_params for g in growths], logits.device, rows)
     histories: list[RowHistory | None] = []

@@ -59,7 +59,7 @@ class ScheduledSequence:
         verdict: the accepted path and the emitted tokens; None while a prompt is being read.
         logits: of its rows, where log-probabilities or an observer need them.
         num_emitted: tokens of the verdict that were appended; a stop may cut them.
-        top_tokens: the target's most likely tokens behind every token fed at a row with logits, for
+        top_tokens: the target's most likely tokens after every token fed at a row with logits, for
             drafters that learn from them.
     """
 
@@ -301,7 +301,7 @@ class Scheduler:
             if not self._has_room(sequence, num_free_slots):
                 return
             if self._is_being_read(sequence):
-                place += 1  # the sequences behind it need not wait
+                place += 1  # the sequences after it need not wait
                 continue
             self.running.append(self.waiting.pop(place))
             num_free_slots -= 1

@@ -36,7 +36,7 @@ __all__ = [
     "register",
 ]
 
-# Long chains attend in blocks: the mask stays small, and keys behind a block are not even read.
+# Long chains attend in blocks: the mask stays small, and keys after a block are not even read.
 BLOCK_ROWS = 64
 
 

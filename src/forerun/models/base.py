@@ -53,7 +53,7 @@ class Span:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a tree behind rows that are not a causal chain.
+        """Refuse a tree after rows that are not a causal chain.
 
         Raises:
             ValueError: `causal` is False and there is a tree.
@@ -316,7 +316,7 @@ class SampledChains(Protocol):
             keys: of the noise every token is drawn with.
             temperatures: 0 is greedy.
             vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
-                throughout where logits are NaN or infinite, and so are those behind it.
+                throughout where logits are NaN or infinite, and so are those after it.
             by_race: draw as `sampling.race` does instead of by the inverse of the distribution.
             stops: per sequence, when not to go on; drafting ends once all have stopped. Empty: none
                 stops.

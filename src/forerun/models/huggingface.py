@@ -42,7 +42,7 @@ class ModuleNames:
     Attributes:
         layers: the list of decoder layers.
         embedding: of the tokens.
-        norm: behind the last layer.
+        norm: after the last layer.
         projection_in: from the embedding to the residual stream, where widths differ.
         projection_out: back, before the head.
     """

@@ -270,7 +270,7 @@ class StoredModel:
                 )
 
     def _claim(self, batch: RowBatch, num_later: int = 0) -> None:
-        """Stage the rows of a pass, and `num_later` rows behind those of every sequence."""
+        """Stage the rows of a pass, and `num_later` rows after those of every sequence."""
         for span in batch.spans:
             self._store.claim(span.slot, span.start, span.num_rows + num_later)
 

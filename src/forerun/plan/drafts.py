@@ -2,8 +2,8 @@
 
 A draft of which five tokens were accepted shows how shorter ones would have fared: with K = 2 the
 same text takes two steps, of which the first accepts both of its tokens, and the bonus token stands
-where the third one stood. So a smaller K begins more often behind tokens that were easy, and its
-tau is not that of the first positions of longer drafts, which begin behind a rejection.
+where the third one stood. So a smaller K begins more often after tokens that were easy, and its
+tau is not that of the first positions of longer drafts, which begin after a rejection.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Drafts:
     def limited(self, num_speculative_tokens: int) -> Drafts:
         """Return the steps that the same text takes with a K no larger than the allowed depth.
 
-        Exact where a draft goes on behind its bonus token as the longer one did: greedy drafts do,
+        Exact where a draft goes on after its bonus token as the longer one did: greedy drafts do,
         and sampled ones do in distribution as far as their verification decides token by token.
         """
         k = num_speculative_tokens

@@ -96,7 +96,7 @@ class PassRig:
         return lambda: self.model.forward(batch)
 
     def _rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
-        """The pending token of every sequence and a drafted chain behind it, logits for all."""
+        """The pending token of every sequence and a drafted chain after it, logits for all."""
         tree = TokenTree.chain(num_nodes)
         start = self.prefix.num_tokens
         spans = [Span(slot=slot, start=start, num_chain=1, tree=tree) for slot in slots]

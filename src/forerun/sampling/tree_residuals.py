@@ -243,7 +243,7 @@ class Residuals:
         self.shares[nodes] = share.clamp_(min=0)
 
     def final(self, rows: Int64[Tensor, " some"]) -> Float[Tensor, "some vocab"]:
-        """Return unnormalised distributions of the token behind a row whose children are rejected.
+        """Return unnormalised distributions of the token after a row whose children are rejected.
 
         Where nothing is left, both rows agree: it is the target's.
         """
@@ -265,7 +265,7 @@ def residuals_of(
 ) -> Residuals:
     """Reject all children of all inner nodes, and note what each was accepted with.
 
-    Nothing is accepted behind a row without a distribution.
+    Nothing is accepted after a row without a distribution.
 
     Args:
         rule: traversal accepts a leaf with the weight it is reached with, and an inner node with

@@ -56,7 +56,7 @@ class TreeWeights:
 
     Attributes:
         accept: acceptance probability of every node, given that the tests before its own failed.
-        final: unnormalised distribution of the token behind the last accepted node, by row.
+        final: unnormalised distribution of the token after the last accepted node, by row.
         shares: under greedy coupling, of every node without a test the probability that it is
             accepted once the test of its last sibling has failed; 0 otherwise.
     """
@@ -72,7 +72,7 @@ class TreeOutcome:
 
     Attributes:
         path: accepted nodes from the root down.
-        tokens: theirs, and the one behind them.
+        tokens: theirs, and the one after them.
         expected_accepted: E[num_accepted | draft tokens].
         is_valid: whether the target had a distribution at every row of the path.
     """
@@ -91,9 +91,9 @@ def verify_trees(
     tokens: Int64[Tensor, " rows"],
     keys: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> list[TreeOutcome]:
-    """Accept a path of every tree and draw the token behind it; waits for the device once.
+    """Accept a path of every tree and draw the token after it; waits for the device once.
 
-    Nothing is accepted behind a node where the target has no distribution: the tokens up to it
+    Nothing is accepted after a node where the target has no distribution: the tokens up to it
     decide that, so it biases nothing.
 
     Args:

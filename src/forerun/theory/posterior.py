@@ -32,7 +32,7 @@ class Passing:
         self._means: dict[tuple[float, int], list[float]] = {}
 
     def observe(self, num_allowed: int, num_passed: int) -> None:
-        """Count one step; a change at one position shortens the memory of the positions behind it.
+        """Count one step; a change at one position shortens the memory of the positions after it.
 
         Args:
             num_allowed: positions the plan allowed.

@@ -105,7 +105,7 @@ def expanded(tree: TokenTree) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def post_order(tree: TokenTree) -> tuple[int, ...]:
-    """Return every node behind all its descendants, siblings in draw order."""
+    """Return every node after all its descendants, siblings in draw order."""
     order: list[int] = []
 
     def visit(node: int) -> None:

@@ -77,7 +77,7 @@ def read_trace(path: Path) -> Iterator[Item]:
     """Yield the records of a trace, and a `Damage` for every part that cannot be read.
 
     A trace is read lazily. Whatever is whole is returned: a line or part that is not gives a
-    `Damage` that says where and what, and reading goes on behind it.
+    `Damage` that says where and what, and reading goes on after it.
 
     Args:
         path: what `open_trace` wrote; a folder is Parquet, a file JSON lines.

@@ -87,7 +87,7 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
     The suffix decides how a file is read: JSON lines, a JSON list, a CSV or TSV table with a
     header, a Parquet table, or plain text, in which lines of "---" separate the prompts or, where
     there are none, every line is one. A path that does not exist is taken for the name of a
-    dataset on the Hugging Face hub, with its split behind a colon, if the package `datasets` is
+    dataset on the Hugging Face hub, with its split after a colon, if the package `datasets` is
     installed.
 
     Raises:

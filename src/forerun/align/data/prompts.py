@@ -137,7 +137,7 @@ def sample_of(text: Text, own_hash: str, tag: str) -> Sample:
 
 
 def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the last `most` tokens of a prompt, behind its start tokens if it had them."""
+    """Return the last `most` tokens of a prompt, after its start tokens if it had them."""
     if len(ids) <= most:
         return tuple(ids)
     kept = tuple(start) if len(start) < most and list(ids[: len(start)]) == list(start) else ()
@@ -180,7 +180,7 @@ def learned_text(
         done = len(answered)
     if done < len(whole):
         raise InvalidRequest(
-            "the chat template does not render the answer behind its prompt, so that the answer's "
+            "the chat template does not render the answer after its prompt, so that the answer's "
             "tokens cannot be found; give prompts without answers"
         )
     return ids, spans

@@ -21,7 +21,7 @@ def replayed(
 ) -> list[Sample]:
     """Make one sample per request of a trace, in which the rejected positions are learned.
 
-    The rejected position of a step is the one behind the accepted ones: the target's own token
+    The rejected position of a step is the one after the accepted ones: the target's own token
     stands there instead of the draft's. Positions after it were never looked at.
 
     Args:

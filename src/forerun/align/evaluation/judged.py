@@ -44,7 +44,7 @@ class JudgedPrompt:
 
     Only steps that could draft all K tokens count, so that tau is 1 + the sum of beta: neither the
     step that ends the prefill nor the last ones, whose K is cut to what the request has left. Nor
-    does any step behind the first repeated 32-gram of its text.
+    does any step after the first repeated 32-gram of its text.
 
     Attributes:
         tag: of the prompt.

@@ -139,7 +139,7 @@ def mean_length(lengths: Sequence[Length]) -> float:
 def teacher_forced_length(alphas: Sequence[float], num_speculative_tokens: int) -> Length:
     """Return the expected tokens and steps if every position is accepted with its alpha.
 
-    The text is the target's. A step begins behind the token that ended the one before; the first
+    The text is the target's. A step begins after the token that ended the one before; the first
     begins at the second token, for the prefill yields the first. With alphas of 0 and 1, which
     greedy decoding has, this is what the verifier does.
 

@@ -1,7 +1,7 @@
 """Weights of rows by their contribution to the expected accepted length.
 
 Of K drafted tokens starting at row s, E_s = sum over k of a_s ... a_(s+k-1) are accepted on
-average, with a the acceptance probability of a row: a position behind an unlikely one is seldom
+average, with a the acceptance probability of a row: a position after an unlikely one is seldom
 reached, and the first one decides about all that follow. The weight of row j is the sum, over the
 windows that contain it, of d log E_s / d log a_j: the part of E_s that goes through j, over E_s.
 With -log alpha as the objective, the weighted gradient is that of -sum log E_s. D-PACE (arXiv

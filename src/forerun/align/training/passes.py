@@ -139,7 +139,7 @@ class PassLoss(nn.Module):
     def _labels(
         self, ids: Tensor, places: Tensor, target_ids: Tensor | None
     ) -> Int64[Tensor, " rows"]:
-        """Return the token behind each place, by its number in the vocabulary of the head.
+        """Return the token after each place, by its number in the vocabulary of the head.
 
         Only objectives that read text alone use them, and heads have none of these.
         """

@@ -52,7 +52,7 @@ class Eagle3Config:
         rope: rotary positions as transformers writes them (`rope_parameters`).
         max_positions: longest context the head was made for.
         norm_before_residual: the residual carries the normed instead of the un-normed state.
-        norm_output: what is fed back is the state behind the final norm instead of before it
+        norm_output: what is fed back is the state after the final norm instead of before it
             (vLLM, speculators and TensorRT-LLM use the flag in this sense, SpecForge in another).
         norm_before_fc: one RMS norm over the concatenated states, ahead of `fc`.
         fc_norm: one RMS norm per state, ahead of `fc`.

@@ -16,7 +16,7 @@ class MedusaConfig:
     Attributes:
         hidden_size: width of the target's residual stream.
         vocab_size: width of the target's logits.
-        num_heads: tokens that can be drafted; head k, from 0, predicts the token k + 2 behind the
+        num_heads: tokens that can be drafted; head k, from 0, predicts the token k + 2 after the
             row it reads.
         num_blocks: residual blocks per head.
         own_heads: every head has an output matrix of its own; otherwise all use the target's.

@@ -67,7 +67,7 @@ class MedusaHeads(nn.Module):
         """Return what every head hands to its output matrix.
 
         Args:
-            hidden: the target's states behind its final norm.
+            hidden: the target's states after its final norm.
             num_heads: the first so many; None: all.
         """
         return [head[: self.config.num_blocks](hidden) for head in self.heads[:num_heads]]
@@ -81,7 +81,7 @@ class MedusaHeads(nn.Module):
         """Return the logits of every head.
 
         Args:
-            hidden: the target's states behind its final norm.
+            hidden: the target's states after its final norm.
             shared: the target's output head; needed unless heads have their own.
             num_heads: the first so many; None: all.
         """

@@ -69,7 +69,7 @@ def most_valuable(built: BuiltTree, config: SuffixConfig) -> int:
 
 
 class Lookup:
-    """Candidates behind the paths of one tree.
+    """Candidates after the paths of one tree.
 
     Args:
         matches: of the text's end.

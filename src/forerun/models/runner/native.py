@@ -101,7 +101,7 @@ class NativeModel(StoredModel):
         return embedded
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """The RMS norm behind the last layer."""
+        """The RMS norm after the last layer."""
         weights = self.weights
         return F.rms_norm(
             hidden.float(), hidden.shape[-1:], weights.last_norm, weights.norm_eps

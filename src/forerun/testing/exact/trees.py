@@ -254,7 +254,7 @@ def spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab:
 
 
 def check_keys(verifier: TreeVerifier, first: TokenTree, second: TokenTree) -> None:
-    """Refuse keys that occur twice in a step, or in a step and the one behind it.
+    """Refuse keys that occur twice in a step, or in a step and the one after it.
 
     Raises:
         Inexact: one does.

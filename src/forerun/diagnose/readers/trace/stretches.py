@@ -28,7 +28,7 @@ __all__ = [
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
-"""Of a request where there are few of them: behind so many steps its text has moved on."""
+"""Of a request where there are few of them: after so many steps its text has moved on."""
 OUTCOMES = ("none", "partial", "full")
 PAUSES = ("settled", "again")
 NO_PLACE = -1
@@ -171,7 +171,7 @@ def expected_share(drafting: pa.Table) -> Reals:
 def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
     """Return shares less the mean of the stretch's other steps, and the previous outcomes.
 
-    Where steps of a stretch come in any order, the one behind a certain step is one of the others.
+    Where steps of a stretch come in any order, the one after a certain step is one of the others.
     So its share is held against theirs, without that step: a stretch that begins well would
     otherwise seem to fall off (Miller and Sanjurjo 2018).
     """

@@ -16,7 +16,7 @@ from forerun.diagnose.readers.trace.stretches import Stretches
 __all__ = ["PAUSING", "Hits", "Seconds", "TraceTotals", "merged"]
 
 SOON, LONG = 2, 5
-"""Drafting steps behind a plain one that still feel it, and those that should not any more."""
+"""Drafting steps after a plain one that it may affect, and after which it should not any more."""
 KEPT = 50_000
 """Tokens that are looked at: enough to see whether a text repeats itself."""
 SLICES = 16

@@ -199,7 +199,7 @@ class TorchModel(StoredModel):
 
     @torch.inference_mode()
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """Apply the RMS norm behind the last layer."""
+        """Apply the RMS norm after the last layer."""
         eps = self.weights.decoder.norm_eps
         return F.rms_norm(hidden, hidden.shape[-1:], self.weights.ends.norm, eps)
 
