@@ -325,7 +325,7 @@ class GoodputController:
         return self.calibration.rule(allocation.tokens_per_s * node_s)
 
     def _log(self, active: ActivePlan | None) -> None:
-        """Say once that drafting was given up, and why."""
+        """Log once that drafting was stopped, and why."""
         if self._is_logged or active is None or self._num_plain != LOGGED_AFTER:
             return
         if self._has_drafted and not active.drafts:

@@ -173,7 +173,7 @@ EXPERIMENTS = msgspec.convert(load_table("experiments")["experiment"], tuple[Exp
 
 
 def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
-    """Return the test that tells most about a cause for its time; None where all is known."""
+    """Return the test with the most evidence on a cause for its time; None if none has any."""
     spreads = {sign.fact: sign.spread for sign in cause.signs if sign.fact not in evidence}
     return best_of(lambda item: sum(spreads.get(fact, 0.0) for fact in item.yields))
 

@@ -20,7 +20,7 @@ __all__ = ["DraftRequest", "Drafter", "Pause", "StepOutcome", "TopTokensDrafter"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRequest:
-    """One sequence that a drafter is asked to continue; the same object in every step.
+    """One sequence that a drafter proposes tokens for; the same object in every step.
 
     Attributes:
         request_id: key of the drafter's own state for this sequence.
@@ -51,7 +51,7 @@ class DraftRequest:
 class Pause:
     """A drafter's answer that it proposes nothing until `num_tokens` more are committed.
 
-    Until then the sequence is decoded plainly and the drafter is not asked.
+    Until then the sequence is decoded plainly and `propose` is not called for it.
     """
 
     num_tokens: int

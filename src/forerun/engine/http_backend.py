@@ -144,7 +144,7 @@ class HttpBackend:
         self.client.close()
 
     def _card(self, model: str | None) -> dict[str, Any]:
-        """What the server says of the model."""
+        """Return the server's description of the model."""
         try:
             listed = self.client.get(self.base + "/models").raise_for_status().json()["data"]
             cards = [card for card in listed if model is None or card["id"] == model]

@@ -35,7 +35,7 @@ class DraftState:
     Attributes:
         request: the drafter's view of the sequence; None until the drafter has seen it.
         num_observed: rows of the target's cache that were reported to the drafter.
-        paused_until: length from which the drafter wants to be asked again.
+        paused_until: number of committed tokens from which `propose` is called again.
         observe_failed: the drafter once raised when an outcome was reported.
         failed: the drafter raised again; the sequence is decoded plainly.
     """

@@ -69,7 +69,7 @@ class GrammarMask:
 
     @property
     def problem(self) -> str:
-        """What llguidance says is wrong."""
+        """The error message of llguidance."""
         return self.matcher.get_error() or "its text has ended"
 
 

@@ -50,7 +50,7 @@ def check_address(config: ServerConfig, keys: Sequence[ApiKey]) -> None:
 
 
 class Guard:
-    """ASGI middleware that refuses a request before the application sees it.
+    """ASGI middleware that refuses a request before it reaches the application.
 
     The key of the request is in `request.state.key`.
 

@@ -185,7 +185,7 @@ class ServerMetrics:
 
 
 class EngineCollector:
-    """Converts the totals of the engine when Prometheus asks.
+    """Converts the totals of the engine at every scrape by Prometheus.
 
     Args:
         metrics: whose engine and totals.

@@ -179,7 +179,7 @@ def predicted_speedup(
 
 
 def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> CycleCost:
-    """Return the cycle of the highest speedup; the shortest of equals."""
+    """Return the K and its cost with the highest predicted speedup; the smallest K of equals."""
 
     def speedup(cycle: CycleCost) -> float:
         emitted = sum(prompt.num_emitted_at(cycle.num_speculative_tokens) for prompt in prompts)

@@ -23,10 +23,10 @@ Length = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerItem:
-    """The gain in tokens per step under one more assumption.
+    """The expected gain in tokens per step if one more condition were different.
 
     Attributes:
-        name: what is supposed otherwise.
+        name: the condition that differs.
         gain: tokens per step; below 0 where it costs acceptance.
         length: expected tokens per step with this and everything before it.
     """

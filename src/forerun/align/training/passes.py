@@ -25,10 +25,10 @@ __all__ = ["PassLoss", "PassStates", "learned_passes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassStates:
-    """What the passes of a head give for the rows that learn.
+    """Hidden states of all training passes of a head, for the rows that have a loss.
 
     Attributes:
-        hidden: of every pass, the rows that learn in it, in row-major order.
+        hidden: of every pass, the rows that have a loss in it, in row-major order.
         head: what turns them into logits.
         target_ids: target token of every logit, ascending; None: one per token of the target.
     """
@@ -39,7 +39,7 @@ class PassStates:
 
 
 def learned_passes(batch: PackedBatch, num_passes: int) -> Bool[Tensor, "passes rows width"]:
-    """Return which rows learn in each pass: where place t + i + 1 is learned, in the same text.
+    """Return which rows t have a loss in pass i: token t + i + 2 is learned, in the same text.
 
     Args:
         batch: of texts.

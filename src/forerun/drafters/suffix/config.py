@@ -18,7 +18,7 @@ RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixConfig:
-    """How far copies are trusted, and what is remembered between requests.
+    """How many tokens are copied, which costs decide it, and how many outputs are stored.
 
     Costs are in plain steps; see docs/performance.md for what they are on a machine.
 
