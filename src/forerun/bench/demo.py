@@ -123,7 +123,7 @@ class Demo:
         chosen = self._choose_k(arms)
         self._compare((arms.plain, arms.general, *chosen))
         self._compare_edits((arms.plain, arms.copying))
-        self._compare_sampled((arms.plain, *chosen))
+        self._compare_sampled((arms.plain, *self._faster_shapes()))
         self._show_example(best_arm([block[2:] for block in self.blocks]))
 
     @property
@@ -198,6 +198,15 @@ class Demo:
         prompts = scouted(arms[0].engine, self.edits, params)
         for block in self._timed(arms, prompts, seconds, "copying on edits"):
             self.edit_blocks.append(block)
+
+    def _faster_shapes(self) -> list[BenchArm]:
+        """Return, of every draft made for the target, the chain or tree that was faster at T=0."""
+        compared = [block[2:] for block in self.blocks]
+        drafts = dict.fromkeys(m.arm.draft for m in compared[0])
+        return [
+            best_arm([tuple(m for m in block if m.arm.draft == draft) for block in compared])
+            for draft in drafts
+        ]
 
     def _compare_sampled(self, arms: Sequence[BenchArm]) -> None:
         """The same at T=1, with the time that is left."""

@@ -29,10 +29,14 @@ def demo_for(make_arm, clock, monkeypatch):
             general=make_arm("off-the-shelf", k=10, **costs | {"step_s": 0.03}),
             drafts=(
                 tuple(
-                    make_arm(f"K={k}", k=k, accepted=a, **costs)
+                    replace(make_arm(f"K={k}", k=k, accepted=a, **costs), draft="model")
                     for k, a in ((2, 1), (3, 3), (4, 2))
                 ),
-                tuple(make_arm(f"head K={k}", k=k, accepted=k, **costs) for k in (1, 2)),
+                (replace(make_arm("tree", k=5, accepted=2, **costs), draft="model"),),
+                tuple(
+                    replace(make_arm(f"head K={k}", k=k, accepted=k, **costs), draft="head")
+                    for k in (1, 2)
+                ),
             ),
             copying=make_arm("copying K=16", k=16, accepted=8, **costs),
             step_s=costs["step_s"],
@@ -57,7 +61,13 @@ def demo_for(make_arm, clock, monkeypatch):
 def test_the_fastest_k_of_every_draft_is_chosen_and_compared(demo_for):
     demo = demo_for(60.0)
     demo.run()
-    assert [m.arm.name for m in demo.blocks[0]] == ["plain", "off-the-shelf", "K=3", "head K=2"]
+    names = ["plain", "off-the-shelf", "K=3", "tree", "head K=2"]
+    assert [m.arm.name for m in demo.blocks[0]] == names
+
+
+def test_every_draft_is_compared_at_temperature_1_in_the_shape_that_was_faster(demo_for):
+    demo = demo_for(60.0)
+    demo.run()
     assert [m.arm.name for m in demo.sampled_blocks[0]] == ["plain", "K=3", "head K=2"]
 
 
@@ -115,7 +125,7 @@ def test_a_report_needs_no_time_at_t_1(demo_for, monkeypatch):
     demo = demo_for(1.0)
     demo.run()
     report = demo.report()
-    assert len(report.rows) == 4
+    assert len(report.rows) == 5
     assert report.sampled_rows == ()
     assert report.to_dict()["sampled_rows"] == []
 
