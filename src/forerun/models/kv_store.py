@@ -8,15 +8,16 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture
 from forerun.models.base import KVPrefix, LanguageModel, RowBatch, Span
-from forerun.models.features import FeatureRows, check_features, kept_features
+from forerun.models.features import check_features
 from forerun.models.memory import KVGeometry, bytes_needed
-from forerun.models.slots import Prefix, SlotTable, num_in_place
+from forerun.models.slot_store import SlotStore
+from forerun.models.slots import num_in_place
 
 __all__ = ["ContiguousKVStore", "StoredModel", "chain_by_forward"]
 
@@ -34,7 +35,7 @@ def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=geometry.dtype).view(geometry.shape)
 
 
-class ContiguousKVStore:
+class ContiguousKVStore(SlotStore):
     """A KVStore in one tensor, so that operations take one call for all layers.
 
     Committing, forking and copying take one tensor operation; so does cutting all layers' views for
@@ -42,28 +43,14 @@ class ContiguousKVStore:
     """
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        super().__init__(geometry.num_slots, geometry.capacity, geometry.max_staged_rows)
         self.geometry = geometry
-        self._slots = SlotTable(geometry.num_slots, geometry.capacity, geometry.max_staged_rows)
         self._data = zeros(geometry, device)
-        self._features: FeatureRows | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the keys and values are."""
         return self._data.device
-
-    @property
-    def num_free(self) -> int:
-        """Slots not reserved."""
-        return self._slots.num_free
-
-    def reserve(self) -> int:
-        """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
-        return self._slots.reserve()
-
-    def length(self, slot: int) -> int:
-        """Committed tokens in `slot`."""
-        return self._slots.length(slot)
 
     def stage(self, slot: int, start: int, num_rows: int) -> tuple[torch.Tensor, ...]:
         """Stage rows and return views to write their keys and values to.
@@ -77,12 +64,6 @@ class ContiguousKVStore:
         """
         self.claim(slot, start, num_rows)
         return self.window(slot, start, start + num_rows)
-
-    def claim(self, slot: int, start: int, num_rows: int) -> None:
-        """Stage rows without creating views, for callers that write through `layer`."""
-        self._slots.stage(slot, start, num_rows)
-        if self._features is not None:
-            self._features.invalidate(slot, start)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, [slots, kv_heads, width, head_dim] each, as views."""
@@ -102,11 +83,7 @@ class ContiguousKVStore:
             ValueError: the rows are not ascending or were never staged.
             NotEnoughMemory: the slot would exceed its capacity.
         """
-        if self._features is not None:
-            self._features.check_commit(slot, self._slots.length(slot), rows)
-        start = self._slots.commit(slot, rows)
-        if self._features is not None:
-            self._features.commit(slot, start, rows)
+        start = self._commit(slot, rows)
         num_placed = num_in_place(rows)
         if num_placed == len(rows):
             return
@@ -114,21 +91,6 @@ class ContiguousKVStore:
         sequence = self._data[:, slot]
         kept = sequence.index_select(2, moved)
         sequence[:, :, start + num_placed : start + len(rows)] = kept
-
-    def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that starts with the longest stored prefix of `wanted`."""
-        slot = self._slots.begin(wanted, self.fork)
-        if self._features is not None:
-            self._features.invalidate(slot, self._slots.length(slot))
-        return slot
-
-    def keep(self, slot: int, num_tokens: int) -> None:
-        """Free `slot` but keep its first tokens for `begin` until the room is needed.
-
-        Raises:
-            ValueError: fewer than `num_tokens` are committed.
-        """
-        self._slots.keep(slot, num_tokens)
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
         """A new slot holding a copy of the first committed tokens of `slot` (None: of all).
@@ -172,15 +134,6 @@ class ContiguousKVStore:
             self._features.fill(slot, features[0])
         self._data[:, slot, :, : prefix.num_tokens] = tensor
 
-    def free(self, slot: int) -> None:
-        """Free `slot` and forget its contents."""
-        self._slots.free(slot)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose features are kept."""
-        return () if self._features is None else self._features.layers
-
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Keep features of these layers beside the KV from now on; see `KVStore`.
 
@@ -191,22 +144,7 @@ class ContiguousKVStore:
         geometry = self.geometry
         if layers and not geometry.hidden_size:
             raise ValueError("a store without hidden_size in its geometry cannot keep features")
-        self._slots.forget_kept()
-        self._features = None
-        if layers:
-            shape = (geometry.num_slots, geometry.shape[3], geometry.hidden_size)
-            self._features = FeatureRows(layers, shape, geometry.dtype, self.device)
-
-    def stage_features(
-        self, slot: int, start: int, features: Float[Tensor, "rows layers width"]
-    ) -> None:
-        """Store the features of staged rows; see `KVStore`."""
-        kept_features(self._features).stage(slot, start, self._slots.num_written(slot), features)
-
-    def features(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
-        """A copy of the features of committed rows [start, stop); see `KVStore`."""
-        self._slots.check_prefix(slot, stop)
-        return kept_features(self._features).read(slot, start, stop)
+        self._renew_features(layers, geometry.hidden_size, geometry.dtype, self.device)
 
 
 class StoredModel:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.base import KVPrefix, ModelOutput, RowBatch, Span
-from forerun.models.features import FeatureRows, check_features, kept_features
+from forerun.models.features import check_features
 from forerun.models.kv_store import chain_by_forward
-from forerun.models.slots import Prefix, SlotTable
+from forerun.models.slot_store import SlotStore
 
 __all__ = ["TabularModel", "TokenStore"]
 
@@ -62,33 +62,17 @@ def check_layers(layers: Sequence[int]) -> None:
             )
 
 
-class TokenStore:
+class TokenStore(SlotStore):
     """A KVStore whose rows are the tokens themselves, so that a wrong commit changes the output."""
 
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
+        super().__init__(num_slots, capacity, max_staged_rows)
         self.capacity = capacity
-        self._slots = SlotTable(num_slots, capacity, max_staged_rows)
-        self._features: FeatureRows | None = None
         self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
-
-    @property
-    def num_free(self) -> int:
-        """Slots not reserved."""
-        return self._slots.num_free
-
-    def reserve(self) -> int:
-        """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
-        return self._slots.reserve()
-
-    def length(self, slot: int) -> int:
-        """Committed tokens in `slot`."""
-        return self._slots.length(slot)
 
     def stage(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Write rows; see SlotTable.stage for what is refused."""
-        self._slots.stage(slot, start, len(tokens))
-        if self._features is not None:
-            self._features.invalidate(slot, start)
+        self.claim(slot, start, len(tokens))
         self._tokens[slot][start:] = tokens
 
     def tokens(self, slot: int, end: int) -> list[int]:
@@ -97,24 +81,9 @@ class TokenStore:
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
         """Commit the staged rows `rows` and drop the others."""
-        if self._features is not None:
-            self._features.check_commit(slot, self._slots.length(slot), rows)
-        start = self._slots.commit(slot, rows)
-        if self._features is not None:
-            self._features.commit(slot, start, rows)
+        start = self._commit(slot, rows)
         written = self._tokens[slot]
         written[start:] = [written[start + row] for row in rows]
-
-    def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that starts with the longest stored prefix of `wanted`."""
-        slot = self._slots.begin(wanted, self.fork)
-        if self._features is not None:
-            self._features.invalidate(slot, self._slots.length(slot))
-        return slot
-
-    def keep(self, slot: int, num_tokens: int) -> None:
-        """Free `slot` but keep its first tokens for `begin` until the room is needed."""
-        self._slots.keep(slot, num_tokens)
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
         """A new slot holding a copy of the first committed tokens of `slot` (None: of all)."""
@@ -141,35 +110,9 @@ class TokenStore:
         if self._features is not None:
             self._features.fill(slot, prefix.tensors[1])
 
-    def free(self, slot: int) -> None:
-        """Free `slot` and forget its contents."""
-        self._slots.free(slot)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose features are kept."""
-        return () if self._features is None else self._features.layers
-
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Keep features of these layers beside the tokens from now on; see `KVStore`."""
-        self._slots.forget_kept()
-        self._features = None
-        if layers:
-            slots = self._slots
-            shape = (slots.num_slots, self.capacity + slots.max_staged_rows, FEATURE_WIDTH)
-            cpu = torch.device("cpu")
-            self._features = FeatureRows(layers, shape, torch.float32, cpu)
-
-    def stage_features(
-        self, slot: int, start: int, features: Float32[Tensor, "rows layers width"]
-    ) -> None:
-        """Store the features of staged rows; see `KVStore`."""
-        kept_features(self._features).stage(slot, start, self._slots.num_written(slot), features)
-
-    def features(self, slot: int, start: int, stop: int) -> Float32[Tensor, "rows layers width"]:
-        """A copy of the features of committed rows [start, stop); see `KVStore`."""
-        self._slots.check_prefix(slot, stop)
-        return kept_features(self._features).read(slot, start, stop)
+        self._renew_features(layers, FEATURE_WIDTH, torch.float32, torch.device("cpu"))
 
 
 class TabularModel:
