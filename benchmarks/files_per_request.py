@@ -1,9 +1,11 @@
 """Counts the source files that run between `generate` and the text of one request.
 
 A reader who follows a request through the code has to open as many. Loading is not counted, and
-neither is a first request, which builds what later requests use again:
+neither is a first request, which builds what later requests use again. A controller runs further
+files, and drafts only where that pays, so K is fixed unless one is named:
 
     python benchmarks/files_per_request.py --target zoo:code-11m --draft zoo:code-2m
+    python benchmarks/files_per_request.py --controller auto
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ def main() -> None:
     parser.add_argument("--target", default="zoo:code-11m")
     parser.add_argument("--draft", default="zoo:code-2m")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--controller", choices=("fixed", "auto"), default="fixed")
     arguments = parser.parse_args()
     params = forerun.SamplingParams(max_tokens=32, temperature=arguments.temperature)
-    engine = forerun.Engine.load(arguments.target, draft=arguments.draft)
+    config = forerun.EngineConfig(controller=arguments.controller)
+    engine = forerun.Engine.load(arguments.target, draft=arguments.draft, config=config)
     engine.generate([PROMPT], params)
     with files_run() as files:
         engine.generate([PROMPT], params)
