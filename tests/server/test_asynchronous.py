@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 
 import pytest
@@ -77,42 +76,6 @@ def test_a_ticket_can_be_awaited_and_then_read():
             assert (await ticket.wait()) is output
 
     asyncio.run(main())
-
-
-def test_a_loop_is_woken_once_per_pass(monkeypatch):
-    engine = tiny_engine()
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    passes, wakes, chunks = [], [], []
-    forward = engine.target.forward
-
-    def counted(batch):
-        passes.append(len(batch.tokens))
-        return forward(batch)
-
-    monkeypatch.setattr(engine.target, "forward", counted)
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        wake = loop.call_soon_threadsafe
-
-        def noted(function, *arguments):
-            if threading.current_thread().name == "forerun-engine":
-                wakes.append(function)
-            return wake(function, *arguments)
-
-        monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
-        async with AsyncEngine(engine) as running:
-
-            async def read(prompt):
-                return [chunk async for chunk in running.generate(prompt, params)]
-
-            for found in await asyncio.gather(*(read([n]) for n in range(1, 4))):
-                chunks.extend(found)
-
-    asyncio.run(main())
-    assert sum(len(chunk.token_ids) for chunk in chunks) == 3 * 24
-    assert len(wakes) <= len(passes) + 2 * 3  # the first and the last chunk of each at once
-    assert len(wakes) < len(chunks)
 
 
 def test_a_closed_engine_ends_its_readers():

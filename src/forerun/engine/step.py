@@ -85,7 +85,6 @@ class Stepper:
     Attributes:
         verify: verifies all emitting sequences of a pass; experiments may replace it.
         feature_layers: layers of the target that the drafter reads.
-        before_pass: called before every pass of the target; `EngineThread` wakes its readers there.
         new_clock: creates the clock of a step for the target's device; may be replaced as well.
         is_committing: tokens and KV are being changed; an exception then leaves them damaged.
         cycle_id: number of steps taken.
@@ -113,7 +112,6 @@ class Stepper:
         self.max_chain, self.max_nodes = config.max_chain, config.max_nodes
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
         self.verify: Verify = verify
-        self.before_pass: Callable[[], None] | None = None
         self.new_clock: Callable[[torch.device], StepClock] = StepClock
         self.is_committing = False
         self.cycle_id = 0
@@ -176,8 +174,6 @@ class Stepper:
         self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
     ) -> None:
         """Run the one target pass and verify the sequences that it yields tokens for."""
-        if self.before_pass is not None:
-            self.before_pass()
         clock.mark()
         batch = self._batch(fed)
         output = self.target.forward(batch)

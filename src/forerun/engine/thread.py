@@ -3,10 +3,6 @@
 One thread owns the engine and steps it. Others leave calls in an inbox, which it empties between
 two steps, never within one: a call waits for the step that is going on, and no step ever waits for
 a lock. What a step yields goes into the queue of its request.
-
-An event loop is woken for it when the next pass of the target begins. The pass runs without the
-interpreter's lock, so that the loop's work takes no time from the engine while another core is
-free. The first and the last chunk of a request wake the loop at once.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -31,7 +27,6 @@ from forerun.sampling.mask import TokenMask
 __all__ = ["EngineThread", "Ticket"]
 
 Call = Callable[[], None]
-Reader = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 
 
 class Ticket:
@@ -44,9 +39,6 @@ class Ticket:
         request_id: of the request.
         num_samples: of it.
         abort: asks the owner of the engine to end it.
-
-    Attributes:
-        reader: event loop and event of an iteration with `async for`.
     """
 
     def __init__(self, request_id: str, num_samples: int, abort: Callable[[], None]) -> None:
@@ -55,9 +47,8 @@ class Ticket:
         self._num_left = num_samples
         self._abort = abort
         self._chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
-        self.reader: Reader | None = None
-        self._reader_at_end: Reader | None = None
-        self._was_woken = False
+        self._wake: Callable[[], None] | None = None
+        self._wake_at_end: Callable[[], None] | None = None
         self._ended = threading.Event()
         self._output: RequestOutput | None = None
         self._error: ForerunError | None = None
@@ -73,7 +64,7 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
         """Yield chunks until the request ends, without blocking the event loop."""
         ready = asyncio.Event()
-        self.reader = asyncio.get_running_loop(), ready
+        self._wake = waker(ready)
         while True:
             ready.clear()  # before the queue is emptied: what comes later sets it again
             with contextlib.suppress(Empty):
@@ -93,7 +84,7 @@ class Ticket:
             EngineStopped: the engine ended before the request did.
         """
         ready = asyncio.Event()
-        self._reader_at_end = asyncio.get_running_loop(), ready
+        self._wake_at_end = waker(ready)
         if not self._ended.is_set():
             await ready.wait()
         return self.result()
@@ -119,14 +110,10 @@ class Ticket:
             self._abort()
 
     def put(self, chunk: StreamChunk) -> bool:
-        """Queue a chunk; returns whether it was the request's last.
-
-        The first one wakes a reader in an event loop, later ones leave it to `wake_readers`.
-        """
+        """Pass a chunk on; returns whether it was the request's last."""
         self._chunks.put(chunk)
-        if not self._was_woken:
-            self._was_woken = True
-            wake_readers([self])
+        if self._wake is not None:
+            self._wake()
         self._num_left -= chunk.finish_reason is not None
         return self._num_left == 0
 
@@ -138,28 +125,20 @@ class Ticket:
             self._output = outcome
         self._ended.set()
         self._chunks.put(None)
-        wake([reader for reader in (self.reader, self._reader_at_end) if reader is not None])
+        for wake in (self._wake, self._wake_at_end):
+            if wake is not None:
+                wake()
 
 
-def wake_readers(tickets: Iterable[Ticket]) -> None:
-    """Wake the event loops in which these tickets are iterated; each of them once."""
-    wake([ticket.reader for ticket in tickets if ticket.reader is not None])
+def waker(ready: asyncio.Event) -> Callable[[], None]:
+    """Return a function that sets an event of the running event loop from any thread."""
+    loop = asyncio.get_running_loop()
 
-
-def wake(readers: Iterable[Reader]) -> None:
-    """Set events of event loops from another thread."""
-    events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-    for loop, event in readers:
-        events.setdefault(loop, []).append(event)
-    for loop, ready in events.items():
+    def wake() -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-            loop.call_soon_threadsafe(set_all, ready)
+            loop.call_soon_threadsafe(ready.set)
 
-
-def set_all(events: Iterable[asyncio.Event]) -> None:
-    """Set events of the running event loop."""
-    for event in events:
-        event.set()
+    return wake
 
 
 class EngineThread:
@@ -181,7 +160,6 @@ class EngineThread:
         self._owner = threading.Thread(target=self._own, name="forerun-engine", daemon=True)
         self._lock = threading.Lock()
         self._tickets: dict[str, Ticket] = {}
-        self._unread: list[Ticket] = []
         self._num_submitted = 0
         self._num_unfinished = 0
         self._is_open = False
@@ -298,21 +276,13 @@ class EngineThread:
     # ------------------------------------------------------------------ on the owner's thread alone
 
     def _own(self) -> None:
-        self.engine.stepper.before_pass = self._wake_readers
         try:
             while self._take_calls():
                 if self.engine.has_unfinished:
                     self._step()
         except BaseException as error:  # noqa: BLE001 - waiting callers must be told
             self._cause = error
-        self.engine.stepper.before_pass = None
         self._stop()
-
-    def _wake_readers(self) -> None:
-        """Wake the event loops that have unread chunks."""
-        unread, self._unread = self._unread, []
-        if unread:
-            wake_readers(unread)
 
     def _take_calls(self) -> bool:
         """Run the calls left by other threads; wait for one where nothing is unfinished."""
@@ -349,8 +319,6 @@ class EngineThread:
             ticket = self._tickets[chunk.request_id]
             if ticket.put(chunk):
                 self._end(ticket, self.engine.take_output(chunk.request_id))
-            else:
-                self._unread.append(ticket)
 
     def _end(self, ticket: Ticket, outcome: RequestOutput | ForerunError) -> None:
         with self._lock:
