@@ -197,10 +197,10 @@ def ratios_of(
 ) -> dict[str, Any]:
     """Return how many times the requests/s of this arm forerun's controller reaches.
 
-    Empty where the time was over before the controller was measured.
+    Empty where the time was over before the controller was measured twice.
     """
     ours = by_arm.get("forerun auto")
-    if ours is None:
+    if ours is None or len(rounds) < 2:
         return {}
     ratio = bootstrap_ratio(
         [block.wall_s for block in blocks], [ours[at].wall_s for at in rounds], seed=0
