@@ -1,4 +1,4 @@
-"""Files and folders are written beside their place and renamed when they are whole.
+"""Atomic writes: files and folders are written under a temporary name and renamed at the end.
 
 A reader therefore finds the old content or the new one, never a part of it, whichever process is
 interrupted. The temporary name is unpredictable and created exclusively, so that no existing file
@@ -27,7 +27,7 @@ MAX_ATTEMPTS = 16
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield an empty temporary file beside `path`; it replaces `path` when the block ends.
+    """Yield an empty temporary file in the folder of `path`; it replaces `path` at the block's end.
 
     The mode of an existing file is kept. If the block raises, the temporary file is removed and an
     existing file stays as it was. A device or a pipe is written directly, since it cannot be
@@ -60,7 +60,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path`; it replaces `path` when the block ends.
+    """Yield an empty temporary folder next to `path`, which it replaces when the block ends.
 
     Args:
         path: of the folder; an existing folder there is removed after the new one has its name.
@@ -96,7 +96,7 @@ def atomic_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove temporary files and folders that killed processes left while writing `path`.
+    """Remove temporary files and folders of writes to `path` by processes that were killed.
 
     Call it only where no other process can be writing `path`.
     """
@@ -110,7 +110,7 @@ def remove_unfinished(path: Path) -> None:
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Let an OSError without a file name, such as that of a full disk, name `path`."""
+    """Add the file name `path` to an OSError without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -120,7 +120,7 @@ def errors_naming(path: Path) -> Iterator[None]:
 
 
 def create_file(path: Path) -> Path:
-    """Create an empty temporary file for `path`, with the mode that `path` has or will have."""
+    """Create an empty temporary file for `path`, with the mode of an existing `path` if any."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     for scratch in temporary_names(path):
         try:
@@ -149,13 +149,13 @@ def create_folder(path: Path) -> Path:
 
 
 def temporary_names(path: Path) -> Iterator[Path]:
-    """Unpredictable names in the folder of `path`."""
+    """Yield unpredictable file names in the folder of `path`."""
     for _ in range(MAX_ATTEMPTS):
         yield path.with_name(f"{path.name[:MAX_STEM]}.{secrets.token_hex(8)}{UNFINISHED}")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -164,7 +164,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; a symbolic link is removed itself."""
+    """Remove a file or a folder if it exists; a symbolic link is removed, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""JSON and YAML are parsed within limits on depth, values and digits."""
+"""Parsing of JSON and YAML within limits on depth, number of values and digits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ YAML_LIMITS = ReadLimits(max_bytes=1 << 20, max_seconds=10.0, max_values=100_000
 
 
 def read_json(path: Path, limits: ReadLimits = DEFAULT) -> Any:
-    """The JSON document in a file.
+    """Parse the JSON document in a file.
 
     Raises:
         UnreadableInput: it cannot be read within the limits, or is not JSON.
@@ -36,7 +36,7 @@ def read_json(path: Path, limits: ReadLimits = DEFAULT) -> Any:
 
 
 def json_lines(path: Path, limits: ReadLimits = DEFAULT) -> Iterator[tuple[int, Any]]:
-    """Line numbers from 1 and the JSON values of the lines that are not blank.
+    """Yield line number (from 1) and JSON value of every line that is not blank.
 
     Raises:
         UnreadableInput: the file cannot be read within the limits, or a line is not JSON; the
@@ -49,7 +49,7 @@ def json_lines(path: Path, limits: ReadLimits = DEFAULT) -> Iterator[tuple[int, 
 
 
 def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> Any:
-    """Parse JSON whose depth, values and digits are limited.
+    """Parse JSON within limits on depth, number of values and digits.
 
     Args:
         data: one document; its size was limited when it was read.
@@ -89,7 +89,7 @@ def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> An
 
 
 def parse_yaml(data: bytes | str, name: str, limits: ReadLimits = YAML_LIMITS) -> Any:
-    """Parse YAML of plain values; aliases are refused, since they make a small file endless.
+    """Parse YAML of plain values; aliases are refused, since they can expand without limit.
 
     Args:
         data: one document.
@@ -140,7 +140,7 @@ YAML_BLOCKS = ("BlockSequenceStartToken", "BlockMappingStartToken")
 
 
 def checked_number(digits: str, name: str, limits: ReadLimits) -> str:
-    """Return the digits of a JSON number, or refuse them if they are too many for a float."""
+    """Return the digits of a JSON number, or refuse them if there are too many."""
     if len(digits) > limits.max_digits:
         raise UnreadableInput(
             f"{name} has a number of {len(digits)} digits; at most {limits.max_digits} are read"
@@ -173,7 +173,7 @@ def check_depth(value: object, name: str, limits: ReadLimits) -> None:
 
 
 def too_deep(name: str, limits: ReadLimits) -> UnreadableInput:
-    """The error for lists and objects inside one another."""
+    """Return the error for lists and objects that are nested too deeply."""
     return UnreadableInput(
         f"{name} nests lists and objects more than {limits.max_depth} deep, the limit here"
     )

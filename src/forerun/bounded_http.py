@@ -1,4 +1,4 @@
-"""HTTP answers are read within limits on bytes and on the time of the whole exchange."""
+"""HTTP requests whose responses are read within limits on bytes and total time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
-    """An HTTP answer: status, headers and body.
+    """An HTTP response: status, headers and body.
 
     Attributes:
         status: code, such as 200.
@@ -42,7 +42,7 @@ class HttpAnswer:
 
 
 class LimitedSocket(RawIOBase):
-    """Reads a socket until a deadline, which covers headers and trailers too.
+    """Reads a socket within one deadline for the whole response, headers and trailers included.
 
     http.client waits anew for every read, so a server that sends one byte a second never ends.
     """
@@ -74,13 +74,13 @@ class LimitedSocket(RawIOBase):
 
 
 class LimitedConnection:
-    """The socket interface that http.client needs, over a socket that stays open."""
+    """The part of a socket's interface that http.client needs, over a socket that stays open."""
 
     def __init__(self, reader: LimitedSocket) -> None:
         self.reader = reader
 
     def makefile(self, _mode: str) -> BufferedReader:
-        """Return the file that answers are read from."""
+        """Return the file that responses are read from."""
         return BufferedReader(self.reader, CHUNK_BYTES)
 
     def sendall(self, data: ReadableBuffer) -> None:
@@ -90,7 +90,7 @@ class LimitedConnection:
         connection.sendall(data)
 
     def close(self) -> None:
-        """Do nothing: http.client closes its socket before the body of an answer is read."""
+        """Do nothing: http.client closes its socket before the body of a response is read."""
 
 
 def http_request(
@@ -101,7 +101,7 @@ def http_request(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> HttpAnswer:
-    """Send one request, without proxies and redirects.
+    """Send one request, without proxies or redirects, and return the response.
 
     Args:
         url: http or https.
@@ -150,7 +150,7 @@ def connected(scheme: str, host: str, port: int | None, deadline: Deadline) -> H
 
 
 def answered(answer: HTTPResponse, url: str, limits: ReadLimits, deadline: Deadline) -> HttpAnswer:
-    """Read the whole answer."""
+    """Read the whole response."""
     pieces, num_bytes = [], 0
     while piece := answer.read(CHUNK_BYTES):
         deadline.remaining_s()

@@ -1,4 +1,4 @@
-"""Parquet files are read in batches whose unpacked size is limited."""
+"""Reading of Parquet files in batches of rows with limited unpacked size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_BATCH_VALUES = 50_000_000
 def parquet_batches(
     path: Path, columns: Sequence[str] | None = None, limits: ReadLimits = DEFAULT
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of rows of a Parquet file whose unpacked size is limited.
+    """Yield batches of rows of a Parquet file, within a limit on their unpacked size.
 
     Repeated values take almost no space in Parquet, so a small file may hold billions of rows, or
     one long text in every row. What the file declares is checked before anything is unpacked, and
@@ -72,7 +72,7 @@ def parquet_batches(
 
 
 def check_parquet(metadata: Any, name: str, limits: ReadLimits) -> list[str]:
-    """Refuse a file that declares more than the limits allow; returns its columns of texts."""
+    """Refuse a file that declares more data than the limits allow; return its text columns."""
     if metadata.num_rows > limits.max_rows:
         raise UnreadableInput(
             f"{name} has {metadata.num_rows} rows; the limit is {limits.max_rows}"
@@ -97,7 +97,7 @@ def check_parquet(metadata: Any, name: str, limits: ReadLimits) -> list[str]:
 
 
 def unpacked_bytes(array: pa.Array) -> int:
-    """Bytes that the texts of an array take when each row has a copy of its own."""
+    """Return the size of an array of texts in bytes, if each row has its own copy."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

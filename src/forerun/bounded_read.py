@@ -1,4 +1,4 @@
-"""Files, standard input and HTTP bodies are read within limits.
+"""Reading of files, standard input and HTTP bodies within limits on bytes and time.
 
 Whatever is read was written by others: it may be huge, never end, nest deeply or unpack to more
 than memory holds. Every function here stops at its `ReadLimits` with an `UnreadableInput` that
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
-    """Limits on bytes, time and records of one source; the defaults suit settings files.
+    """Limits on bytes, time and records of one source; the defaults are for settings files.
 
     Attributes:
         max_bytes: of the source, and of what it decompresses to.
@@ -124,7 +124,7 @@ class BoundedFile:
             os.close(self._handle)
 
     def wait_for_data(self, max_seconds: float) -> None:
-        """Wait until a pipe has something to read, or its end.
+        """Wait until a pipe has data to read, or has ended.
 
         Raises:
             UnreadableInput: nothing came in `max_seconds`, or within the limit on all reading.
@@ -146,7 +146,7 @@ class BoundedFile:
         return self._pending[:size]
 
     def read(self, size: int = CHUNK_BYTES, /) -> bytes:
-        """Read between 1 and `size` bytes; none at the end.
+        """Read between 1 and `size` bytes; no bytes at the end.
 
         Raises:
             UnreadableInput: a limit was reached, or the system cannot read it.
@@ -168,7 +168,7 @@ class BoundedFile:
         return b"".join(pieces)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield lines with their ends; the last one may lack it.
+        """Yield lines with their line ends; the last line may lack one.
 
         Raises:
             UnreadableInput: as for `read`, or a line or the number of lines is over its limit.
@@ -211,7 +211,7 @@ class BoundedFile:
 def open_bounded(
     path: Path, limits: ReadLimits = DEFAULT, *, name: str | None = None
 ) -> BoundedFile:
-    """Open a regular file or a pipe; anything else is refused.
+    """Open a regular file or a pipe, and refuse any other kind of file.
 
     Raises:
         UnreadableInput: it does not exist, may not be read, or is a folder, a device or a socket.
@@ -231,7 +231,7 @@ def open_bounded(
 
 
 def open_stdin(limits: ReadLimits = DEFAULT) -> BoundedFile:
-    """Standard input; the file descriptor stays open.
+    """Open standard input; closing the result leaves the file descriptor open.
 
     Raises:
         UnreadableInput: it is closed.
@@ -263,7 +263,7 @@ def read_text(path: Path, limits: ReadLimits = DEFAULT) -> str:
 
 
 def collected(chunks: Iterable[bytes], name: str, limits: ReadLimits = DEFAULT) -> bytes:
-    """Join the chunks of a stream, such as those of an HTTP body, within bytes and seconds.
+    """Join the chunks of a stream, such as an HTTP body, within limits on bytes and seconds.
 
     Each chunk must itself arrive within a time limit of its own, such as a socket's timeout.
 
@@ -302,7 +302,7 @@ def gunzipped(data: bytes, name: str, limits: ReadLimits = DEFAULT) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is not a regular file.
+    """Refuse a path that is not a regular file.
 
     Raises:
         UnreadableInput: it does not exist, or is a folder, a pipe or a device.
@@ -324,7 +324,7 @@ def decoded(data: bytes, name: str) -> str:
 
 
 def unreadable(name: str, error: Exception) -> UnreadableInput:
-    """The error for a source that the system cannot read."""
+    """Return the error for a source that the operating system cannot read."""
     number = getattr(error, "errno", None)
     reason = "the name is too long" if number == errno.ENAMETOOLONG else None
     reason = reason or getattr(error, "strerror", None) or str(error)

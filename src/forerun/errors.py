@@ -1,4 +1,4 @@
-"""Every error a user can meet (all derive from ForerunError), and checks of numeric settings.
+"""All errors that users can meet, derived from ForerunError, and checks of numeric settings.
 
 ForerunError
 ├── InvalidRequest      a prompt or a sampling parameter that cannot be honoured
@@ -57,7 +57,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values a numeric field may take."""
+    """The range of valid values of a numeric field."""
 
     name: str
     low: float
@@ -88,7 +88,7 @@ class Range:
 
 
 def check_ranges(config: object, *ranges: Range) -> None:
-    """Refuse fields out of range.
+    """Raise InvalidRequest for the first field of an object that is out of range.
 
     Raises:
         InvalidRequest: naming the first.
@@ -98,7 +98,7 @@ def check_ranges(config: object, *ranges: Range) -> None:
 
 
 class ForerunError(Exception):
-    """Base of all forerun errors; the message names the value and what to do about it."""
+    """Base of all forerun errors; the message states the value and what to do about it."""
 
 
 class InvalidRequest(ForerunError, ValueError):
@@ -114,23 +114,23 @@ class InvalidModel(ForerunError):
 
 
 class InvalidCheckpoint(ForerunError):
-    """A training cannot go on from this file: it is damaged, or of a run with other settings."""
+    """A training run cannot resume from a file that is damaged or has other settings."""
 
 
 class InvalidProfile(ForerunError):
-    """A cost profile is damaged, of a newer format, or of another machine, pair or set-up."""
+    """A cost profile is damaged, has a newer format, or is of another machine, pair or set-up."""
 
 
 class InvalidTrace(ForerunError):
-    """A trace cannot be read at all; damage within one is reported beside what is whole."""
+    """A trace cannot be read at all; damaged records within a trace are reported separately."""
 
 
 class InvalidCache(ForerunError):
-    """A cache of a teacher was made of another target, tokenizer or template, or of other text."""
+    """A teacher cache was made with another target, tokenizer, template or text."""
 
 
 class CacheTooLarge(ForerunError):
-    """A cache does not fit on its disk, or the disk filled up; what was finished of it is kept."""
+    """A teacher cache does not fit on its disk; the finished part is kept."""
 
 
 class IncompatibleDraft(ForerunError):
@@ -138,7 +138,7 @@ class IncompatibleDraft(ForerunError):
 
 
 class NotEnoughMemory(ForerunError):
-    """The requested configuration needs more memory than there is."""
+    """The requested configuration needs more memory than is available."""
 
 
 class QueueFull(ForerunError):
@@ -146,19 +146,19 @@ class QueueFull(ForerunError):
 
 
 class EngineBusy(ForerunError):
-    """Another thread is using the engine, or the engine was made before this process forked."""
+    """Another thread is using the engine, or the engine was created before this process forked."""
 
 
 class EngineStopped(ForerunError):
-    """The thread that drove an engine was closed, or ended by an error."""
+    """The thread that runs an engine was closed, or ended by an error."""
 
 
 class RunnerUnavailable(ForerunError):
-    """A runner cannot be used: there is no compiler, or it does not support the model."""
+    """A runner cannot be used: there is no compiler, or the runner does not support the model."""
 
 
 class NumericalError(ForerunError):
-    """The target's logits are NaN, or leave no token possible.
+    """The target's logits are NaN, or allow no token.
 
     Attributes:
         request_id: whose logits, where that is known; aborting it lets other requests go on.
@@ -170,15 +170,15 @@ class NumericalError(ForerunError):
 
 
 class MaskError(NumericalError):
-    """The token mask of a request raised; like NaN it concerns that request alone."""
+    """The token mask of a request raised an error, which ends this request only."""
 
 
 class DrafterError(ForerunError):
-    """A drafter raised, or returned NaN, an out-of-range id or a malformed tree."""
+    """A drafter raised an error, or returned NaN, an out-of-range id or a malformed tree."""
 
 
 class ServerUnavailable(ForerunError):
-    """A server of responses is unreachable, too busy or failing, even after retries."""
+    """A server that generates responses is unreachable, too busy or failing, even after retries."""
 
 
 class TrainingDiverged(ForerunError):

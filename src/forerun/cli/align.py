@@ -1,4 +1,4 @@
-"""`forerun align`: distil a draft to its target, and prove what it gained."""
+"""`forerun align`: distil a draft to its target and measure the change in acceptance."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class AlignOptions:
 
     @classmethod
     def of(cls, config: AlignConfig, draft: Path, refresh: Path) -> AlignOptions:
-        """The options of an earlier alignment, starting from the draft it kept."""
+        """Return the options of an earlier alignment, to be continued from its aligned draft."""
         return cls(
             target=config.target,
             method=config.method,
@@ -118,7 +118,7 @@ class AlignOptions:
 
     @property
     def config(self) -> AlignConfig:
-        """The alignment that these options describe.
+        """Return the alignment settings that these options describe.
 
         Raises:
             InvalidRequest: nothing to start from, or no prompts.
@@ -194,12 +194,12 @@ def aligned(options: AlignOptions) -> int:
 
 
 def values_of(config: Any, kind: type[Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, for the flags that extend them."""
+    """Return the fields of a dataclass by name, which become fields of a class derived from it."""
     return {item.name: getattr(config, item.name) for item in fields(kind)}
 
 
 def defaults(arguments: Sequence[str]) -> AlignOptions | None:
-    """The settings of the run that --refresh names: flags change them, as they change defaults."""
+    """Return the settings of the run named by --refresh as the defaults of all flags."""
     given = [*arguments, ""]
     for flag, value in pairwise(given):
         name, _, inline = flag.partition("=")

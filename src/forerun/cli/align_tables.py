@@ -1,4 +1,4 @@
-"""The result of forerun align as text: drafts side by side, what changed, the ledger."""
+"""The result of forerun align as text: comparison of drafts, changes, and the ledger of tau."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
 
 
 def print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]) -> None:
-    """Print drafts that were judged under the same settings."""
+    """Print the drafts that were evaluated under the same settings."""
     table = table_of(Column("draft", overflow="fold"), *HEADINGS, title=title)
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
     for name, figures in drafts.items():
@@ -70,7 +70,7 @@ def print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFi
 
 
 def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
-    """Return the figures of one line."""
+    """Return the figures of one table line."""
     speedup = figures.speedup
     betas = [beta.estimate for beta in figures.acceptance_rate_per_position]
     return (
@@ -84,12 +84,12 @@ def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
 
 
 def ends(interval: Interval | None) -> str:
-    """Return an estimate over its interval, where there is one."""
+    """Return an estimate with its interval on the next line, if it has one."""
     return "" if interval is None else with_ends(interval, ".2f")
 
 
 def print_changes(changes: Sequence[FigureChange]) -> None:
-    """Print one sentence per figure, which says whether the intervals show a difference."""
+    """Print per figure whether its intervals before and after alignment show a difference."""
     console = SafeConsole()
     for change in changes:
         over = "" if change.tag is None else f", {change.tag or 'no tag'}"
@@ -118,7 +118,7 @@ def print_ledger(ledger: Ledger) -> None:
 
 
 def print_report(report: AlignReport) -> None:
-    """Print what changed, and where report and draft are."""
+    """Print the changes, and the paths of report and draft."""
     console = SafeConsole()
     for pair in report.judged:
         print_drafts({"before": pair.before, "after": pair.after})

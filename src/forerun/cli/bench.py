@@ -91,7 +91,7 @@ class BenchOptions:
 
     @property
     def config(self) -> BenchConfig:
-        """What is compared.
+        """Return the settings of the comparison.
 
         Raises:
             InvalidRequest: a value cannot work.
@@ -116,7 +116,7 @@ class BenchOptions:
         )
 
     def check(self) -> None:
-        """Refuse what would fail after the measurements.
+        """Refuse options that would otherwise fail only after the measurements.
 
         Raises:
             InvalidRequest: a file cannot be written, or options exclude each other.
@@ -180,7 +180,7 @@ def texts_of(options: BenchOptions) -> list[str]:
 def costs_of(
     options: BenchOptions, comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
-    """Return cost tables per draft: from profiles, measured now, or none."""
+    """Return cost tables per draft: from profiles, measured at this call, or none."""
     if options.no_prediction:
         return {}
     from forerun.cli.pair_costs import measured_costs, read_costs
@@ -193,7 +193,7 @@ def costs_of(
 def begin_trace(
     trace: TraceWriter, options: BenchOptions, comparison: BenchComparison
 ) -> BenchTrace:
-    """Write one trace header per draft; steps refer to theirs by the draft's hash."""
+    """Write one trace header per draft; the draft's hash in each step refers to its header."""
     from forerun.bench.tracing import BenchTrace
     from forerun.provenance import trace_header
 

@@ -34,7 +34,7 @@ LEGEND = (
 
 
 def print_comparison(report: BenchReport) -> None:
-    """Print one table per cell, verdicts, and where it was measured."""
+    """Print one table per cell, verdicts, and the machine and versions of the measurement."""
     console = SafeConsole()
     for cell in report.cells:
         if cell.rows:
@@ -72,7 +72,7 @@ def figures(cell: CellReport, row: ArmSummary) -> tuple[str, ...]:
 
 
 def best_sentence(best: BestOfSeveral) -> str:
-    """Return a sentence with the best arm and its speedup on blocks not used to choose it."""
+    """Return a sentence on the best arm and its speedup on the blocks that did not choose it."""
     return (
         f"{best.summary.arm.name} of {best.num_candidates}, chosen on {best.num_chosen_on} blocks; "
         f"on the other {best.summary.num_blocks}: {outcome(best.summary)}"

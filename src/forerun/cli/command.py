@@ -1,4 +1,4 @@
-"""A subcommand: its options, its help, its exit codes, and lists given in any of three ways."""
+"""A subcommand with its options, help and exit codes, and the parser of list-valued flags."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Exit(IntEnum):
 
 
 def no_defaults(arguments: Sequence[str]) -> None:
-    """Return None, so that the defaults of the options' class apply."""
+    """Return None, which means that the defaults of the options' class apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Command(Generic[OptionsT]):
 
 
 def taken(rest: list[str], most: int) -> list[str]:
-    """Remove the values at the head of `rest` and return them: all words before the next flag."""
+    """Remove the words of `rest` before the next flag and return them."""
     values: list[str] = []
     while rest and len(values) < most and not is_flag(rest[0]):
         values.append(rest.pop(0))
@@ -124,7 +124,7 @@ def is_flag(word: str) -> bool:
 
 
 def parts(value: str, separator: str) -> list[str]:
-    """Split the values of one word; a file whose name holds the separator stays whole."""
+    """Split the value of a list flag; the name of an existing file is not split."""
     if not separator or separator not in value or Path(value).exists():
         return [value]
     return value.split(separator)

@@ -98,7 +98,7 @@ def show(demo: Demo, options: DemoOptions) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the output folder before anything slow happens.
+    """Create the output folder before any slow work begins.
 
     Raises:
         InvalidRequest: it cannot be created.

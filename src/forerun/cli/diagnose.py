@@ -75,7 +75,7 @@ class DiagnoseOptions:
     """Write a self-contained page."""
 
     def check(self) -> None:
-        """Refuse unusable options before anything slow happens.
+        """Refuse unusable options before any slow work begins.
 
         Raises:
             InvalidRequest: no evidence was given, or the page cannot be written.
@@ -89,7 +89,7 @@ class DiagnoseOptions:
             check_writable("--html", self.html)
 
     def given(self) -> dict[str, object]:
-        """Return the facts given by flags, by name."""
+        """Return the facts that the user gave by flags, by name."""
         named = {
             name: getattr(self, name)
             for name in (
@@ -129,7 +129,7 @@ def run(options: DiagnoseOptions) -> int:
 
 
 def gathered(options: DiagnoseOptions) -> Evidence:
-    """Collect evidence from the flags, from the sources, and from the run before the problem."""
+    """Collect evidence from the flags, the sources, and the earlier run before the problem."""
     from forerun.diagnose.derive.derive import add_changes
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source

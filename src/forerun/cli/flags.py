@@ -49,7 +49,7 @@ LookAhead = Annotated[int, arg(name="num-speculative-tokens", aliases=("--k",))]
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Refuse a file that cannot be written before anything slow happens; its content stays.
+    """Refuse a file that cannot be written, before any slow work begins; its content is kept.
 
     Raises:
         InvalidRequest: the file cannot be written.
@@ -140,7 +140,7 @@ class SamplingFlags(SamplingParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFlags:
-    """Which target, and how models run."""
+    """The target, and the runner and resources of all models."""
 
     target: Model = "zoo:code-11m"
     """Target: folder, hub name or zoo: name of the model whose text is wanted."""
@@ -154,7 +154,7 @@ class TargetFlags:
     """Threads of the passes. Default: as many as torch takes."""
 
     def resolved(self, draft: str) -> str | None:
-        """The draft behind "auto" and "none"; None for plain decoding."""
+        """Return the draft that "auto" stands for; None for plain decoding."""
         if draft == "auto":
             shipped = self.target.startswith(PREFIX)
             return ZOO_DRAFTS.get(self.target, ZOO_DRAFT) if shipped else None
@@ -163,7 +163,7 @@ class TargetFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags(TargetFlags):
-    """Target and draft, and how they run."""
+    """Target and draft, and the runner and resources of both."""
 
     draft: str = "auto"
     """Draft model; "auto" takes the shipped draft for a shipped target, "none" is none."""
@@ -176,7 +176,7 @@ class ModelFlags(TargetFlags):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFlags(TargetFlags):
-    """Target and drafts, how they run, and how many tokens are drafted."""
+    """Target and drafts, their runner and resources, and how many tokens are drafted."""
 
     draft: UseAppendAction[tuple[str, ...]] = ()
     """Draft model: folder, hub name or zoo: name; or "suffix", which copies from the text so far;
@@ -241,7 +241,7 @@ class PairFlags(TargetFlags):
         return Tree.parse(self.tree)
 
     def _check_choice(self) -> None:
-        """Under most controllers all drafts but the first would silently do nothing."""
+        """Refuse several drafts if the controller would use only the first."""
         chooses = self.controller in ("goodput", "bandit")
         if not chooses and not (self.controller == "auto" and self.profile):
             raise InvalidRequest(
@@ -265,7 +265,7 @@ class OutputFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFlags:
-    """Whether every step is recorded, and where."""
+    """Whether and where every step is recorded."""
 
     trace: Path | None = None
     """Write every step to FILE.jsonl, or into FILE.parquet, a folder of Parquet files."""

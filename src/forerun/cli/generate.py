@@ -40,7 +40,7 @@ class GenerateOptions:
     tracing: TraceFlags = field(default_factory=TraceFlags)
 
     def check(self) -> None:
-        """Refuse options that would silently do nothing.
+        """Refuse options that would have no effect.
 
         Raises:
             InvalidRequest: two options exclude or miss each other.

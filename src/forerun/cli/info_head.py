@@ -1,4 +1,4 @@
-"""A head on the target's hidden states as its files describe it, compared with a target."""
+"""Description of an attached drafter from its files, and its comparison with a target."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_CONTEXT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDescription:
-    """A head, how its files are read, and whether it fits the target.
+    """An attached drafter, the settings its files were read with, and whether it fits the target.
 
     Attributes:
         folder: where it is.
@@ -56,7 +56,7 @@ class HeadDescription:
 
     @property
     def fits(self) -> bool:
-        """Whether an engine would take the head."""
+        """Whether an engine would accept the head."""
         return not self.problems
 
     def to_dict(self) -> dict[str, object]:
@@ -111,7 +111,7 @@ def of_medusa(folder: Path, target: LanguageModel) -> dict[str, Any]:
 def warnings_of(
     folder: Path, target_folder: Path, is_eagle: bool, described: dict[str, Any]
 ) -> Iterator[str]:
-    """Return what the user should know although the head can be used."""
+    """Return warnings about a head that can be used."""
     if is_eagle and not described.get("is_checked") and "problems" not in described:
         yield "the head has no golden rows, so its flags and layers are taken as config.json says"
     for change in described.get("changes", ()):

@@ -1,4 +1,4 @@
-"""A model as its files describe it, whether a draft fits it, and both as text."""
+"""Description of a model from its files, comparison with a draft, and both as text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFit:
-    """Whether a draft can draft for a target, and whether it is likely to pay.
+    """Whether a draft can draft for a target, and whether a speedup is likely.
 
     Attributes:
         vocabularies: the two tokenizers compared by id.
@@ -88,7 +88,7 @@ class DraftFit:
 
     @property
     def fits(self) -> bool:
-        """Whether an engine would take the pair."""
+        """Whether an engine would accept the pair."""
         return not self.problems
 
     def to_dict(self) -> dict[str, object]:
@@ -202,7 +202,7 @@ def print_model(model: ModelDescription) -> None:
 
 
 def reach(windows: Sequence[int | None]) -> str:
-    """Describe how far back the layers of a model attend, from `Architecture.windows`."""
+    """Describe the number of earlier tokens that the layers attend to."""
     ranges = [f"{window:,} tokens back" if window else "the whole context" for window in windows]
     if len(ranges) == 1:
         return f"every layer sees {ranges[0]}"
@@ -210,7 +210,7 @@ def reach(windows: Sequence[int | None]) -> str:
 
 
 def story(card: DraftCard) -> Iterator[str]:
-    """Describe what an aligned draft was made for and its results, line by line."""
+    """Yield lines on the alignment of a draft: target, objective, date and results."""
     yield (
         f"to {card.target} ({card.target_hash}) by {card.objective} for T={card.temperature:g}, "
         f"{card.date or 'date unknown'}"

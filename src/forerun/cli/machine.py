@@ -1,4 +1,4 @@
-"""A machine the user lacks, and the models on it, as flags."""
+"""Flags that describe another machine and the models on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["MachineFlags"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFlags:
-    """Costs from a description instead of a measurement: a roofline."""
+    """A machine described by its data sheet, from which a roofline estimates costs."""
 
     machine: Annotated[
         str | None,
@@ -43,7 +43,7 @@ class MachineFlags:
 
     @property
     def chosen(self) -> Machine | None:
-        """Return the machine that the flags describe; None without one.
+        """Return the machine that the flags describe; None if they describe none.
 
         Raises:
             InvalidRequest: the name is unknown, or the description has no rates.
@@ -72,7 +72,7 @@ class MachineFlags:
                 )
 
     def sizes(self, profile: Profile | None) -> tuple[ModelSize, ModelSize | None]:
-        """Return the sizes of target and draft: as described, otherwise as profiled.
+        """Return the sizes of target and draft: those of the flags, otherwise those of the profile.
 
         Raises:
             InvalidRequest: nothing says how large the target is.

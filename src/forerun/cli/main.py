@@ -101,10 +101,10 @@ DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Notices(logging.Handler):
-    """Prints records to the current stderr, so that a spinner can step aside."""
+    """Prints log records to the stderr of the moment, which a spinner may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one line with the program's name in front."""
+        """Print one line that begins with the program's name."""
         try:
             print(f"forerun: {printable(self.format(record))}", file=sys.stderr, flush=True)
         except (BrokenPipeError, ValueError):  # stderr is closed
@@ -127,7 +127,7 @@ def notices_on_stderr() -> Iterator[None]:
 
 @contextmanager
 def notices_held() -> Iterator[None]:
-    """Print warnings after the block, so that none of them cuts text that is being streamed."""
+    """Hold warnings back until the block ends, so that they do not interrupt streamed text."""
     package = logging.getLogger("forerun")
     shown = [handler for handler in package.handlers if isinstance(handler, Notices)]
     held = [
@@ -208,7 +208,7 @@ def guarded(action: Callable[[], int]) -> int:
 
 
 def failure(error: Exception) -> int:
-    """Report an error; returns its exit code."""
+    """Report an error and return its exit code."""
     if isinstance(error, ForerunError):
         print_error(str(error))
         return Exit.FAILED if isinstance(error, UNFINISHED) else Exit.BAD_INPUT
@@ -231,7 +231,7 @@ def failure(error: Exception) -> int:
 
 
 def os_failure(error: OSError) -> int:
-    """Report a file that cannot be read or written; returns the exit code."""
+    """Report a file that cannot be read or written, and return the exit code."""
     name = error.filename or "the output"
     if error.errno in DISK_FAILURES:
         print_error(f"{name} cannot be written: {error.strerror}")
@@ -248,7 +248,7 @@ def overview() -> str:
 
 
 def unknown(word: str) -> str:
-    """Report a first argument that is no command; returns the exit code."""
+    """Report a first argument that is not a command, and return the exit code."""
     known = [*COMMANDS, "--help", "--version"]
     kind = "option" if word.startswith("-") else "command"
     near = difflib.get_close_matches(word, known, n=1)

@@ -36,7 +36,7 @@ BUDGET_S = 6.0
 def measured_costs(
     comparison: BenchComparison, notify: Callable[[str], None]
 ) -> Mapping[str, DraftCosts]:
-    """Measure the pair of every draft, on the loaded models that will be compared."""
+    """Measure the costs of every draft with the target, on the loaded models of the comparison."""
     found = {}
     for draft, arm in by_draft(comparison).items():
         pair, facts = pair_of(comparison, arm)
@@ -52,7 +52,7 @@ def measured_costs(
 
 
 def read_costs(paths: Sequence[Path], comparison: BenchComparison) -> Mapping[str, DraftCosts]:
-    """Read costs from profiles, each matched to the draft it was made with.
+    """Read costs from profiles, and assign each to the draft that it was measured with.
 
     Raises:
         InvalidProfile: a file cannot be read, or is of another machine or target.
@@ -91,7 +91,7 @@ def by_draft(comparison: BenchComparison) -> dict[str, BenchArm]:
 def pair_of(
     comparison: BenchComparison, arm: BenchArm
 ) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    """Return target and draft of an arm as a loaded pair."""
+    """Return the target and the draft of an arm as a loaded pair."""
     engine = arm.engine
     assert isinstance(engine, Engine) and engine.drafter is not None and arm.draft is not None
     drafter = engine.drafter
@@ -108,7 +108,7 @@ def pair_of(
 
 
 def probe_for(comparison: BenchComparison) -> ProbeConfig:
-    """Return the settings of a profile with the batch sizes and K of the comparison."""
+    """Return settings of a profile whose batch sizes and K are those of the comparison."""
     config, room = comparison.config, comparison.arms[0].engine
     assert isinstance(room, Engine)
     longest = room.max_context - config.max_k - 1
@@ -131,7 +131,7 @@ SCOUT_TEXT = "The quick brown fox"
 
 
 class PairCosts:
-    """Cost tables of a pair, read or measured once and used for every draft version.
+    """Provides the cost tables of a pair, read or measured once for all versions of the draft.
 
     Args:
         config: of the alignment.
@@ -149,7 +149,7 @@ class PairCosts:
         self._costs: DraftCosts | None = None
 
     def __call__(self, draft: Path, temperature: float, target_hash: str) -> CostTable:
-        """The table at a temperature.
+        """Return the cost table of a draft at a temperature.
 
         Raises:
             InvalidProfile: the profile is of another machine or target.
@@ -159,7 +159,7 @@ class PairCosts:
         return self._costs.at(temperature)
 
     def _profile(self, draft: Path, target_hash: str) -> Profile:
-        """A profile of the target and a draft of this shape, here."""
+        """Read or measure a profile of the target and a draft of this architecture."""
         config = self.config
         most = config.evaluation.num_speculative_tokens
         pair, probe = load_pair(
@@ -194,7 +194,7 @@ class PairCosts:
             return measure_pair(pair, facts, probe, clock=time.perf_counter, notify=notify)
 
     def _threads(self) -> int:
-        """The given number, or the fastest; training keeps its own."""
+        """Return the given number of threads, or else the fastest for these models."""
         if self.num_threads is not None:
             return self.num_threads
         config, num_torch_threads = self.config, torch.get_num_threads()

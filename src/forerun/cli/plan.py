@@ -1,4 +1,4 @@
-"""`forerun plan`: which drafter, K and batch to use, and what it should be worth."""
+"""`forerun plan`: choose drafter, K and batch size, and predict their speedup."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(options: PlanOptions) -> int:
 
 
 def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[str]:
-    """Return lines about where costs and acceptance come from."""
+    """Return lines that state the sources of costs and acceptance."""
     machine = options.machine.chosen
     costs = "costs: " + (
         ", ".join(map(str, options.profile))
@@ -57,7 +57,7 @@ def origin(options: PlanOptions, candidates: Sequence[DraftCandidate]) -> list[s
 
 
 def source(candidate: DraftCandidate, options: PlanOptions) -> str:
-    """Return where the acceptance of a candidate comes from."""
+    """Return the source of a candidate's acceptance as text."""
     return str(options.trace) if candidate.acceptance.num_requests else "given"
 
 

@@ -73,7 +73,7 @@ class PlanOptions:
 
 
 def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfig]:
-    """Return every drafter of the plan, and the operating points that it is made for.
+    """Return every drafter that the plan compares, and the plan's operating points.
 
     Raises:
         InvalidRequest: something is missing, unknown, or named twice.
@@ -137,7 +137,7 @@ def config_of(
 
 
 def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
-    """Read profiles, by the draft that each was made with.
+    """Read profiles and return them by the draft that each was measured with.
 
     Raises:
         InvalidProfile: one is damaged, or they are not of one target on one machine.
@@ -163,7 +163,7 @@ def read_profiles(paths: tuple[Path, ...]) -> dict[str, Profile]:
 
 
 def read_traced(options: PlanOptions) -> TracedDrafts | None:
-    """Read the drafters of the trace."""
+    """Read the drafters of the trace with their acceptance."""
     if options.trace is None:
         return None
     found = drafts_in(read_trace(options.trace), str(options.trace))
@@ -177,7 +177,7 @@ def read_traced(options: PlanOptions) -> TracedDrafts | None:
 
 
 def check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | None) -> None:
-    """Refuse acceptance counts of another pair.
+    """Refuse acceptance that was counted with another pair of models.
 
     Raises:
         InvalidProfile: the trace was made with another target or draft; the difference is named.
@@ -215,7 +215,7 @@ def rooflines(
 
 
 def name_without_profile(options: PlanOptions) -> str:
-    """Return the draft that a described size belongs to."""
+    """Return the draft whose size the flags describe."""
     models = [name for name in options.draft if parse_drafter(name) is None]
     if options.machine.draft_params is None and (models or not options.draft):
         raise InvalidRequest("how large is the draft? give --draft-params, or --draft suffix")

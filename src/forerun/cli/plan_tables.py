@@ -53,7 +53,7 @@ def sentence(advice: Advice, config: PlanConfig) -> str:
 
 
 def elsewhere(advice: Advice) -> str:
-    """Return where drafts pay although plain decoding has the most tokens per second."""
+    """Return a sentence on the batch size with the fastest draft, for plans of plain decoding."""
     paying = [option for option in advice.per_batch if not option.is_plain]
     if not paying:
         return "no draft pays"
@@ -91,7 +91,7 @@ def break_even(advice: Advice) -> Table:
 
 
 def limits(found: BreakEven) -> tuple[str, ...]:
-    """Return the cells of one line of break-even points."""
+    """Return the cells of one line of the table of break-even points."""
     alpha, rate = found.acceptance_probability, found.draft_acceptance_rate
     return (
         str(found.num_speculative_tokens),
@@ -102,7 +102,7 @@ def limits(found: BreakEven) -> tuple[str, ...]:
 
 
 def scenarios(what_if: Sequence[Scenario], advice: Advice) -> Table:
-    """Return the table of changes and the best option under each."""
+    """Return the table of changed conditions with the best option under each."""
     table = table_of(Column("what if", no_wrap=True), *headings(advice))
     for scenario in what_if:
         table.add_row(escape(scenario.name), *cells(scenario.option, advice))
@@ -110,7 +110,7 @@ def scenarios(what_if: Sequence[Scenario], advice: Advice) -> Table:
 
 
 def cells(option: Option, advice: Advice) -> tuple[str, ...]:
-    """Return the cells of an option without its batch size, in the columns of `headings`."""
+    """Return the cells of an option except its batch size, in the order of `headings`."""
     k = "plain" if option.is_plain else option.shape.removeprefix("K=")
     speedup = "1" if option.is_plain else with_ends(option)
     latency = milliseconds(option.tpot_s)
@@ -121,7 +121,7 @@ def cells(option: Option, advice: Advice) -> tuple[str, ...]:
 
 
 def short(name: str | None, advice: Advice) -> str:
-    """The last part of a path, if it is unique among the drafters."""
+    """Return the last part of a drafter's path if it is unique, else the whole path."""
     if name is None:
         return ""
     last = [Path(other).name for other, _ in advice.curves]

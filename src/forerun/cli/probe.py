@@ -1,4 +1,4 @@
-"""`forerun probe`: measure on loaded models which causes can be ruled out."""
+"""`forerun probe`: run checks on loaded models that rule out causes of slow speculation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ProbeOptions:
         )
 
     def check(self) -> str:
-        """Return the draft's name; refuse unusable options before anything is loaded.
+        """Refuse unusable options before anything is loaded, and return the draft's name.
 
         Raises:
             InvalidRequest: there is no draft or no prompt, or the facts cannot be written.
@@ -125,7 +125,7 @@ def run(options: ProbeOptions) -> int:
 def probed(
     options: ProbeOptions, draft: str, config: EvidenceConfig, params: SamplingParams
 ) -> Evidence:
-    """Load and probe, with a progress bar on stderr; an incompatible pair is a fact too."""
+    """Load the models and run the checks; a pair that does not load is recorded as a fact."""
     from forerun.probe.evidence.files import evidence_of_misfit
     from forerun.probe.evidence.run import PairNames, load_probed, probe_engine
 

@@ -1,4 +1,4 @@
-"""forerun profile: measure what drafting and verifying cost on this machine."""
+"""`forerun profile`: measure the costs of drafting and verification on this machine."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def measured(models: ModelFlags, draft: str, config: ProbeConfig) -> Profile:
 
 @contextmanager
 def progress(config: ProbeConfig) -> Iterator[Callable[[int, float], None]]:
-    """Show a bar that fills with the time budget, with the width of the intervals."""
+    """Show a bar for the time budget used, with the current width of the intervals."""
     with progress_bar("warming up", config.budget_s) as fill:
         started_s: list[float] = []
 
@@ -154,7 +154,7 @@ SHOWN_K = (1, 2, 4, 8)
 
 
 def print_profile(profile: Profile) -> None:
-    """Print the parts of a step, v(n), kappa, and where it was measured."""
+    """Print the parts of a step, v(n), kappa, and the machine of the measurement."""
     console = SafeConsole()
     console.print(parts(profile), "")
     console.print(verify_costs(profile.greedy), "")
@@ -225,19 +225,19 @@ def grid(heading: str, lines: Sequence[CostLine]) -> Table:
 
 
 def forward(profile: Profile, line: CostLine) -> str:
-    """Return the time of the pass of a plain step."""
+    """Return the time of the target pass in a plain step."""
     return cell(profile, Quantity.TARGET_PASS, line, 1)
 
 
 def slower(profile: Profile, line: CostLine) -> str:
-    """Return the extra time of a plain step's pass over the same pass alone."""
+    """Return how much longer a plain step's pass takes within decoding than when run alone."""
     if line.context != profile.greedy.contexts[0]:
         return ""
     return f"{1e3 * profile.among_work_s(line.batch):+.3f}"
 
 
 def outside(profile: Profile, quantity: Quantity, line: CostLine, k: int) -> str:
-    """Return the engine time outside both models, once per batch."""
+    """Return the engine's time outside both models; it is shown for one context per batch size."""
     if line.context != profile.greedy.contexts[0]:
         return ""
     found = profile.seconds(quantity, line.batch, line.context, k)
@@ -262,7 +262,7 @@ def with_error(interval: Interval) -> str:
 
 
 def remarks(profile: Profile) -> list[str]:
-    """Return remarks on precision, on the read limit and on the machine."""
+    """Return remarks on the precision, the memory read limit and the machine."""
     from forerun.models.memory import readable
 
     limit, setup, found = profile.limit, profile.setup, profile.provenance

@@ -55,7 +55,7 @@ class ServeOptions:
 
     @property
     def model(self) -> str:
-        """The name that requests use for the target."""
+        """The name of the target in requests."""
         return self.served_model_name or self.pair.target
 
     def read_keys(self) -> list[ApiKey]:
@@ -143,7 +143,7 @@ VLLM_ARGUMENTS = "--vllm-args"
 
 
 def rewritten(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments with a first word that is no flag as the target.
+    """Return the arguments with --model inserted before a first word that is not a flag.
 
     The options of vLLM begin with dashes, so they are joined to their flag: a word of its own would
     be taken as the next flag.

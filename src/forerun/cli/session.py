@@ -125,7 +125,7 @@ def controlled(engine: Engine, pair: PairFlags) -> Engine:
 
 
 def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
-    """Return the drafters by the method names of plans, in the order of the flags."""
+    """Return the drafters by the method names in plans, in the order of the flags."""
     if engine.drafter is None:
         return {}
     drafter = engine.drafter
@@ -159,13 +159,13 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
 
 
 def copies(name: str) -> bool:
-    """Whether a drafter runs neither a model nor layers of the target."""
+    """Whether a drafter copies text, so that it has no model cost to profile."""
     drafter = parse_drafter(name)
     return drafter is not None and drafter.name == COPIER
 
 
 def setups_of(engine: Engine, pair: PairFlags) -> dict[str, ProfileSetup]:
-    """Return the set-up of every draft model with the target, as they are loaded."""
+    """Return the profile set-up of the target with every loaded draft model."""
     target = facts_of(pair.target, engine.target, pair.dtype)
     found = {}
     for (method, drafter), name in zip(drafters_of(engine).items(), pair.draft_names, strict=True):

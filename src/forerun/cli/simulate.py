@@ -96,7 +96,7 @@ def run(options: SimulateOptions) -> int:
 
 
 def as_traced(costs: DraftCosts, profile: Profile, path: Path, temperature: float) -> DraftCosts:
-    """Correct the costs by a trace; a line on stderr gives the factors.
+    """Correct the costs by the recorded times of a trace; the factors are printed on stderr.
 
     Raises:
         InvalidTrace: it cannot be read, is of another pair, or has nothing to compare.
@@ -184,7 +184,7 @@ LEGEND = (
 
 
 def print_simulation(results: Sequence[Result], oracle: Oracle | None, workload: Workload) -> None:
-    """One line per controller, then one table of phases, then what the figures mean."""
+    """Print one line per controller, a table of phases, and remarks on the figures."""
     console = SafeConsole()
     first = results[0]
     console.print(
@@ -251,7 +251,7 @@ def remarks(results: Sequence[Result]) -> list[str]:
 
 
 def both(found: Quantiles) -> str:
-    """Return median and 99th percentile in the unit that suits the larger one."""
+    """Return median and 99th percentile as text, in ms if the latter is below 1 s."""
     unit, factor = ("s", 1.0) if found.p99 >= 1.0 else ("ms", 1e3)
     return f"{factor * found.p50:.3g} / {factor * found.p99:.3g} {unit}"
 

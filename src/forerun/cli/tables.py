@@ -1,4 +1,4 @@
-"""Tables, intervals and progress as the commands print them."""
+"""Printing of tables, intervals and progress for all commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDEST = 4096
 
 
 class SafeConsole(Console):
-    """Prints text of files and models without the characters a terminal would obey.
+    """A console that removes control characters from printed text of files and models.
 
     Tables are printed as wide as their content, so that nothing is cut off in a narrow terminal or
     a file.
@@ -61,7 +61,7 @@ def status_text(status: Status) -> Callable[[str], None]:
 
 
 def safe(item: Any) -> Any:
-    """Escape control characters of text; return anything else as it is."""
+    """Escape control characters in a text; other objects are returned unchanged."""
     if isinstance(item, str):
         return printable(item, keep="\n\t")
     if isinstance(item, Text) and (shown := printable(item.plain, keep="\n\t")) != item.plain:
@@ -99,19 +99,19 @@ def table_of(first: Column, *others: str, title: str | None = None) -> FigureTab
 
 
 def with_ends(interval: Interval, spec: str) -> str:
-    """Return an estimate over its interval."""
+    """Return an estimate with its interval on the next line."""
     low, high = format(interval.low, spec), format(interval.high, spec)
     return f"{format(interval.estimate, spec)}\n({low}–{high})"
 
 
 def rates(values: Sequence[float], most: int = 6) -> str:
-    """Return the first few shares as ".81 .62 .5"."""
+    """Return the first shares of a list as text, such as ".81 .62 .5"."""
     shown = [f"{value:.2f}".removeprefix("0") for value in values[:most]]
     return " ".join([*shown, *(["…"] if len(values) > most else [])])
 
 
 def milliseconds(s: float, error_s: float | None = None) -> str:
-    """Return a time to the microsecond, with its error where one is given."""
+    """Return a time in milliseconds with three decimals, and its error if there is one."""
     return f"{1e3 * s:.3f}" + ("" if error_s is None else f" ±{1e3 * error_s:.3f}")
 
 

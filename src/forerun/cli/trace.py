@@ -192,7 +192,7 @@ def tags_table(summary: TraceSummary) -> Table:
 
 
 def print_damage(console: SafeConsole, summary: TraceSummary) -> None:
-    """Print what could not be read."""
+    """Print which parts of the trace could not be read."""
     if not summary.num_damaged:
         return
     console.print(f"\n[bold red]not read[/] ({summary.num_damaged} places)")

@@ -44,7 +44,7 @@ class DraftedTree:
 
 
 class TreeView:
-    """An observer that keeps the draft with the longest accepted path; the larger among equals."""
+    """An observer that keeps the draft with the longest accepted path; of equals, the largest."""
 
     is_required = True
     wants_logits = True
@@ -54,7 +54,7 @@ class TreeView:
         self._rank = (-1, 0)
 
     def observe(self, step: ObservedStep) -> None:
-        """Keep the draft of a sequence if it was accepted further than the one kept so far."""
+        """Keep a draft of this step if its accepted path is longer than that of the kept draft."""
         for entry, record in zip(step.emitting, step.records, strict=True):
             rank = record.num_accepted, record.num_drafted
             if record.num_drafted and rank > self._rank:
@@ -93,7 +93,7 @@ class TreeView:
 
 
 def drafted_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
-    """Return the draft of a sequence; its logits must have been kept."""
+    """Return the draft of a sequence and its outcome; the step must have kept its logits."""
     proposal, verdict, logits = entry.proposal, entry.verdict, entry.logits
     assert proposal is not None
     assert verdict is not None

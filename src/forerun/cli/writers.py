@@ -39,7 +39,7 @@ MEANINGS = MappingProxyType(
 
 
 class ColouredText:
-    """Assigns the characters of a growing text to the tokens they came from.
+    """Assigns the characters of a streamed text to the tokens that produced them.
 
     A character spread over several tokens has the colour of the one that completed it. Text that
     a stop string cuts, or may yet cut, never appears: `take` returns no more than the engine has
@@ -51,7 +51,7 @@ class ColouredText:
         self._pending: list[tuple[str, TokenSource]] = []
 
     def take(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> Text:
-        """Colour the new part of the text.
+        """Colour new text by the sources of its tokens.
 
         Args:
             text: characters to show now; may lag behind the tokens.
@@ -87,11 +87,11 @@ class Writer(Protocol):
         """Show the text that a step added."""
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """Show the rest once all samples have ended."""
+        """Show the remaining text after all samples have ended."""
 
 
 class PlainWriter:
-    """Prints text as it comes. Several samples are printed at the end, one after another."""
+    """Prints text as it arrives; several samples are printed at the end, one after another."""
 
     def __init__(self, num_samples: int, tokenizer: Tokenizer) -> None:
         self.is_streaming = num_samples == 1
@@ -114,7 +114,7 @@ class PlainWriter:
                 SafeConsole().print(logprobs_table(completion.logprobs, self.tokenizer))
 
     def show(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> None:
-        """Print text of these tokens; a terminal gets no control characters of a model."""
+        """Print the text of these tokens; on a terminal, control characters are escaped."""
         shown = printable(text, keep="\n\t\r") if sys.stdout.isatty() else text
         print(shown, end="", flush=True)
 
@@ -131,7 +131,7 @@ def logprobs_table(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> T
 
 
 class ColourWriter(PlainWriter):
-    """Prints text in colour, also where the output is not a terminal."""
+    """Prints text in colour, even if the output is not a terminal."""
 
     def __init__(self, num_samples: int, tokenizer: Tokenizer) -> None:
         super().__init__(num_samples, tokenizer)
@@ -155,10 +155,10 @@ class JsonWriter:
     """Prints one JSON object at the end."""
 
     def write(self, chunk: StreamChunk) -> None:
-        """Print nothing yet."""
+        """Print nothing: the JSON object is printed at the end."""
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """Print the first sample's fields at the top level, all samples if there are several."""
+        """Print the JSON object; with several samples it also holds a list of all of them."""
         samples = [as_json(completion) for completion in output.completions]
         content = {**samples[0], "figures": figures.to_dict()}
         if len(samples) > 1:

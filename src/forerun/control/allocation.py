@@ -1,4 +1,4 @@
-"""Allocation of draft depths to the requests of a step for the most expected tokens per second.
+"""Choice of draft depths for the requests of a step, to maximise expected tokens per second.
 
 Nodes are given out in the order of their survival (`theory.budget`), and every number of them is
 priced: a row costs its share of the target pass, a level a draft pass and its overhead. So the
@@ -48,14 +48,14 @@ class RequestCandidate(NamedTuple):
 
 
 class TreeLevels(NamedTuple):
-    """Drafter and number of levels of draft trees."""
+    """The drafter and the number of levels of all draft trees in a step."""
 
     method: str
     depth: int
 
 
 class Allocation(NamedTuple):
-    """K per request, and what is expected of it.
+    """K of each request in a step, with the expected tokens and duration of the step.
 
     Attributes:
         depths: K, in the order of the candidates.
@@ -78,7 +78,7 @@ class Allocation(NamedTuple):
 
 
 class Pricing(NamedTuple):
-    """Expected durations of the steps of one batch.
+    """Expected durations of a step with a given batch, by what is drafted.
 
     Attributes:
         times: by method.
@@ -115,7 +115,7 @@ class Allocator(Protocol):
 
 
 class DraftCosting(NamedTuple):
-    """Values for adding draft nodes to one request, computed once because there are many nodes."""
+    """Cost terms of draft nodes for one drafter, computed once for all nodes."""
 
     drafted: Sequence[float]
     deltas_s: Sequence[float]
@@ -206,7 +206,7 @@ class BatchAllocator:
     def _shallower(
         self, limit: int, nodes: Sequence[Node], max_nodes: int, best: Allocation, most_late: float
     ) -> Allocation:
-        """The best of `best` and the allocations in which no request drafts deeper than `limit`."""
+        """Return the better of `best` and the best allocation with no draft deeper than `limit`."""
         best_rate = best.tokens_per_s
         saved_s = self.saved_s
         needed = best_rate * self.row_s  # a node of less survival pays nowhere
@@ -232,7 +232,7 @@ class BatchAllocator:
         return Allocation(within, tokens, step_s, lateness)
 
     def _growing(self, nodes: Sequence[Node]) -> Iterator[tuple[float, float]]:
-        """Tokens and seconds of the step with one node, with two, ..., in the order given."""
+        """Yield tokens and seconds of the step after each added node, in the given order."""
         ways, factor, verify_s = self.ways, self.pricing.factor, self.times.verify_s
         for active in self.actives:
             active[:] = [0] * len(active)
@@ -294,7 +294,7 @@ class SingleRequestAllocator:
         return max([tokens / s for tokens, s in zip(self.tokens, self.steps_s, strict=True)])
 
     def best(self, max_nodes: int) -> Allocation:
-        """Return the K with the most expected tokens per second, which is also the least late one.
+        """Return the K with the most expected tokens per second, which also minimises lateness.
 
         Args:
             max_nodes: largest K there is room for.
@@ -323,7 +323,7 @@ def allocator(candidates: Sequence[RequestCandidate], pricing: Pricing) -> Alloc
 
 
 def depths_of(nodes: Iterable[Node], num_requests: int) -> tuple[int, ...]:
-    """Return K of every request from the indices of the requests that the nodes belong to."""
+    """Return K of every request, given for each node the index of its request."""
     depths = [0] * num_requests
     for _, _, index in nodes:
         depths[index] += 1

@@ -1,4 +1,4 @@
-"""A bandit over configurations: no cost table, no model of acceptance, only tokens per second.
+"""Controller that treats drafters and K as bandit arms and needs no cost or acceptance model.
 
 Source: discounted UCB (Garivier and Moulines 2008); bandits over configurations of speculation are
 those of BanditSpec (2505.15141). One bandit per batch size, since all requests of a step share it.
@@ -33,7 +33,7 @@ class ArmTotals:
         self.num_steps = self.tokens = self.seconds = 0.0
 
     def fade(self, memory: float) -> None:
-        """Multiply the totals by `memory`, the weight that they keep after one more step."""
+        """Multiply the totals by `memory`, the weight of past steps after each new step."""
         self.num_steps *= memory
         self.tokens *= memory
         self.seconds *= memory
@@ -77,7 +77,7 @@ class BanditController:
     def _best(
         self, arms: Sequence[BanditArm], plays: dict[BanditArm, ArmTotals]
     ) -> BanditArm | None:
-        """The arm of highest upper bound; one never played before all others."""
+        """Return the arm with the highest upper confidence bound; arms never played come first."""
         fresh = next((arm for arm in arms if plays[arm].seconds == 0.0), None)
         if fresh is not None or not arms:
             return fresh

@@ -1,4 +1,4 @@
-"""The contract of a controller: request states in, one plan per request out, step records back."""
+"""The contract of a controller: states of requests in, one plan per request out, records back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ USUAL_WIDTH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The shape of a draft whose tokens follow one another.
+    """A chain: the shape of a draft in which each token follows the one before it.
 
     Attributes:
         num_tokens: K, the most tokens to propose; 0 is plain decoding.
@@ -40,7 +40,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """The shape of a draft that continues the text in several ways at once.
+    """A tree: the shape of a draft that holds alternatives at each position.
 
     Attributes:
         num_nodes: the most draft nodes, the root excluded; at least 1.
@@ -96,7 +96,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one request does in one step.
+    """The drafter, shape and stop rule of one request for one step.
 
     Attributes:
         method: name of the drafter, or "plain".
@@ -122,7 +122,7 @@ class Plan:
         stop: StopRule | None = None,
         probe: bool = False,
     ) -> Plan:
-        """The plan to draft a chain of `num_tokens`; without any it is the plain plan."""
+        """Return the plan to draft a chain of `num_tokens`; 0 tokens give the plain plan."""
         if num_tokens == 0:
             return cls()
         return cls(method=method, shape=Chain(num_tokens=num_tokens), stop=stop, probe=probe)
@@ -135,7 +135,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestState:
-    """What a controller may know of a request before its next step.
+    """Properties of a request that a controller may use to decide its next step.
 
     Attributes:
         request_id: name of the sample.
@@ -160,7 +160,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The room that the engine has in a step.
+    """Limit on the number of rows in the target pass of a step.
 
     Attributes:
         max_rows: rows that the target pass may take, over all requests.
@@ -185,7 +185,7 @@ class Controller(Protocol):
         """
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Receive the records of the step that the last plans were made for.
+        """Receive the records of the step in which the last plans were used.
 
         Requests that were not among the states have a record too, once they emit tokens.
         """

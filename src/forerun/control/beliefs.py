@@ -1,4 +1,4 @@
-"""Estimates of how many draft tokens are accepted, per request and for similar requests."""
+"""Estimates of draft acceptance, per request and pooled over similar requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DraftVariant(NamedTuple):
 
 
 class AcceptanceCurve(NamedTuple):
-    """Probabilities that a draft reaches and passes positions 1, 2, ...
+    """Probabilities that a draft extends to, and is accepted through, each position.
 
     Attributes:
         survival: P(accepted through i).
@@ -42,7 +42,7 @@ class AcceptanceCurve(NamedTuple):
 
 
 class Siblings:
-    """Acceptance of the children of a node beyond the most likely one.
+    """Estimated acceptance of later siblings in trees, after the first child was rejected.
 
     Args:
         config: how things are learnt.
@@ -52,7 +52,7 @@ class Siblings:
         self.missed = Passing(config.pool, config.strength)
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step with a tree."""
+        """Update the estimates from a step with a tree."""
         ranks, children = record.path_ranks or (), record.path_children or ()
         for at, num_children in enumerate(children):
             rank = ranks[at] if at < len(ranks) else num_children + 1
@@ -60,7 +60,7 @@ class Siblings:
                 self.missed.observe(num_children - 1, rank - 2)
 
     def later(self, width: int) -> list[float]:
-        """Return P(a child is accepted | those before are not) of ranks 2 to `width`."""
+        """Return P(accepted given that earlier siblings are not) for ranks 2 to `width`."""
         return [1.0 - miss for miss in self.missed.means(1.0 - LATER_RANK, width - 1)]
 
 
@@ -84,7 +84,7 @@ class RequestBelief:
 
 
 class Beliefs:
-    """Discounted posteriors per request, whose priors come from similar requests.
+    """Discounted acceptance posteriors per request, with priors from similar requests.
 
     Args:
         config: how things are learnt.
@@ -126,15 +126,15 @@ class Beliefs:
         return tree_survival(first, later, depth=shape.depth, num_nodes=shape.num_nodes)
 
     def has_seen(self, state: RequestState, way: DraftVariant) -> bool:
-        """Return whether a request of its tags and temperature has drafted so."""
+        """Return whether any request with the same tags and temperature used this drafter."""
         return bool(self._pool(self._request(state).kind, way).accepted.rates)
 
     def num_unread(self, state: RequestState) -> int:
-        """Return the tokens since the request drafted last."""
+        """Return the number of tokens committed since the last draft of the request."""
         return state.num_committed - self._request(state).num_read
 
     def observe(self, record: StepRecord, way: DraftVariant) -> None:
-        """Learn from a step in which a request was allowed to draft."""
+        """Update the estimates from a step in which a request was allowed to draft."""
         request = self._requests.get(record.request_id)
         if request is None:
             return
@@ -183,7 +183,7 @@ class Beliefs:
 
 
 def first_children(ranks: Sequence[int], children: Sequence[int]) -> tuple[int, int]:
-    """Return how far the path of first children was accepted, and how many of it were tried.
+    """Return how many first children on a path were accepted, and how many were drafted.
 
     Args:
         ranks: of the accepted nodes among their siblings, from 1 on.

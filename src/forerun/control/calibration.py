@@ -1,4 +1,4 @@
-"""Learns, in bins, the probability that a drafted token is accepted given the draft's confidence.
+"""Estimates P(drafted token accepted) as a function of the draft's confidence, in bins.
 
 Confidence is the top probability of the distribution a node is drawn from, or exp(-entropy),
 which is 1 for a certain distribution and falls with the number of likely tokens. Only nodes whose
@@ -17,7 +17,7 @@ __all__ = ["Calibration"]
 
 
 class Calibration:
-    """Learns P(accepted | confidence) and where confidence is too low to pay.
+    """Estimates P(accepted given confidence), and the confidence below which drafting costs time.
 
     Args:
         measure: what stop rules look at.
@@ -34,7 +34,7 @@ class Calibration:
         self._rules = [self.at(lowest / CALIBRATION_BINS) for lowest in range(CALIBRATION_BINS)]
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step whose plan had a rule of this measure."""
+        """Update the bins from a step whose plan had a stop rule with this measure."""
         num_reached = min(record.num_accepted + 1, record.depth_drafted)
         for index, value in enumerate((record.stop_values or ())[:num_reached]):
             confidence = math.exp(-value) if self.measure == "entropy" else value
@@ -43,7 +43,7 @@ class Calibration:
             self.wins[at] = self.wins[at] * self.memory + (index < record.num_accepted)
 
     def rule(self, needed: float) -> StopRule:
-        """Return the rule that stops at bins in which acceptance is below `needed`.
+        """Return the stop rule that ends drafts in bins whose acceptance is below `needed`.
 
         A bin that was hardly seen is believed to be like the one above, so nothing stops that has
         not been seen to fail.
@@ -59,7 +59,7 @@ class Calibration:
         return self._rules[min(lowest, CALIBRATION_BINS - 1)]
 
     def at(self, confidence: float) -> StopRule:
-        """Return the rule that stops below a confidence; at 0 it measures and never stops."""
+        """Return the stop rule for a confidence threshold; at 0 it measures but never stops."""
         if self.measure == "top_probability":
             return StopRule(measure=self.measure, threshold=confidence)
         threshold = -math.log(confidence) if confidence > 0.0 else math.inf

@@ -1,4 +1,4 @@
-"""Settings of controllers; torch-free, as all of this package."""
+"""Settings of controllers; torch-free, like this whole package."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class GoodputConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetyConfig:
-    """When speculation counts as slower than plain decoding, and how it is then switched off.
+    """Conditions under which speculation is switched off because plain decoding is faster.
 
     Attributes:
         probe_share: share of the steps made plain to know how fast plain decoding is.

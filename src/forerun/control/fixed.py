@@ -1,4 +1,4 @@
-"""A controller that plans the same shape for every request at every step."""
+"""Controller that plans the same shape for every request at every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FixedController"]
 
 
 class FixedController:
-    """Plans `method` with one shape; fewer nodes only where requests share the rows of a pass.
+    """Plans one drafter and shape; it cuts the shape only if a pass has too few rows for all.
 
     Args:
         shape: K of a chain, or a tree.
@@ -35,4 +35,4 @@ class FixedController:
         return [Plan(method=self.method, shape=shape)] * len(states)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Ignore the records: nothing is learnt."""
+        """Ignore the records: a fixed controller estimates nothing."""

@@ -1,4 +1,4 @@
-"""The controller that plans the K of every request for most expected tokens per second.
+"""Controller that maximises expected tokens per second by the choice of K for every request.
 
 Source of the objective: SmartSpec (Liu et al. 2024, 2406.14066). Here acceptance is a posterior per
 position and request, times come from a profile or from the steps themselves, and the rows of a
@@ -49,7 +49,7 @@ PLAIN = Plan()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ActivePlan:
-    """The plans in use until they expire, and the conditions that they were decided for.
+    """Plans that are reused for several steps, and the conditions under which they stay valid.
 
     Attributes:
         names: of the requests.
@@ -77,7 +77,7 @@ class ActivePlan:
         return any(self.allocation.depths)
 
     def serves(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
-        """Whether requests, room and time targets still match the ones that were decided for."""
+        """Whether requests, room and time targets are still those for which the plans were made."""
         if self.max_rows != capacity.max_rows or len(states) != len(self.names):
             return False
         for state, name, plan, limit_s in zip(
@@ -94,7 +94,7 @@ class ActivePlan:
 
 
 class GoodputController:
-    """Chooses K per request, 0 included, and the drafter where there are several.
+    """Chooses K per request, which may be 0, and the drafter if there are several.
 
     Args:
         costs: cost tables by the name of the drafter, or a model that learns costs from steps.
@@ -133,7 +133,7 @@ class GoodputController:
         self._has_drafted = self._drafted = self._is_logged = False
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return the plans in force or decide new ones; a small share of them are probes."""
+        """Return reused plans, or decide new ones; a small share of the plans are probes."""
         if not states:
             return []
         active = self._active
@@ -156,7 +156,7 @@ class GoodputController:
         return active.plans
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Update acceptance and costs by the outcome of a step."""
+        """Update acceptance and cost estimates from the records of a step."""
         if not records:
             return
         drafts = False
@@ -181,7 +181,7 @@ class GoodputController:
         self._log(active)
 
     def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> ActivePlan:
-        """Choose the best plans by current estimates."""
+        """Choose the best plans from the present estimates."""
         last = self._active
         names = [state.request_id for state in states]
         limits_s = [tpot_limit_s(state) for state in states]
@@ -220,7 +220,7 @@ class GoodputController:
     def _candidate(
         self, state: RequestState, pricing: Pricing, batch: int, limit_s: float | None
     ) -> RequestCandidate:
-        """Return the drafter of most expected tokens per second, and what it is expected to do."""
+        """Return the drafter with the most expected tokens per second, with its estimates."""
         was = self._chosen.get(state.request_id, PLAIN)
 
         def candidate(method: str) -> RequestCandidate:
@@ -244,7 +244,7 @@ class GoodputController:
     def _choose(
         self, candidates: Sequence[RequestCandidate], room: Allocator, max_nodes: int
     ) -> Allocation:
-        """Return the best allocation, or the last one where the best is hardly better."""
+        """Return the best allocation, or the last one unless the best exceeds it by a margin."""
         best = room.best(max_nodes)
         last = tuple([min(c.was, len(c.curve.survival)) for c in candidates])
         if last == best.depths or sum(last) > max_nodes:
@@ -260,7 +260,7 @@ class GoodputController:
         pricing: Pricing,
         max_nodes: int,
     ) -> Allocation | None:
-        """Return the best trees for all requests; None where some of them cannot have one."""
+        """Return the best trees for all requests; None if one of them cannot have a tree."""
         batch = len(states)
         found: list[Allocation] = []
         for method in self.tree_methods:
@@ -284,7 +284,7 @@ class GoodputController:
         return max(trees, key=lambda allocation: allocation.tokens_per_s)
 
     def _prefers(self, tree: Allocation, chain: Allocation) -> bool:
-        """Whether trees are better than chains by the margin that a change takes."""
+        """Whether trees are expected to exceed chains by the margin for a change of shape."""
         margin = 1.0 + self.config.switch_margin
         active = self._active
         if active is not None and active.allocation.tree is not None:
@@ -294,7 +294,7 @@ class GoodputController:
     def _plans(
         self, candidates: Sequence[RequestCandidate], allocation: Allocation, pricing: Pricing
     ) -> list[Plan]:
-        """Return the plans of an allocation."""
+        """Convert an allocation to plans."""
         tree = allocation.tree
         if tree is not None:
             return [
@@ -313,7 +313,7 @@ class GoodputController:
         ]
 
     def _rule(self, allocation: Allocation, pricing: Pricing) -> StopRule | None:
-        """Return the rule that stops where one more node would not pay."""
+        """Return the stop rule that ends a draft when one more node would not raise throughput."""
         deepest, batch = max(allocation.depths), len(allocation.depths)
         if self.calibration is None or not deepest:
             return None
@@ -325,7 +325,7 @@ class GoodputController:
         return self.calibration.rule(allocation.tokens_per_s * node_s)
 
     def _log(self, active: ActivePlan | None) -> None:
-        """Log once that drafting was stopped, and why."""
+        """Log once that drafting was stopped, with the reason."""
         if self._is_logged or active is None or self._num_plain != LOGGED_AFTER:
             return
         if self._has_drafted and not active.drafts:

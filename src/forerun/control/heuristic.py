@@ -1,4 +1,4 @@
-"""The two rules for K in transformers' assisted generation, as baselines."""
+"""Two baseline controllers: the rules for K in transformers' assisted generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ConfidenceController", "HeuristicController"]
 
 
 class HeuristicController:
-    """K grows by 2 where all drafts were accepted and shrinks by 1 where one was not; at least 1.
+    """Raises K by 2 if all draft tokens were accepted and lowers it by 1 otherwise; at least 1.
 
     Source: `num_assistant_tokens_schedule="heuristic"` of transformers.
 
@@ -59,7 +59,7 @@ class HeuristicController:
 
 
 class ConfidenceController:
-    """Plans a large K with a stop rule whose confidence threshold is learnt.
+    """Plans a large K with a stop rule whose confidence threshold is estimated from outcomes.
 
     The threshold minimises the rate of drafted tokens that are wrong plus three times the rate of
     right ones not drafted, over the tokens seen so far.
@@ -87,7 +87,7 @@ class ConfidenceController:
         return [plan_of(self.method, min(share, self.max_k), rule)] * len(states)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Learn from the tokens whose predecessors were accepted."""
+        """Update the threshold from draft tokens whose predecessors were all accepted."""
         for record in records:
             reached = (record.stop_values or ())[: record.num_accepted + 1]
             self._seen += [(value, n < record.num_accepted) for n, value in enumerate(reached)]

@@ -1,4 +1,4 @@
-"""The cost model of a controller without a profile: durations are learnt from the steps themselves.
+"""Cost model of a controller without a profile, estimated from the durations of steps.
 
 Source of the model: the cost line of `theory.cost`, kappa = K c + v(K + 1) + o. v is linear in rows
 at first, and bends where passes of so many rows were measured.
@@ -27,7 +27,7 @@ __all__ = ["LearnedCosts"]
 
 
 class MeasuredMean:
-    """A discounted mean of durations, on which a single outlier has little influence."""
+    """A discounted mean of durations that limits the influence of single outliers."""
 
     __slots__ = ("count", "total")
 
@@ -95,7 +95,7 @@ class LearnedCosts:
         self._num_states = 0
 
     def pricing(self, states: Sequence[RequestState]) -> Pricing:
-        """Return what a step of these requests is expected to take."""
+        """Return the expected durations of a step with these requests."""
         batch = self._num_states = len(states)
         costs = self._nearest(batch)
         return Pricing(
@@ -106,19 +106,19 @@ class LearnedCosts:
         )
 
     def largest_depth(self, method: str, batch: int) -> int:
-        """Return the largest K that may be planned: unmeasured costs are not extrapolated far."""
+        """Return the largest K that may be planned, not far beyond the K that were measured."""
         costs = self._nearest(batch)
         deepest = 0 if costs is None else costs.deepest.get(method, 0)
         return min(self.max_k, max(FIRST_DEPTH, deepest + 1))
 
     def largest_tree(self, batch: int) -> int:
-        """Return the most nodes of a tree that may be planned: about twice as many as measured."""
+        """Return the largest tree that may be planned, about twice as large as those measured."""
         costs = self._nearest(batch)
         most = 0 if costs is None else max(costs.by_rows_s, default=0)
         return min(self.max_nodes, max(FIRST_DEPTH, 2 * most + 1))
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Learn from the durations of one step without prompts."""
+        """Update the costs from one step without prompts."""
         first, batch = records[0], len(records)
         total_s = first.draft_s + first.verify_s + first.other_s
         if batch != self._num_states or total_s <= 0.0:
@@ -153,7 +153,7 @@ class LearnedCosts:
         return self._batches[min(self._batches, key=lambda known: abs(known - batch))]
 
     def _times(self, costs: BatchCosts | None, method: str, batch: int) -> StepTimes:
-        """Return times that are linear in rows and levels."""
+        """Return step times that are linear in rows and levels."""
         plain_s, row_s = 1.0, ASSUMED_ROW
         level_s, other_s = None, 0.0
         if costs is not None:
@@ -171,7 +171,7 @@ class LearnedCosts:
 
 
 def plain_and_row_s(costs: BatchCosts) -> tuple[float, float]:
-    """Return the seconds of a plain step, and those that one drafted node adds to the pass."""
+    """Return the seconds of a plain step, and the additional seconds of a pass per drafted node."""
     if not costs.pass_s.count:
         plain_s = costs.plain_s.mean
         return plain_s, ASSUMED_ROW * plain_s
@@ -184,7 +184,7 @@ def plain_and_row_s(costs: BatchCosts) -> tuple[float, float]:
 
 
 def bent(line_s: Sequence[float], measured: Mapping[int, MeasuredMean]) -> list[float]:
-    """Return a linear estimate of pass times, corrected at the sizes that were measured.
+    """Correct a linear estimate of pass times at the sizes that were measured.
 
     Beyond the most rows that were measured, passes lie above the line by as much as those did.
 

@@ -1,4 +1,4 @@
-"""Controllers by name, and what they are built from."""
+"""Controllers by name, and the inputs that they are built from."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def confidence(inputs: ControllerInputs) -> Controller:
 
 
 def goodput(inputs: ControllerInputs) -> Controller:
-    """Build the goodput controller; it learns costs unless those of all drafters are given."""
+    """Build the goodput controller, which estimates costs unless all drafters' are given."""
     max_k, max_nodes = inputs.num_speculative_tokens, inputs.max_tree_nodes
     costs: Mapping[str, CostSource] | LearnedCosts
     if any(method not in inputs.costs for method in inputs.methods):
@@ -90,7 +90,7 @@ CONTROLLERS: Mapping[ControllerName, Callable[[ControllerInputs], Controller]] =
 
 
 def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controller:
-    """Build the controller of a name.
+    """Build the controller with the given name.
 
     Raises:
         InvalidRequest: there is none of that name, or it lacks what it needs.

@@ -1,4 +1,4 @@
-"""Probes: short drafts that update an acceptance estimate, and the rule that schedules them."""
+"""Schedule of probes, short drafts that update an acceptance estimate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Probes"]
 
 
 class Probes:
-    """Decides when to probe, so that probes cost at most a given share of the time.
+    """Schedules probes so that they cost at most a given share of the time.
 
     While no request drafts, one of them drafts one token at intervals, because acceptance cannot be
     estimated without drafts. While requests draft, one of them tries one token more or less, or
@@ -53,7 +53,7 @@ class Probes:
         self._expected_loss: float | None = None
 
     def pass_step(self, num_plain: int, *, has_drafted: bool) -> None:
-        """Reduce the loss still to be made up for by the share of one step."""
+        """Reduce the accumulated cost of probes by the share of time that one step grants them."""
         share = self.config.probe_share
         if has_drafted:
             share = max(share, FIRST_PROBES / (8.0 + num_plain))
@@ -64,7 +64,7 @@ class Probes:
             self.explore_loss = max(0.0, self.explore_loss - self.config.explore)
 
     def steps_left(self, drafts: bool) -> int:
-        """Return for how many steps no probe is due, at least 1."""
+        """Return the number of steps until a probe can be due, at least 1."""
         if drafts:
             share, loss = self.config.explore, self.explore_loss
         else:
@@ -74,7 +74,7 @@ class Probes:
 
     @property
     def _is_idle_probe_due(self) -> bool:
-        """Whether the loss is paid off, or accepted probes may be followed by another."""
+        """Whether a probe is due without drafting; an accepted probe may be followed at once."""
         most = FOLLOWING_LOSS if self._num_following else 0.0
         return self.idle_loss <= most
 
@@ -85,7 +85,7 @@ class Probes:
         room: int,
         num_unread: Callable[[RequestState], int],
     ) -> list[Plan] | None:
-        """Return the plans with a probe among them, or None if none is due or rows are lacking.
+        """Return the plans with one probe, or None if no probe is due or the pass lacks rows.
 
         Args:
             plans: the best ones.
@@ -113,7 +113,7 @@ class Probes:
     def _explore(
         self, plans: list[Plan], states: Sequence[RequestState], drafting: Sequence[int]
     ) -> list[Plan] | None:
-        """Let one request draft one token more, or one token with another drafter, in turns."""
+        """Make one request a probe: alternately one token more, or one token of another drafter."""
         turn, place = divmod(self._num_explored, len(drafting))
         at = drafting[place]
         self._num_explored += 1
@@ -135,7 +135,7 @@ class Probes:
         without: Allocation,
         room: Allocator,
     ) -> None:
-        """Note the expected cost of a probe that differs from the best plans by its depth alone.
+        """Record the expected cost of a probe that differs from the best plans only in depth.
 
         What it is measured to lose depends on chance far more than on the depth.
         """
@@ -148,7 +148,7 @@ class Probes:
     def charge(
         self, probed: Sequence[Plan], records: Sequence[StepRecord], without: Allocation
     ) -> None:
-        """Add the measured cost of a probe, as a number of steps without it."""
+        """Add the measured cost of a probe, in steps without probes."""
         if not any(record.num_drafted for record in records):
             return  # the drafter paused, or a guard of the speed made the step plain
         first = records[0]

@@ -14,7 +14,7 @@ __all__ = ["OperatingPoint", "ProfiledCosts"]
 
 
 class OperatingPoint(NamedTuple):
-    """Batch, context and cost data for which a step is decided.
+    """Batch, context and cost tables at which a step is decided.
 
     Attributes:
         place: its batch and context.
@@ -41,7 +41,7 @@ class OperatingPoint(NamedTuple):
 
 
 class ProfiledCosts:
-    """Expected step times from profiled cost tables, with corrections learnt per batch size.
+    """Expected step times from profiled cost tables, with corrections estimated per batch size.
 
     Args:
         costs: of every drafter that may be planned, by its method.
@@ -63,7 +63,7 @@ class ProfiledCosts:
         self._last: OperatingPoint | None = None
 
     def pricing(self, states: Sequence[RequestState]) -> Pricing:
-        """Return what a step of these requests is expected to take."""
+        """Return the expected durations of a step with these requests."""
         return self.at(states).pricing()
 
     def largest_depth(self, method: str, batch: int) -> int:
@@ -90,7 +90,7 @@ class ProfiledCosts:
         return point
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Compare the duration of the last step with the one in the tables."""
+        """Update the corrections with the measured duration of the last step."""
         point, first = self._last, records[0]
         rest_s = first.verify_s + first.other_s
         if point is None or len(records) != point.place.batch or rest_s <= 0.0:
@@ -120,7 +120,7 @@ class ProfiledCosts:
                 correction.drafts[method].observe(own_s, expected_s)
 
     def _observe_trees(self, point: OperatingPoint, trees: Sequence[StepRecord]) -> None:
-        """Compare the duration of a step with trees with the one in the tables."""
+        """Update the corrections with the measured duration of a step with trees."""
         first, (method, *others) = trees[0], {tree.method for tree in trees}
         if others or method not in point.times:
             return

@@ -1,4 +1,4 @@
-"""A controller that is compared with plain decoding while it runs, and replaced by it where slower.
+"""Controller that measures speculation against plain decoding and switches to the faster one.
 
 Cost tables may be out of date and acceptance may be misjudged, so tokens per second are measured. A
 small share of the steps is made plain whatever was planned, at moments that depend on counts alone,
@@ -35,7 +35,7 @@ StepKind = Literal["plain", "speculative", "probe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """Speculation was turned on or off.
+    """Record of a switch of speculation to on or off.
 
     Attributes:
         step: number of the step.
@@ -51,7 +51,7 @@ class Switch:
 
 
 class SpeedupBucket:
-    """Speed with and without speculation at batch sizes between two powers of two.
+    """Measured speed with and without speculation, at batch sizes between two powers of two.
 
     Args:
         config: of the safety.
@@ -70,7 +70,7 @@ class SpeedupBucket:
         self.num_failures = 0
 
     def bounds(self, z: float) -> tuple[float, float]:
-        """Return bounds of the speedup: tokens per second with over without speculation."""
+        """Return confidence bounds of the ratio of speeds with and without speculation."""
         speedup = self.speculative.ratio / self.plain.ratio
         error = z * math.hypot(self.speculative.relative_error, self.plain.relative_error)
         return speedup * (1.0 - error), speedup * (1.0 + error)
@@ -106,7 +106,7 @@ class SafeController:
         self._wants_drafts = False
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return the plans of the inner controller, or plain ones."""
+        """Return the plans of the inner controller, or plain ones while speculation is off."""
         plans = self.inner.decide(states, capacity)
         self._made = None
         if not states:
@@ -138,7 +138,7 @@ class SafeController:
         return plans if kind == self._kind else [PLAIN] * len(plans)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Measure the step and judge the speedup."""
+        """Measure the step, and switch speculation by the bounds of the speedup."""
         self.inner.observe(records)
         kind, self._made = self._made, None
         if kind is None or not records or len(records) != len(self._inner_plans):
@@ -180,13 +180,13 @@ class SafeController:
         self._switch(name, bucket, on=False, reason=reason)
 
     def _ends_at(self, bucket: SpeedupBucket) -> int:
-        """Return the step from which on speculation may be tried again."""
+        """Return the step from which speculation may be tried again."""
         config = self.config
         pause: int = config.retry_after << min(16, max(0, bucket.num_failures - 1))
         return bucket.off_since + min(pause, config.longest_retry)
 
     def _gap(self) -> int:
-        """Return speculative steps until the next plain ones: about `probe_share` are plain."""
+        """Return the number of speculative steps before the next plain ones."""
         share = share_of(finalise(~self.num_probes * INCREMENT))
         return 1 + int(2.0 * NUM_IN_A_ROW * share / self.config.probe_share)
 
@@ -205,7 +205,7 @@ class SafeController:
 
 
 def kind_of(plans: Sequence[Plan]) -> StepKind:
-    """Return "probe" if any plan is a probe, else whether any plan drafts."""
+    """Return "probe" if any plan is a probe, otherwise whether any plan drafts."""
     kind: StepKind = "plain"
     for plan in plans:
         if plan.probe:
@@ -216,5 +216,5 @@ def kind_of(plans: Sequence[Plan]) -> StepKind:
 
 
 def bucket_of(states: Sequence[RequestState]) -> int:
-    """Return the batch size as an exponent of 2, rounded down."""
+    """Return the binary logarithm of the batch size, rounded down."""
     return len(states).bit_length() - 1

@@ -30,7 +30,7 @@ class CostSource(Protocol):
 
 
 class CostCell(NamedTuple):
-    """Key of the place where a cost table is read: batch size and context range.
+    """Key of an operating point in cost tables: batch size and context range.
 
     Attributes:
         batch: sequences in the step.
@@ -77,7 +77,7 @@ class StepTimes:
 
     @classmethod
     def read(cls, table: CostTable, place: CostCell, max_k: int, max_nodes: int = 0) -> StepTimes:
-        """Read the table for `max_k` levels and `max_nodes` nodes; `max_k` where that is more."""
+        """Read the table at an operating point for up to `max_k` levels and `max_nodes` nodes."""
         batch, context = place.batch, place.context
         # More sequences never take less, whatever noise there was between measured batches.
         by_batch = (table.draft_token_s(context, b + 1) for b in range(batch))
@@ -109,7 +109,7 @@ class StepTimes:
         overhead_s: float,
         batch: int,
     ) -> StepTimes:
-        """Return times in which every drafted level costs the same, whatever the batch.
+        """Create step times in which each drafted level costs the same at every batch size.
 
         Args:
             plain_s: a plain step.
@@ -151,7 +151,7 @@ class StepTimes:
 
 
 class Tables:
-    """Step times by method, temperature and place; each table is read once.
+    """Step times by method, temperature and operating point, read once from cost tables.
 
     Args:
         costs: of every method that may be planned.
@@ -166,7 +166,7 @@ class Tables:
         self._read: dict[tuple[str, bool, CostCell], StepTimes] = {}
 
     def at(self, method: str, place: CostCell, *, greedy: bool) -> StepTimes:
-        """Return the times of a method's steps at a place."""
+        """Return the step times of a method at an operating point."""
         key = (method, greedy, place)
         times = self._read.get(key)
         if times is None:
@@ -176,7 +176,7 @@ class Tables:
 
 
 class TimeFactor:
-    """Ratio of measured to expected time, learnt step by step."""
+    """Ratio of measured to expected time, updated at each step."""
 
     __slots__ = ("count", "log")
 
@@ -184,7 +184,7 @@ class TimeFactor:
         self.log = self.count = 0.0
 
     def observe(self, measured_s: float, expected_s: float) -> None:
-        """Update the ratio by one step; outliers have little weight."""
+        """Update the ratio from one step; outliers have a small weight."""
         believed = self.log / (self.count + STEP_TIME_STRENGTH)
         surprise = math.log(measured_s / expected_s) - believed
         surprise = believed + max(-LARGEST_LOG_SURPRISE, min(LARGEST_LOG_SURPRISE, surprise))
@@ -235,7 +235,7 @@ class TimeCorrection:
         return self.drafts[method].value(self._either)
 
     def tree_factor(self, method: str) -> float:
-        """The same for steps with trees, of which chains of the same drafter give a first idea."""
+        """Ratio for trees as `draft_factor` for chains, which provides its prior."""
         drafts = self.drafts[method]
         return self.trees[method].value(math.log(drafts.value(self._either)))
 

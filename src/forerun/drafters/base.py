@@ -49,7 +49,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """A drafter's answer that it proposes nothing until `num_tokens` more are committed.
+    """Returned by a drafter that proposes nothing until `num_tokens` more are committed.
 
     Until then the sequence is decoded plainly and `propose` is not called for it.
     """
@@ -90,13 +90,13 @@ class StepOutcome:
 
     @property
     def request_id(self) -> str:
-        """Key of the drafter's own state for this sequence."""
+        """Key under which a drafter stores its state for this sequence."""
         return self.request.request_id
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes token trees. Its state is kept per request_id and dropped by `forget`.
+    """Proposes token trees. Its state is stored per request_id and dropped by `forget`.
 
     `forerun.testing.conformance.check_drafter` tests an implementation against this contract.
     """
@@ -140,13 +140,13 @@ class TopTokensDrafter(Drafter, Protocol):
 
     @property
     def required_top_k(self) -> int:
-        """How many of them `StepOutcome.top_tokens` holds per row; 0 where none are needed."""
+        """Number of most likely tokens per row needed in `StepOutcome.top_tokens`; 0 for none."""
 
 
 @runtime_checkable
 class TreeDrafter(Drafter, Protocol):
-    """A drafter that honours plans with the shape `Tree`; controllers plan trees for no other."""
+    """A drafter that accepts plans with a `Tree`; controllers plan trees for no other drafter."""
 
     @property
     def max_width(self) -> int:
-        """The most children of a node that the drafter proposes; 1 means that it cannot branch."""
+        """The most children per node that the drafter proposes; 1 means only chains."""

@@ -1,4 +1,4 @@
-"""Drafters that are given by a name instead of a model folder; torch-free."""
+"""Drafters that are chosen by a name instead of a model folder; torch-free."""
 
 from __future__ import annotations
 

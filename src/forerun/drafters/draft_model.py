@@ -84,7 +84,7 @@ class DraftModel:
         return [proposals.get(request.request_id) for request in requests]
 
     def _sequence(self, request: DraftRequest) -> DraftSequence:
-        """Return the state of a request, created on first use."""
+        """Return the state of a request, which is created on first use."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             sequence = DraftSequence.begin(request, self._open(request))
@@ -96,7 +96,7 @@ class DraftModel:
         return Context(self.model.store, request.ids, request.scope)
 
     def _draft(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
-        """Return proposals of sequences that have a budget, the deepest first."""
+        """Return proposals of sequences that have a budget, sorted by descending budget."""
         self._prefill(sequences)
         depth = sequences[0].budget
         batch = self._batch([sequence.first_span() for sequence in sequences], sequences)
@@ -116,7 +116,7 @@ class DraftModel:
         return proposals_of(sequences, draft_levels(self.model, sequences, batch, self.vocab_size))
 
     def _draft_trees(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
-        """Return proposals for plans of trees, and of chains that share their passes."""
+        """Draft trees for a whole batch; plans for chains share the passes of the trees."""
         self._prefill(sequences)
         batch = self._batch([sequence.first_span() for sequence in sequences], sequences)
         return draft_trees(self.model, sequences, batch, self.vocab_size)
@@ -124,7 +124,7 @@ class DraftModel:
     def _sampled_chains(
         self, sequences: Sequence[DraftSequence], batch: RowBatch, depth: int, by_race: bool
     ) -> Levels:
-        """Draft all levels in one call; a greedy chain is right under either kind of noise."""
+        """Draft all levels of all chains in one call, with the noise of coupling if `by_race`."""
         assert isinstance(self.model, SampledChains)
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
         keys = race_keys(sequences, depth) if by_race else draft_keys(sequences, depth)
@@ -173,7 +173,7 @@ class DraftModel:
                 sequence.learn(outcome.proposal, verdict.path)
 
     def forget(self, request_id: str) -> None:
-        """Give the slot of a request back, if it has one."""
+        """Free the slot of a request, if it has one."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             sequence.close()
@@ -182,7 +182,7 @@ class DraftModel:
 def divided(
     sequences: Sequence[DraftSequence],
 ) -> tuple[list[DraftSequence], list[DraftSequence]]:
-    """Return the sequences drafted as chains, the deepest first, and those drafted as trees.
+    """Return the sequences drafted as chains, sorted by descending budget, and those with trees.
 
     Beside a tree a chain is drafted in the same passes, unless a stop rule may end it or it shares
     the target's noise.
@@ -212,13 +212,13 @@ def check_ids(sequences: Sequence[DraftSequence], vocab_size: int) -> None:
 
 
 def note_fed_rows(sequences: Sequence[DraftSequence], depth: int) -> None:
-    """Note that a call which drafts `depth` tokens has fed all of them but the last."""
+    """Record that the KV of all drafted tokens but the last was staged by a call of that depth."""
     for sequence in sequences:
         sequence.num_fed = depth - 1
 
 
 def measured(values: Tensor) -> list[list[float]]:
-    """Return the measured values of each sequence; the model writes -1 where it measured none."""
+    """Return each sequence's values of its stop rule without the model's -1 for "not measured"."""
     columns: list[list[float]] = values.t().tolist()
     return [[value for value in column if value != -1.0] for column in columns]
 
@@ -265,7 +265,7 @@ def proposals_of(sequences: Sequence[DraftSequence], levels: Levels) -> list[Pro
 def sampled_proposal(
     sequence: DraftSequence, levels: Levels, index: int, failed: Sequence[bool]
 ) -> Proposal:
-    """Return a chain with the rows it was drawn from, unless it was chosen greedily."""
+    """Return a chain with its draft distributions, which a greedily chosen chain does not have."""
     assert levels.draft_probs is not None
     tokens = levels.tokens[: sequence.budget, index]
     if sequence.choice is Choice.DETERMINISTIC:

@@ -1,4 +1,4 @@
-"""One sequence as the draft model sees it, across steps and within one."""
+"""State of one sequence in the draft model, across steps and within one step."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class DraftSequence:
 
     @property
     def name(self) -> str:
-        """Key of the request."""
+        """Id of the request."""
         return self.request.request_id
 
     @property
     def num_committed(self) -> int:
-        """Tokens of prompt and output at the start of the step."""
+        """Number of prompt and output tokens at the start of the step."""
         return len(self.request.ids)
 
     def begin_step(self, plan: Plan, max_context: int) -> None:
@@ -142,7 +142,7 @@ class DraftSequence:
         self.stop_values = tuple(values[: self.budget])
 
     def fits_one_call(self, num_tokens: int, max_context: int) -> bool:
-        """Whether the model may draft `num_tokens` (perhaps more than the budget) in one call.
+        """Whether `num_tokens` tokens, which may exceed the budget, can be drafted in one call.
 
         The chain must fit the context, and only the temperature may shape its distributions.
         """
@@ -163,7 +163,7 @@ class DraftSequence:
         return span
 
     def tree_span(self, tree: TokenTree, rows: Mapping[tuple[int, ...], int]) -> Span:
-        """Return the rows of the last committed token, once more, and of a tree after it.
+        """Return a span that repeats the row of the last committed token and adds a tree after it.
 
         Args:
             tree: the nodes to feed.
@@ -173,7 +173,7 @@ class DraftSequence:
         return self.context.span(1, tree, num_staged=self.num_chain - 1)
 
     def commit(self, accepted: Sequence[int]) -> None:
-        """Keep the rows of pending and accepted tokens; those drafted last may have no row.
+        """Commit the rows of pending and accepted tokens; the last drafted tokens may have no row.
 
         Args:
             accepted: tokens of the accepted path.
@@ -188,7 +188,7 @@ class DraftSequence:
 
     @property
     def first_acceptance(self) -> float:
-        """How often the first of drawn siblings is accepted, as far as this request has shown."""
+        """Share of cases in this request in which the first drawn sibling was accepted."""
         return self.num_first / self.num_tried
 
     def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
@@ -206,12 +206,12 @@ class DraftSequence:
                 self.num_first += following == children[0]
 
     def close(self) -> None:
-        """Give the cache slot back; verified rows may serve other requests."""
+        """Free the KV slot; its verified rows may be reused by other requests."""
         self.context.close(self.context.num_cached if self.kv_verified else 0)
 
 
 def ranking_params(params: SamplingParams) -> SamplingParams:
-    """Return the parameters of the distributions that a tree's nodes are chosen by.
+    """Return the sampling parameters of the distributions that rank the nodes of a tree.
 
     Of a greedy request these are the probabilities at temperature 1: they rank the paths.
     """

@@ -108,7 +108,7 @@ class Stopping:
     def measure(
         self, logits: Float[Tensor, "going vocab"], probs: Float[Tensor, "going vocab"]
     ) -> None:
-        """Measure before the next draw of the first `going` chains."""
+        """Measure the stop rules of the first chains, as many as `logits` has rows."""
         for index, value in enumerate(self._measured(logits, probs)):
             rule = self.rules[index]
             if rule is None or self._stopped[index]:
@@ -149,7 +149,7 @@ def draft_keys(
 def race_keys(
     sequences: Sequence[DraftSequence], num_levels: int
 ) -> Int64[Tensor, "levels sequences"]:
-    """Return the noise keys of coupled draft tokens, which are those of the target's draws."""
+    """Return the noise keys of coupled draft tokens, which equal those of the target's draws."""
     keys = [
         [position_key(b.request.noise_key, b.num_committed + level) for b in sequences]
         for level in range(num_levels)
@@ -209,7 +209,7 @@ class Chooser:
 def row_histories(
     sequences: Sequence[DraftSequence], drafted: Sequence[Tensor]
 ) -> list[RowHistory | None]:
-    """Return the histories that penalties read at the next node; this waits for the device."""
+    """Return the token histories that penalties read for each row; this waits for the device."""
     if all(sequence.request.history is None for sequence in sequences):
         return []
     levels: list[list[int]] = [tokens.tolist() for tokens in drafted]

@@ -53,7 +53,7 @@ class RecyclingDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Return the most likely paths after the last token of every request, where it is known."""
+        """Return the most likely paths after each request's last token; None if it is unseen."""
         log_probs = [math.log(hits / self._tries) for hits in self._hits]
         proposals: list[Proposal | None] = []
         for request, plan in zip(requests, plans, strict=True):
@@ -79,7 +79,7 @@ class RecyclingDrafter:
         return table
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Update rank statistics by committed tokens, and the table by verified rows."""
+        """Count the ranks of committed tokens, and update the table from verified rows."""
         for outcome in outcomes:
             table, ids = self._table(outcome.request), outcome.request.ids
             if outcome.verdict is None:
@@ -92,7 +92,7 @@ class RecyclingDrafter:
             table.update(outcome.top_tokens)
 
     def _learn(self, tokens: Sequence[int] | None, token: int) -> None:
-        """Count the rank that a committed token had after the one before it."""
+        """Count which rank each committed token had in the table entry of the token before it."""
         if tokens is None:
             return
         self._tries += 1
@@ -105,7 +105,7 @@ class RecyclingDrafter:
 
 
 def put_first(table: Table, token: int, successor: int) -> None:
-    """Add the token that follows another in the text to its entry, the latest first."""
+    """Move a token that followed another to the front of the latter's table entry."""
     known = table.setdefault(token, [])
     if successor in known:
         known.remove(successor)

@@ -95,7 +95,7 @@ def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
 
 
 def whole_number(text: str, argument: str) -> int:
-    """Return the number after the colon, 0 where there is none.
+    """Return the number after the colon, or 0 if there is none.
 
     Raises:
         InvalidRequest: the argument is not a whole number.
@@ -131,7 +131,7 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a head on a target's hidden states.
+    """Whether a folder holds an attached drafter: an EAGLE-3 head or Medusa heads.
 
     Raises:
         InvalidModel: its config.json is damaged.
@@ -148,7 +148,7 @@ _checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = [
 
 
 def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None:
-    """Let `Engine.load(draft=FOLDER)` load checkpoints of a further type.
+    """Register a loader, so that `Engine.load(draft=FOLDER)` accepts a further checkpoint type.
 
     Types that were registered later are tried first. A folder that no registered type matches is
     loaded as a draft model.
@@ -161,7 +161,7 @@ def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None
 
 
 def find_checkpoint(config: Mapping[str, Any]) -> CheckpointLoader | None:
-    """Return the loader for a checkpoint; None where it is an ordinary language model.
+    """Return the loader for a checkpoint; None for an ordinary language model.
 
     Args:
         config: contents of the checkpoint's config.json.

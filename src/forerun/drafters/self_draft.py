@@ -20,7 +20,7 @@ __all__ = ["SelfDraft"]
 
 
 class SelfDraft(DraftModel):
-    """A draft model that works in the target's KV cache; see `LayeredModel.first_layers`."""
+    """A draft model of the target's first layers, which stages its rows in the target's cache."""
 
     method = "self"
 
@@ -34,7 +34,7 @@ class SelfDraft(DraftModel):
 
 
 class TargetKVView(Context):
-    """The target's view of a sequence, in which a drafter may stage rows but not commit them.
+    """The target's KV of a sequence, in which a drafter may stage rows but not commit them.
 
     Args:
         target: the target's context.

@@ -1,4 +1,4 @@
-"""Several drafters behind one interface: every plan names the drafter that drafts."""
+"""Several drafters behind one interface; each plan chooses one by its name."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class SeveralDrafters:
 
     @property
     def method(self) -> str:
-        """Method of the first drafter, which is used where no controller chooses."""
+        """Method of the first drafter, the default where no controller chooses."""
         return next(iter(self.drafters))
 
     @property
     def required_features(self) -> tuple[int, ...]:
-        """Layers that any of the drafters reads."""
+        """Layers whose features at least one of the drafters reads."""
         return tuple(sorted({i for d in self.drafters.values() for i in d.required_features}))
 
     @property
     def required_top_k(self) -> int:
-        """The most of the target's top tokens that any of the drafters needs."""
+        """The largest number of the target's top tokens that one of the drafters needs."""
         each = self.drafters.values()
         return max([d.required_top_k for d in each if isinstance(d, TopTokensDrafter)], default=0)
 
@@ -78,7 +78,7 @@ class SeveralDrafters:
         ]
 
     def _named(self, plan: Plan) -> list[str]:
-        """Return the drafters of a plan; a chain comes from the first of them."""
+        """Return the names of a plan's drafters; the first one drafts if the plan is a chain."""
         methods = [plan.method] if plan.method in self.drafters else plan.method.split("+")
         for method in methods:
             if method not in self.drafters:
@@ -88,7 +88,7 @@ class SeveralDrafters:
         return methods if isinstance(plan.shape, Tree) else methods[:1]
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Report every step to every drafter, with the proposal that it made itself."""
+        """Pass every outcome to every drafter, together with the drafter's own proposal."""
         parts = [self._proposed.pop(outcome.request_id, {}) for outcome in outcomes]
         layers = self.required_features
         for method, drafter in self.drafters.items():
@@ -107,7 +107,7 @@ class SeveralDrafters:
             )
 
     def forget(self, request_id: str) -> None:
-        """Drop all state of a request, in all of them, even where one of them raises."""
+        """Drop the state of a request in every drafter, even if one of them raises."""
         self._proposed.pop(request_id, None)
         with ExitStack() as others:
             for drafter in self.drafters.values():
@@ -115,7 +115,7 @@ class SeveralDrafters:
 
 
 def united(parts: Sequence[Proposal], plan: Plan) -> Proposal | None:
-    """Return one proposal for those of several drafters; trees without probabilities come alone."""
+    """Merge the proposals of several drafters; a plan for a chain takes the first."""
     ranked = [part for part in parts if part.log_probs is not None]
     if len(ranked) > 1 and isinstance(plan.shape, Tree):
         return merged(ranked, plan.shape).proposal("budget")

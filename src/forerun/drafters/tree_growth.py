@@ -1,4 +1,4 @@
-"""Trees of a draft model while they are drafted: which nodes a pass reads, and what they become.
+"""Draft trees of a draft model under construction: frontier, next pass and finished proposal.
 
 Deterministic nodes are the most probable paths (EAGLE-2, 2406.16858). A level's pass computes only
 candidates of nodes that are among the best so far, for no other can have a child in the final tree.
@@ -47,13 +47,13 @@ STEP = 0.05
 
 
 def acceptance_by_rank(first: float) -> tuple[float, ...]:
-    """Return the acceptance of drawn siblings by rank, given how often the first is accepted."""
+    """Return the acceptance of drawn siblings by rank, given the acceptance of the first."""
     rounded = min(1 - STEP, max(STEP, STEP * round(first / STEP)))
     return (rounded, *((1 - rounded) * share for share in LATER_RANKS))
 
 
 class Drawings(NamedTuple):
-    """The children that were chosen for every node of a level.
+    """The children chosen for every node of a level, and their probabilities.
 
     Attributes:
         tokens: their ids.
@@ -67,7 +67,7 @@ class Drawings(NamedTuple):
 
 
 class BestFirst:
-    """A tree of deterministic nodes.
+    """A tree of deterministic nodes, which grows by the most probable paths.
 
     Args:
         sequence: what it continues, with the shape of its largest tree.
@@ -85,7 +85,7 @@ class BestFirst:
     def add(
         self, tokens: Sequence[Sequence[int]], probs: Sequence[Sequence[float]], _rows: Tensor
     ) -> None:
-        """Receive the candidates of the frontier, and choose the next one."""
+        """Add the candidate children of the frontier, and choose the next frontier."""
         level, shape = len(self.frontier[0]) + 1, self.sequence.tree_shape
         for path, ids, values in zip(self.frontier, tokens, probs, strict=True):
             # NaN and 0 become -inf, which no tree holds.
@@ -120,7 +120,7 @@ class BestFirst:
 
 
 class Drawn:
-    """A tree of drawn nodes, which fills a fixed shape.
+    """A tree of drawn nodes in a shape fixed in advance.
 
     Args:
         sequence: what it continues, with the shape of its largest tree.
@@ -157,13 +157,13 @@ class Drawn:
         ]
 
     def children(self, path: Path) -> tuple[int, ...]:
-        """Return the nodes of the template that are drawn after a path."""
+        """Return the children of a path's node in the fixed shape."""
         return self.template.children(self._nodes[path])
 
     def add(
         self, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], rows: Tensor
     ) -> None:
-        """Receive the tokens drawn after the paths of the frontier, and their distributions."""
+        """Add the tokens drawn after the paths of the frontier, and their distributions."""
         level: list[int] = []
         for path, ids, left, row in zip(self.frontier, tokens, chances, rows, strict=True):
             node = self._nodes[path]
@@ -182,7 +182,7 @@ class Drawn:
         return [self._paths[n] for n in drawn if n >= 0 and self.template.children(n)]
 
     def proposal(self) -> Proposal:
-        """Return the finished tree with the distributions its tokens were drawn from.
+        """Return the finished tree with the distributions that its tokens were drawn from.
 
         Raises:
             DrafterError: the first distribution is not valid.
@@ -207,14 +207,14 @@ class Drawn:
 
 
 def invalid_probs(sequence: DraftSequence) -> DrafterError:
-    """Return the error for a draft whose distribution after the committed tokens is not valid."""
+    """Return the error for draft probabilities after the committed tokens that are not valid."""
     return DrafterError(f"the draft's probabilities for request {sequence.name} are not valid")
 
 
 def draw_siblings(
     probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, "rows siblings"]
 ) -> Drawings:
-    """Draw tokens of every row one after the other, each without those before it."""
+    """Draw siblings from every row without replacement."""
     left = probs.clone() if keys.shape[1] > 1 else probs
     uniforms = uniform(keys)
     tokens, chances = torch.empty_like(keys), probs.new_empty(keys.shape)
@@ -230,7 +230,7 @@ def draw_siblings(
 def race_siblings(
     probs: Float[Tensor, "rows vocab"], keys: Int64[Tensor, "rows siblings"]
 ) -> Drawings:
-    """Let the tokens of every row race on the target's clocks, the winners of before taken out.
+    """Draw siblings from every row without replacement, by exponential races on the target's noise.
 
     The first token is the one that a coupled chain has; the target, racing on the same clocks, is
     likely to have one of the first.
@@ -250,7 +250,7 @@ def draw_behind_top(
     keys: Int64[Tensor, "rows siblings"],
     counts: Int64[Tensor, " rows"],
 ) -> Drawings:
-    """Take the most likely tokens of every row, and draw one more from the others.
+    """Return the most likely tokens of every row and one more, drawn from the other tokens.
 
     Args:
         probs: distributions.

@@ -1,4 +1,4 @@
-"""Draft trees of a whole batch, one pass per level.
+"""Growth of the draft trees of a whole batch, with one pass per level.
 
 Every pass reads the nodes above the last level once more, as a tree after the last committed
 token: of rows that earlier passes staged, a pass can see a chain but no branches.
@@ -65,7 +65,7 @@ def draft_trees(
 
 
 def next_pass(growths: Sequence[BestFirst | Drawn], device: torch.device) -> RowBatch:
-    """Return the pass that reads every tree so far and wants the rows of the frontiers."""
+    """Return the pass that feeds every tree so far and computes logits after the frontiers."""
     spans: list[Span] = []
     tokens: list[int] = []
     wanted: list[int] = []
@@ -83,7 +83,7 @@ def next_pass(growths: Sequence[BestFirst | Drawn], device: torch.device) -> Row
 def frontier_probs(
     growths: Sequence[BestFirst | Drawn], logits: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """Return the distribution after every path of the frontiers, each with its own history."""
+    """Return the distribution after every path of the frontiers, with penalties for its history."""
     rows = [index for index, growth in enumerate(growths) for _ in growth.frontier]
     params = pack_params([g.sequence.tree_params for g in growths], logits.device, rows)
     histories: list[RowHistory | None] = []
@@ -97,7 +97,7 @@ def frontier_probs(
 
 
 def add_level(growths: Sequence[BestFirst | Drawn], probs: Float[Tensor, "rows vocab"]) -> None:
-    """Give every tree the children of its frontier; waits for the device once."""
+    """Add the children of the frontier to every tree; this waits for the device once."""
     members: dict[Choice, list[BestFirst | Drawn]] = {}
     rows: dict[Choice, list[int]] = {}
     first = 0
@@ -133,7 +133,7 @@ def row_lists(column: list[Any], width: int) -> Iterator[list[Any]]:
 def choose(
     choice: Choice, growths: Sequence[BestFirst | Drawn], probs: Float[Tensor, "rows vocab"]
 ) -> Drawings:
-    """Choose the children of the frontiers of trees whose nodes are chosen alike."""
+    """Choose the children of the frontiers of all trees with the same rule for choosing nodes."""
     if choice is Choice.DETERMINISTIC:
         width = max(growth.sequence.tree_shape.width for growth in growths)
         width, kernels = min(width, probs.shape[1]), kernels_for(probs)

@@ -132,7 +132,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
 
 
 def size(settings: Mapping[str, Any], name: str, gpt2_name: str) -> int:
-    """Return a size stored under its usual name or under GPT-2's.
+    """Return a size that is stored under its usual name or under GPT-2's name for it.
 
     Raises:
         InvalidModel: it is missing, or no integer from 1 to its limit.

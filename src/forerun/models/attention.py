@@ -61,14 +61,14 @@ class Piece:
     causal: bool = True
 
     def num_seen(self, window: int | None) -> int:
-        """Return how many of the last keys contain all keys that the rows see."""
+        """Return the number of last keys that include every key visible to at least one row."""
         if window is None:
             return self.num_keys
         return min(self.num_keys, window - 1 + self.num_rows)
 
 
 def pieces_of(span: Span, first: int) -> Iterator[Piece]:
-    """Cut a span into blocks: its chain by BLOCK_ROWS, a tree together with the chain's last block.
+    """Cut a span into blocks of BLOCK_ROWS chain rows; a tree joins the last block of its chain.
 
     Args:
         span: rows of one sequence.
@@ -119,7 +119,7 @@ class Biases:
         self.chains: dict[int, Tensor] = {}
 
     def of(self, piece: Piece) -> Float[Tensor, "folded keys"] | None:
-        """Return the mask over the last `num_seen` keys of a block, or None if all are seen."""
+        """Return the mask over the last `num_seen` keys of a block, or None if it hides no key."""
         if piece.num_rows == 1 or (not piece.causal and self.window is None):
             return None
         num_seen = piece.num_seen(self.window)
@@ -140,7 +140,7 @@ class Biases:
         *,
         causal: bool = True,
     ) -> Float[Tensor, "folded keys"]:
-        """Build a mask: 0 for keys that are seen, -inf for others (the last are their own)."""
+        """Build a mask: 0 at visible keys, -inf elsewhere; the last keys are the block's own."""
         device = self.like.device
         bias = self.like.new_zeros((self.num_groups, num_rows, num_keys))
         if causal:
@@ -153,7 +153,7 @@ class Biases:
 
 
 def hidden_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "rows rows"]:
-    """Which rows of a block each row must not see: later ones; in the tree, all but ancestors."""
+    """Return the rows hidden from each row of a block: later ones and, in a tree, non-ancestors."""
     hidden = torch.ones(num_rows, num_rows, dtype=torch.bool).triu_(1)
     if tree is not None:
         num_nodes = len(tree.parents)
@@ -167,14 +167,14 @@ def hidden_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "r
 def far_keys(
     num_rows: int, num_keys: int, tree: TokenTree, window: int
 ) -> Bool[Tensor, "rows keys"]:
-    """Which of the last `num_keys` keys lie `window` positions or more before each row."""
+    """Mask those of the last `num_keys` keys that lie `window` or more positions before a row."""
     rows = positions_in(num_rows, tree)
     keys = torch.cat([torch.arange(num_rows - num_keys, 0), rows])
     return rows[:, None] - keys >= window
 
 
 def positions_in(num_rows: int, tree: TokenTree) -> Int64[Tensor, " rows"]:
-    """Position of every row of a block, counted from its first; nodes of equal depth share one."""
+    """Positions of a block's rows relative to its first row; tree nodes of one depth share one."""
     num_chain = num_rows - len(tree.parents)
     depths = torch.tensor(tree.depths, dtype=torch.int64)
     return torch.cat([torch.arange(num_chain), num_chain - 1 + depths])
@@ -275,7 +275,7 @@ class AttentionPass:
 
 @runtime_checkable
 class AttentionLayer(Protocol):
-    """The attribute that is read from transformers' attention modules."""
+    """An attention module of transformers, of which only the index of its layer is read."""
 
     layer_idx: int
 

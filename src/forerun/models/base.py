@@ -119,13 +119,13 @@ class KVStore(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Slots not reserved."""
+        """Number of slots that are not reserved."""
 
     def reserve(self) -> int:
         """Take a free slot with committed length 0. Raises NotEnoughMemory when none is left."""
 
     def length(self, slot: int) -> int:
-        """Committed tokens in `slot`."""
+        """Number of committed tokens in `slot`."""
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
         """Commit the staged rows `rows` and drop the others.
@@ -141,26 +141,26 @@ class KVStore(Protocol):
         """
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Free `slot` but keep its first tokens for `begin` until the room is needed."""
+        """Free `slot`, but store its first tokens for `begin` until the memory is needed."""
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """A new slot holding a copy of the first committed tokens of `slot` (None: of all)."""
+        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Copy the first `num_tokens` committed tokens out."""
+        """Return a copy of the KV of the first `num_tokens` committed tokens."""
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         """Fill an empty slot with an exported prefix."""
 
     def free(self, slot: int) -> None:
-        """Free `slot` and forget its contents."""
+        """Free `slot` and discard its contents."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose features are kept; see `keep_features`."""
+        """Layers whose features the store holds; see `keep_features`."""
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
-        """Keep features of these layers beside the KV from now on; () stops keeping them.
+        """Store features of these layers with the KV from now on; an empty sequence ends this.
 
         From then on every commit needs the features of its rows, so that no row is ever without
         them. Kept prefixes of earlier sequences are forgotten.
@@ -173,7 +173,7 @@ class KVStore(Protocol):
     def stage_features(
         self, slot: int, start: int, features: Float[Tensor, "rows layers width"]
     ) -> None:
-        """Store the features of staged rows `start` and following, as the pass returned them.
+        """Store the features that a pass returned for the staged rows from `start` on.
 
         Raises:
             ValueError: no features are kept, the shape is wrong, or the rows are not staged.
@@ -197,11 +197,11 @@ class LanguageModel(Protocol):
 
     @property
     def num_parameters(self) -> int:
-        """Size of the model, tied parameters counted once."""
+        """Number of parameters; tied parameters are counted once."""
 
     @property
     def num_layers(self) -> int:
-        """Layers a pass goes through."""
+        """Number of layers of the model."""
 
     @property
     def hidden_size(self) -> int:
@@ -213,14 +213,14 @@ class LanguageModel(Protocol):
 
     @property
     def store(self) -> KVStore:
-        """Where this model's KV lives."""
+        """The store that holds this model's KV."""
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
+        """Device of the inputs and of the logits."""
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; the caller commits.
+        """Run one pass, which stages the KV of every row; the caller commits the rows.
 
         Raises:
             UnsupportedFeatures: a layer of `batch.feature_layers` does not exist.
@@ -241,7 +241,7 @@ class LanguageModel(Protocol):
         """
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Logits of rows after the final norm, in the model's dtype or a wider one.
+        """Logits of rows to which the final norm was applied, in the model's dtype or a wider one.
 
         Raises:
             UnsupportedFeatures: the model has no head.

@@ -31,7 +31,7 @@ class TemplateRefused(ValueError):
 
 
 class TemplateProcess:
-    """A child process that renders chat templates; it starts with the first and may be used again.
+    """A child process that renders chat templates; it starts at the first call and is reused.
 
     A template that exceeds a limit ends the child, and the next one starts another. Any thread may
     call it; calls wait for each other. The child ends with this object or with this process.
@@ -65,7 +65,7 @@ class TemplateProcess:
         raise TemplateRefused(str(answer.get("error", limit)))
 
     def _ask(self, line: bytes, max_seconds: int) -> dict[str, Any]:
-        """Return the answer of the child; empty where it was killed."""
+        """Return the reply of the child process; it is empty if the child was killed."""
         child = self._running()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -86,7 +86,7 @@ class TemplateProcess:
         return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """The child of this very process; a fork must not share it."""
+        """Return the running child process; a forked process starts a child of its own."""
         if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
             self._owner = os.getpid()
             self._child = subprocess.Popen(
@@ -103,14 +103,14 @@ class TemplateProcess:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """End a child process; no effect once it has ended."""
+    """End a child process, unless it has already ended."""
     child.kill()
     with contextlib.suppress(OSError):  # closing flushes what it did not read
         child.communicate()
 
 
 def serve() -> None:
-    """Render templates: a line with a request on stdin is answered by a line on stdout, as JSON."""
+    """Read a JSON request per line from stdin and write the rendered template as JSON to stdout."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
@@ -138,7 +138,7 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
     from jinja2 import ext, nodes, sandbox
 
     class Generation(ext.Extension):
-        """Accepts {% generation %}, which marks what an assistant wrote."""
+        """Jinja extension that accepts {% generation %}, the mark around an assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 

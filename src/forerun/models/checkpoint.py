@@ -140,7 +140,7 @@ def check_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model, one or many.
+    """Return the safetensors files of a model, which may be one file or several.
 
     Raises:
         InvalidModel: there are none, or the index names one that is missing.

@@ -15,7 +15,7 @@ __all__ = ["Context", "pack"]
 
 
 class Context:
-    """The committed tokens of a request and this model's KV slot for them.
+    """The committed tokens of a request, and the slot that holds their KV in one model.
 
     `ids` is owned by the request and only ever appended to; what this model has not cached of it is
     pending and is fed by the next pass, so neither drafters nor the step do catch-up arithmetic.
@@ -51,16 +51,16 @@ class Context:
         return self.ids[start : len(self.ids) if limit is None else start + limit]
 
     def span(self, num_chain: int, tree: TokenTree = NO_TREE, num_staged: int = 0) -> Span:
-        """Rows for the next pass: after `num_staged` staged ones, a chain, then `tree`."""
+        """Return a span of a chain and a tree after the cached and `num_staged` staged rows."""
         start = self.num_cached + num_staged
         return Span(slot=self.slot, start=start, num_chain=num_chain, tree=tree)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Commit these staged rows and drop all other staged rows."""
+        """Commit the given staged rows and drop all other staged rows."""
         self.store.commit(self.slot, rows)
 
     def close(self, num_kept: int = 0) -> None:
-        """Free the slot, keeping its first `num_kept` tokens for prefix hits."""
+        """Free the slot, but keep its first `num_kept` tokens for requests with the same prefix."""
         self.store.keep(self.slot, num_kept)
 
 

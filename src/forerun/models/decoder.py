@@ -1,4 +1,4 @@
-"""Weights of a decoder under names that do not depend on its family, for the fast runners.
+"""Weights of a decoder under names common to all model families, for the fast runners.
 
 Llama, Mistral, Qwen2 and Qwen3 are one decoder with small differences: RMS norms, rotary positions,
 grouped query heads, a gated feed-forward. Read here once, under names that do not depend on the
@@ -112,7 +112,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndWeights:
-    """Weights of embedding, final norm and head; a tied head is the embedding itself."""
+    """Weights of embedding, final norm and head; a tied head shares the embedding's tensor."""
 
     embedding: Float[Tensor, "vocab hidden"]
     norm: Float[Tensor, " hidden"]

@@ -179,7 +179,7 @@ def read_card(folder: Path) -> DraftCard | None:
 
 
 def changes_of_target(card: DraftCard, target: Path) -> tuple[str, ...]:
-    """Return in what a target differs from the one that a draft was made for.
+    """Return which parts of a target differ from the target that the draft was aligned to.
 
     Args:
         card: of the draft.

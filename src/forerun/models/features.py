@@ -97,7 +97,7 @@ class FeatureRows:
             )
 
     def commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
-        """Move the features of committed rows, ascending offsets from `start`, together."""
+        """Move features of committed rows together; `rows` ascend and are relative to `start`."""
         end = start + len(rows)
         if rows and rows[-1] != len(rows) - 1:
             places = torch.tensor([start + row for row in rows], device=self._rows.device)

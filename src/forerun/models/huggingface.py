@@ -94,12 +94,12 @@ class HuggingFaceModel(StoredModel):
 
     @property
     def num_parameters(self) -> int:
-        """Size of the model, tied parameters counted once."""
+        """Number of parameters; tied parameters are counted once."""
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; the caller commits.
+        """Run one pass, which stages the KV of every row; the caller commits the rows.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot.
@@ -140,7 +140,7 @@ class HuggingFaceModel(StoredModel):
 
     @torch.inference_mode()
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Logits of rows after the final norm, scaled and capped where the family does."""
+        """Logits of rows after the final norm, with the logit scale and cap of the model family."""
         projected = self._project(MODULE_NAMES[self.architecture.name].projection_out, hidden)
         lm_head: Any = self.network.get_submodule("lm_head")
         logits: Tensor = lm_head(projected)
@@ -180,7 +180,7 @@ class HuggingFaceModel(StoredModel):
         return chain_by_forward(self, batch, num_tokens, vocab_size)
 
     def first_layers(self, num_layers: int) -> HuggingFaceModel:
-        """The model without the layers above; weights and store are shared."""
+        """Return the model cut after its first layers; weights and store are shared."""
         return HuggingFaceModel(
             network=without_upper_layers(
                 self.network, MODULE_NAMES[self.architecture.name].layers, num_layers
@@ -226,7 +226,7 @@ def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[in
 
 
 def without_upper_layers(network: nn.Module, layers: str, num_kept: int) -> nn.Module:
-    """Return a copy of a network's modules with its first layers only, over the same tensors."""
+    """Return a copy of a network's module tree with only its first layers, sharing all tensors."""
     tensors = [*network.parameters(), *network.buffers()]
     shorter = copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
     kept: Any = shorter.get_submodule(layers)

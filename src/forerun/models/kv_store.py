@@ -49,7 +49,7 @@ class ContiguousKVStore(SlotStore):
 
     @property
     def device(self) -> torch.device:
-        """Where the keys and values are."""
+        """Device of the keys and values."""
         return self._data.device
 
     def stage(self, slot: int, start: int, num_rows: int) -> tuple[torch.Tensor, ...]:
@@ -93,7 +93,7 @@ class ContiguousKVStore(SlotStore):
         sequence[:, :, start + num_placed : start + len(rows)] = kept
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """A new slot holding a copy of the first committed tokens of `slot` (None: of all).
+        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot.
 
         Raises:
             ValueError: fewer are committed.
@@ -108,7 +108,7 @@ class ContiguousKVStore(SlotStore):
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Copy the first `num_tokens` committed tokens out.
+        """Return a copy of the KV of the first `num_tokens` committed tokens.
 
         Raises:
             ValueError: fewer are committed.
@@ -135,7 +135,7 @@ class ContiguousKVStore(SlotStore):
         self._data[:, slot, :, : prefix.num_tokens] = tensor
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
-        """Keep features of these layers beside the KV from now on; see `KVStore`.
+        """Store features of these layers with the KV from now on; see `KVStore`.
 
         Raises:
             ValueError: a slot is reserved, or the geometry has no hidden size.
@@ -148,7 +148,7 @@ class ContiguousKVStore(SlotStore):
 
 
 class StoredModel:
-    """The properties of a LanguageModel that follow from its sizes and its store.
+    """A LanguageModel whose sizes, store, device and dtype follow from its architecture and store.
 
     Args:
         architecture: sizes, the number of layers a pass goes through among them.
@@ -166,7 +166,7 @@ class StoredModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers a pass goes through."""
+        """Number of layers of the model."""
         return self.architecture.num_layers
 
     @property
@@ -181,12 +181,12 @@ class StoredModel:
 
     @property
     def store(self) -> ContiguousKVStore:
-        """Where this model's KV lives."""
+        """The store that holds this model's KV."""
         return self._store
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
+        """Device of the inputs and of the logits."""
         return self._store.device
 
     @property
@@ -208,7 +208,7 @@ class StoredModel:
                 )
 
     def _claim(self, batch: RowBatch, num_later: int = 0) -> None:
-        """Stage the rows of a pass, and `num_later` rows after those of every sequence."""
+        """Stage the rows of a pass, and `num_later` further rows for every sequence."""
         for span in batch.spans:
             self._store.claim(span.slot, span.start, span.num_rows + num_later)
 

@@ -144,7 +144,7 @@ def check_fits(
 
 
 def remedy(needed: MemoryEstimate, geometry: KVGeometry, available: int) -> str:
-    """The largest context that would fit, or the advice to take a smaller model."""
+    """Suggest the largest context that would fit, or a smaller model if none would."""
     spare = available - needed.weights_bytes - needed.logits_bytes
     bytes_per_row = needed.kv_bytes // (geometry.capacity + geometry.max_staged_rows)
     capacity = spare // bytes_per_row - geometry.max_staged_rows

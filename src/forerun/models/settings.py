@@ -1,4 +1,4 @@
-"""config.json with transformers' defaults filled in, cached per content and version.
+"""The contents of config.json with transformers' defaults, cached per content and version.
 
 To read a configuration transformers loads a good part of itself and torch's compiler: a second of
 every start, for a handful of numbers. So what came out is kept on disk, under a name made of the
@@ -21,7 +21,7 @@ __all__ = ["read_settings"]
 
 
 def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[str, Any]:
-    """Return the configuration with all defaults filled in, as `config.to_dict()` has it.
+    """Return the configuration with all defaults filled in, in the form of `config.to_dict()`.
 
     Args:
         checkpoint: whose.
@@ -37,7 +37,7 @@ def read_settings(checkpoint: Checkpoint, folder: Path | None = None) -> dict[st
 
 
 def understood(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read the configuration by transformers and convert it to JSON types."""
+    """Read the configuration with transformers and convert it to JSON types."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""What KV stores share: slots with committed and staged rows, and the features beside them."""
+"""The part common to all KV stores: slots with committed and staged rows, and their features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SlotStore"]
 
 
 class SlotStore(ABC):
-    """Slots and features of a KVStore, whose subclasses keep the rows themselves.
+    """Base class of KV stores with their slots and features; subclasses store the rows.
 
     Args:
         num_slots: sequences the store has room for.
@@ -30,7 +30,7 @@ class SlotStore(ABC):
 
     @property
     def num_free(self) -> int:
-        """Slots not reserved."""
+        """Number of slots that are not reserved."""
         return self._slots.num_free
 
     def reserve(self) -> int:
@@ -38,18 +38,18 @@ class SlotStore(ABC):
         return self._slots.reserve()
 
     def length(self, slot: int) -> int:
-        """Committed tokens in `slot`."""
+        """Number of committed tokens in `slot`."""
         return self._slots.length(slot)
 
     def claim(self, slot: int, start: int, num_rows: int) -> None:
-        """Stage rows whose contents the caller writes; see SlotTable.stage for what is refused."""
+        """Stage rows whose contents the caller writes; SlotTable.stage lists the errors."""
         self._slots.stage(slot, start, num_rows)
         if self._features is not None:
             self._features.invalidate(slot, start)
 
     @abstractmethod
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """A new slot holding a copy of the first committed tokens of `slot` (None: of all)."""
+        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
 
     def begin(self, wanted: Prefix) -> int:
         """Reserve a slot that starts with the longest stored prefix of `wanted`."""
@@ -59,7 +59,7 @@ class SlotStore(ABC):
         return slot
 
     def keep(self, slot: int, num_tokens: int) -> None:
-        """Free `slot` but keep its first tokens for `begin` until the room is needed.
+        """Free `slot`, but store its first tokens for `begin` until the memory is needed.
 
         Raises:
             ValueError: fewer than `num_tokens` are committed.
@@ -67,12 +67,12 @@ class SlotStore(ABC):
         self._slots.keep(slot, num_tokens)
 
     def free(self, slot: int) -> None:
-        """Free `slot` and forget its contents."""
+        """Free `slot` and discard its contents."""
         self._slots.free(slot)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose features are kept."""
+        """Layers whose features the store holds."""
         return () if self._features is None else self._features.layers
 
     def stage_features(
@@ -87,7 +87,7 @@ class SlotStore(ABC):
         return kept_features(self._features).read(slot, start, stop)
 
     def _commit(self, slot: int, rows: Sequence[int]) -> int:
-        """Commit staged rows and their features; returns the length before, where they begin."""
+        """Commit staged rows and their features; return the committed length before this call."""
         if self._features is not None:
             self._features.check_commit(slot, self._slots.length(slot), rows)
         start = self._slots.commit(slot, rows)
@@ -98,7 +98,7 @@ class SlotStore(ABC):
     def _renew_features(
         self, layers: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Forget stored prefixes, and keep features of these layers from now on."""
+        """Discard stored prefixes, and store features of these layers from now on."""
         slots = self._slots
         slots.forget_kept()
         self._features = None

@@ -1,4 +1,4 @@
-"""Bookkeeping shared by all KV stores: reserved slots, committed and staged rows, shared prefixes.
+"""Bookkeeping of all KV stores: reserved slots, committed and staged rows, shared prefixes.
 
 Keys and values of a token are a function of the tokens up to it, at the same positions. So where
 two sequences begin with the same tokens, what one has stored can be used by the other, exactly.
@@ -119,7 +119,7 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots not reserved."""
+        """Number of slots that are not reserved."""
         return len(self._free) + len(self._kept)
 
     def reserve(self) -> int:
@@ -141,7 +141,7 @@ class SlotTable:
         return slot
 
     def free(self, slot: int) -> None:
-        """Free `slot` and forget its contents."""
+        """Free `slot` and discard its contents."""
         self._release(slot)
         self._free.append(slot)
 
@@ -178,7 +178,7 @@ class SlotTable:
         return slot
 
     def _least_to_take_over(self, slot: int) -> float:
-        """Return how many tokens of `slot` must match for it to be reused; infinite if reserved."""
+        """Return how many tokens must match for `slot` to be reused; infinite if it is reserved."""
         kept = self._kept.get(slot)
         if kept is None:
             return math.inf
@@ -212,7 +212,7 @@ class SlotTable:
             raise ValueError(f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held}")
 
     def length(self, slot: int) -> int:
-        """Committed tokens in `slot`.
+        """Number of committed tokens in `slot`.
 
         Raises:
             ValueError: the slot is not reserved.
@@ -223,7 +223,7 @@ class SlotTable:
         return committed
 
     def num_written(self, slot: int) -> int:
-        """Rows of a reserved slot, committed and staged.
+        """Number of committed and staged rows of a reserved slot.
 
         Raises:
             ValueError: the slot is not reserved.
@@ -232,7 +232,7 @@ class SlotTable:
         return self._written[slot]
 
     def forget_kept(self) -> None:
-        """Forget every kept prefix.
+        """Discard every kept prefix.
 
         Raises:
             ValueError: a slot is reserved.
@@ -315,7 +315,7 @@ def is_ascending(rows: Sequence[int]) -> bool:
 
 
 def num_in_place(rows: Sequence[int]) -> int:
-    """Return how many leading rows a commit would not have to move."""
+    """Return how many leading rows already have their committed position and need no move."""
     if not rows or rows[-1] == len(rows) - 1:
         return len(rows)
     return next(index for index, row in enumerate(rows) if row != index)

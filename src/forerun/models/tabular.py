@@ -24,7 +24,7 @@ HASH_MODULUS = 8_388_593
 
 
 def tabular_features(ids: Sequence[int], layer: int) -> tuple[float, ...]:
-    """Features of a row of a TabularModel, which differ wherever its text differs.
+    """Features of a row of a TabularModel, which differ between rows with different prefixes.
 
     Args:
         ids: the tokens up to and including the row's own.
@@ -42,7 +42,7 @@ def tabular_features(ids: Sequence[int], layer: int) -> tuple[float, ...]:
 def stacked_features(
     rows: Sequence[Sequence[int]], batch: RowBatch
 ) -> Float32[Tensor, "rows layers width"] | None:
-    """Features of all rows of a pass; None when it asks for none."""
+    """Features of all rows of a pass; None when the pass requests no layers."""
     if not batch.feature_layers:
         return None
     features = [[tabular_features(ids, layer) for layer in batch.feature_layers] for ids in rows]
@@ -63,7 +63,7 @@ def check_layers(layers: Sequence[int]) -> None:
 
 
 class TokenStore(SlotStore):
-    """A KVStore whose rows are the tokens themselves, so that a wrong commit changes the output."""
+    """A KVStore that stores token ids instead of KV, so that a wrong commit changes the output."""
 
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
         super().__init__(num_slots, capacity, max_staged_rows)
@@ -71,7 +71,7 @@ class TokenStore(SlotStore):
         self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
 
     def stage(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        """Write rows; see SlotTable.stage for what is refused."""
+        """Write and stage rows; SlotTable.stage lists the errors."""
         self.claim(slot, start, len(tokens))
         self._tokens[slot][start:] = tokens
 
@@ -86,7 +86,7 @@ class TokenStore(SlotStore):
         written[start:] = [written[start + row] for row in rows]
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
-        """A new slot holding a copy of the first committed tokens of `slot` (None: of all)."""
+        """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
         length = self.length(slot) if num_tokens is None else num_tokens
         prefix = self.export_prefix(slot, length)
         copy = self.reserve()
@@ -94,7 +94,7 @@ class TokenStore(SlotStore):
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Copy the first `num_tokens` committed tokens out."""
+        """Return a copy of the KV of the first `num_tokens` committed tokens."""
         self._slots.check_prefix(slot, num_tokens)
         tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
         if self._features is None:
@@ -111,7 +111,7 @@ class TokenStore(SlotStore):
             self._features.fill(slot, prefix.tensors[1])
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
-        """Keep features of these layers beside the tokens from now on; see `KVStore`."""
+        """Store features of these layers with the tokens from now on; see `KVStore`."""
         self._renew_features(layers, FEATURE_WIDTH, torch.float32, torch.device("cpu"))
 
 
@@ -177,7 +177,7 @@ class TabularModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers whose input can be asked for; they exist in the features alone."""
+        """Number of layers whose features can be requested; the table itself has no layers."""
         return NUM_LAYERS
 
     @property
@@ -192,12 +192,12 @@ class TabularModel:
 
     @property
     def store(self) -> TokenStore:
-        """Where the tokens live."""
+        """The store that holds the tokens."""
         return self._store
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
+        """Device of the inputs and of the logits."""
         return self.log_probs.device
 
     def state_of(self, ids: Sequence[int]) -> int:
@@ -213,7 +213,7 @@ class TabularModel:
         return self.log_probs[self.state_of(ids)].exp()
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the tokens of every row; the caller commits.
+        """Run one pass, which stages the token of every row; the caller commits the rows.
 
         Features are those of `tabular_features`.
 
@@ -241,15 +241,15 @@ class TabularModel:
         return ModelOutput(logits=logits, features=stacked_features(rows_seen, batch))
 
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Refused: a table has no embedding."""
+        """Raise an error: a table has no embedding."""
         raise UnsupportedFeatures("a tabular model has no embedding")
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """Refused: a table has no norm."""
+        """Raise an error: a table has no norm."""
         raise UnsupportedFeatures("a tabular model has no final norm")
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Refused: a table has no head."""
+        """Raise an error: a table has no head."""
         raise UnsupportedFeatures("a tabular model has no head")
 
     def greedy_chain(

@@ -128,7 +128,7 @@ def check_tensors(
 
 
 def has_own_head(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
-    """Whether the files hold a head that is not the embedding.
+    """Whether the files contain a head that is stored separately from the embedding.
 
     transformers then takes it, even where the configuration says that the two are tied.
     """

@@ -42,7 +42,7 @@ def from_byte_level(piece: str) -> bytes:
 
 @runtime_checkable
 class TextStream(Protocol):
-    """Converts tokens to text one by one; text that may still change is held back."""
+    """Converts tokens to text one by one; text that later tokens may change is held back."""
 
     def append(self, piece: str) -> str:
         """Return the text that one more token completes; may be empty."""
@@ -98,7 +98,7 @@ class WordStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceRules:
-    """The steps of a SentencePiece decoder.
+    """The decoding rules of a SentencePiece tokenizer.
 
     Attributes:
         replaced: texts replaced within every token, in order.
@@ -115,7 +115,7 @@ class PieceRules:
     num_stripped: int = 0
 
     def text_of(self, piece: str, *, is_first: bool = False) -> str:
-        """Return the text of a token that does not stand for a byte."""
+        """Return the text of a token that is not a byte token."""
         if is_first and self.first_mark is not None:
             piece = piece.replace(self.first_mark, "")
         for old, new in self.replaced:
@@ -123,12 +123,12 @@ class PieceRules:
         return piece
 
     def byte_of(self, piece: str) -> int | None:
-        """Return the byte that a token stands for, if it does."""
+        """Return the value of a byte token; None for any other token."""
         found = BYTE_PIECE.fullmatch(piece) if self.has_bytes else None
         return None if found is None else int(found[1], 16)
 
     def to_bytes(self, piece: str) -> bytes:
-        """Return the bytes that a token adds to a text that has begun."""
+        """Return the bytes that a token adds to the text, unless it is the first token."""
         byte = self.byte_of(piece)
         return self.text_of(piece).encode() if byte is None else bytes([byte])
 
@@ -203,7 +203,7 @@ def token_decoder(tokenizer_json: str) -> TokenDecoder:
 
 
 def piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
-    """Return the rules of a decoder with these steps.
+    """Return the rules that correspond to a list of decoder steps.
 
     Raises:
         InvalidModel: a step is of another kind, or cannot be streamed.

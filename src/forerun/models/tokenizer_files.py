@@ -1,4 +1,4 @@
-"""Tokenizers as transformers reads them, cached per content and version.
+"""Reads tokenizers with transformers and caches them by content and version.
 
 To read one transformers loads most of itself and torch's compiler, another second of every start.
 So what it made of the files is kept on disk, and the `tokenizers` library alone does the work from
@@ -90,7 +90,7 @@ def renderer(backend: Any) -> Renderer:
 
 
 def by_transformers(folder: Path) -> Any:
-    """Read the tokenizer of a folder by transformers.
+    """Read the tokenizer of a folder with transformers.
 
     Raises:
         InvalidModel: it makes none.
@@ -110,7 +110,7 @@ def by_transformers(folder: Path) -> Any:
 
 
 def key_of(folder: Path) -> str:
-    """Hash the files and versions that determine a tokenizer."""
+    """Hash the files and library versions that determine how a tokenizer behaves."""
     versions = [version(name) for name in ("transformers", "tokenizers")]
     parts = ["\0".join(versions).encode()]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):

@@ -1,4 +1,4 @@
-"""Wrappers around a language model, for subclasses that change or time its passes."""
+"""Wrappers around a language model, whose subclasses change or time its passes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class WrappedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Size of the model, tied parameters counted once."""
+        """Number of parameters; tied parameters are counted once."""
         return self.model.num_parameters
 
     @property
     def num_layers(self) -> int:
-        """Layers a pass goes through."""
+        """Number of layers of the model."""
         return self.model.num_layers
 
     @property
@@ -59,12 +59,12 @@ class WrappedModel:
 
     @property
     def store(self) -> KVStore:
-        """Where the model's KV lives."""
+        """The store that holds the model's KV."""
         return self.model.store
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected and logits are returned."""
+        """Device of the inputs and of the logits."""
         return self.model.device
 
     def forward(self, batch: RowBatch) -> ModelOutput:

@@ -103,7 +103,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
 
 
 def unsafe_folder(folder: Path) -> str | None:
-    """Why another user could put a library of theirs into a folder; None if none but root could.
+    """Return why another user could place a library in a folder; None if only root could.
 
     A folder that does not exist is safe: only its own user could create it here.
     """
@@ -116,7 +116,7 @@ def unsafe_folder(folder: Path) -> str | None:
 
 
 def unsafe(path: Path, *, is_above: bool = False) -> str | None:
-    """Why another user could replace a file or the content of a folder; None if none could.
+    """Return why another user could replace a file or a folder's content; None if none could.
 
     Args:
         path: exists.
@@ -162,7 +162,7 @@ def compile_to(path: Path, compiler: str) -> None:
 
 
 def opened(library: Path, compiler: str) -> ctypes.CDLL:
-    """Load a library that was just compiled; its file may be removed afterwards.
+    """Load a library that was just compiled; its file may be deleted afterwards.
 
     Raises:
         RunnerUnavailable: it is none.
@@ -198,7 +198,7 @@ def fingerprint(compiler: str) -> str:
 
 
 def native_flag() -> str:
-    """The flag that allows every instruction of this processor."""
+    """Return the compiler flag that allows all instructions of this processor."""
     return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 
 

@@ -1,4 +1,4 @@
-"""Acceptance by position, given as figures or counted in a trace, with its standard error."""
+"""Acceptance by position with its standard error, given by the user or counted in a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_ALLOWED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """Acceptance when drafting with one K.
+    """Acceptance by position when drafts have a given K.
 
     Attributes:
         survival: P(accepted through i) for i = 1..K.
@@ -41,13 +41,13 @@ class Drafting:
 
     @classmethod
     def of(cls, survival: Sequence[float]) -> Drafting:
-        """Return the acceptance where all of K is always drafted."""
+        """Return the acceptance of drafts that always have the length of `survival`."""
         return cls(survival=tuple(survival), drafted=(1.0,) * len(survival))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Acceptance for every K for which it is known.
+    """Acceptance for every K at which it was measured or given.
 
     Attributes:
         by_k: for K = 1..deepest.
@@ -67,18 +67,18 @@ class Acceptance:
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Return the survival at the largest K."""
+        """Return the probabilities of acceptance through each position at the largest K."""
         return self.by_k[-1].survival if self.by_k else ()
 
     def at(self, num_speculative_tokens: int) -> Drafting:
-        """Return the acceptance at one K; nothing is drafted for 0."""
+        """Return the acceptance at one K; at K = 0 nothing is drafted."""
         k = num_speculative_tokens
         if k > len(self.by_k):
             raise ValueError(f"acceptance is known for {len(self.by_k)} positions, not {k}")
         return self.by_k[k - 1] if k else Drafting.of(())
 
     def length(self, num_speculative_tokens: int) -> Interval:
-        """Return tau at K, with its 95% interval where there were several requests."""
+        """Return tau at K; its 95% interval needs several requests."""
         drafting = self.at(num_speculative_tokens)
         tau = acceptance_length(drafting.survival)
         most = num_speculative_tokens + 1.0
@@ -117,7 +117,7 @@ def given(figures: Sequence[float], *, conditional: bool, max_k: int) -> Accepta
 
 
 def counted(requests: Iterable[Drafts]) -> Acceptance:
-    """Return the acceptance of traced requests, for depths that enough steps were allowed.
+    """Return the acceptance of traced requests at all depths allowed in enough steps.
 
     Raises:
         InvalidRequest: too few steps drafted.

@@ -16,7 +16,7 @@ __all__ = ["Advice", "BreakEven", "advise", "best_of", "covering", "options_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """The point where a drafter at some K and batch costs as much as it gains.
+    """Break-even acceptance and draft cost of a drafter at one K and batch size.
 
     Attributes:
         num_speculative_tokens: K.
@@ -95,14 +95,14 @@ def advise(candidates: Sequence[DraftCandidate], config: PlanConfig) -> Advice:
 
 
 def covering(candidates: Iterable[DraftCandidate], batches: Sequence[int]) -> list[DraftCandidate]:
-    """Return the candidates with costs for batch sizes beyond the measured ones."""
+    """Return the candidates with cost tables extended to larger batch sizes than were measured."""
     return [replace(c, table=with_batches(c.table, batches)) for c in candidates]
 
 
 def options_of(
     candidates: Iterable[DraftCandidate], config: PlanConfig, batch: int
 ) -> list[Option]:
-    """Return plain decoding and every drafter at every K, and tree, with known acceptance."""
+    """Return plain decoding and every drafter at every K or tree whose acceptance is known."""
     found: list[Option] = []
     for candidate in candidates:
         deepest = min(config.max_k, len(candidate.acceptance.survival))
@@ -122,7 +122,7 @@ def options_of(
 
 
 def best_of(options: Iterable[Option]) -> Option:
-    """Return the fastest of the options at one batch size, the first among equals."""
+    """Return the fastest option at one batch size; of equals, the first."""
     return max(options, key=lambda option: option.tokens_per_s)
 
 
@@ -132,7 +132,7 @@ def keeps(option: Option, config: PlanConfig) -> bool:
 
 
 def break_even(candidate: DraftCandidate, k: int, batch: int, context: int) -> BreakEven:
-    """Return the acceptance and the draft cost at which the drafter stops paying."""
+    """Return the acceptance and the draft cost at which the drafter equals plain decoding."""
     table = candidate.table
     costs = {
         "draft_cost": table.draft_cost(context, batch),
@@ -167,7 +167,7 @@ def unreachable(
 def remarks(
     candidates: Sequence[DraftCandidate], config: PlanConfig, best: Option, measured_batch: int
 ) -> Iterator[str]:
-    """Yield the assumptions behind the plan and the limits of its certainty."""
+    """Yield remarks on the assumptions of the plan and on its uncertainty."""
     used = next((c for c in candidates if c.name == best.draft), candidates[0])
     table, k = used.table, best.num_speculative_tokens
     plain_s = table.plain_step_s(config.context, best.batch)

@@ -1,4 +1,4 @@
-"""Cost tables of a drafter beside its target, and variations of them."""
+"""Cost tables of a target with a drafter, and tables derived from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DraftCosts", "with_batches", "with_draft_cost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Cost tables of one draft beside the target, with greedy and with sampled drafts.
+    """Cost tables of one target and drafter, for greedy and for sampled drafts.
 
     Attributes:
         greedy: costs where every draft is greedy.
@@ -67,7 +67,7 @@ def with_draft_cost(
 
 
 def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
-    """Return the table with lines for batches beyond the largest measured one.
+    """Return a cost table extended to batch sizes beyond the largest measured one.
 
     The time of a pass depends little on which sequence a row belongs to. So n times the sequences
     are taken to cost what n times the rows of the largest measured batch cost, and a draft's pass
@@ -83,7 +83,7 @@ def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
 
 
 def grown(line: CostLine, batch: int) -> CostLine:
-    """Return a line at a larger batch, computed from its own rows."""
+    """Estimate a line of the cost table at a larger batch size from its times by rows."""
     times = batch / line.batch
     passes = [line.verify(math.ceil(rows * times)) for rows in line.rows]
     factor = passes[0].s / line.verify(1).s

@@ -1,4 +1,4 @@
-"""Traced drafts: allowed, drafted and accepted depths, and the same drafts under a smaller K.
+"""Depths of traced drafts (allowed, drafted, accepted), and estimates for a smaller K.
 
 A draft of which five tokens were accepted shows how shorter ones would have fared: with K = 2 the
 same text takes two steps, of which the first accepts both of its tokens, and the bonus token stands
@@ -44,16 +44,16 @@ class Drafts:
 
     @property
     def accepted(self) -> AcceptanceCounts:
-        """Return counts by allowed depth; a position not drafted counts as not accepted."""
+        """Return acceptance counts by allowed depth; undrafted positions count as rejected."""
         return self._counts(depth_counts=False)
 
     @property
     def drafted(self) -> AcceptanceCounts:
-        """Return the same counts of drafted instead of accepted depths."""
+        """Return counts by allowed depth of drafted instead of accepted tokens."""
         return self._counts(depth_counts=True)
 
     def limited(self, num_speculative_tokens: int) -> Drafts:
-        """Return the steps that the same text takes with a K no larger than the allowed depth.
+        """Return the steps that the same texts would take with at most this K.
 
         Exact where a draft goes on after its bonus token as the longer one did: greedy drafts do,
         and sampled ones do in distribution as far as their verification decides token by token.

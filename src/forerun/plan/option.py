@@ -1,4 +1,4 @@
-"""One way to decode, with its predicted speedup."""
+"""One choice of drafter, K and batch size, with its predicted speedup."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Option:
 
     @property
     def shape(self) -> str:
-        """Return K or the tree, as tables write it."""
+        """Return K or the tree shape as text for tables."""
         k = f"K={self.num_speculative_tokens}"
         return k if self.tree is None else f"tree {self.tree}"
 
@@ -109,7 +109,7 @@ def tree_options(
     batch: int,
     context: int,
 ) -> Iterator[Option]:
-    """Yield the predicted speed of a drafter's best tree of every size and depth.
+    """Yield the predicted speed of a drafter's best tree for every size and depth.
 
     Args:
         candidate: the drafter, of which acceptance by position is that of first children.
@@ -148,7 +148,7 @@ def tree_options(
 
 
 def advice_on(measured: int, context: int) -> str:
-    """Return advice on a cost that is not known well enough."""
+    """Return advice for a cost whose error is too large."""
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"
     return (
@@ -158,7 +158,7 @@ def advice_on(measured: int, context: int) -> str:
 
 
 def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: int) -> Interval:
-    """Return the mean kappa over the depths of drafts that may end before K, with its interval.
+    """Return kappa with its interval, averaged over the depths that drafts reach.
 
     Args:
         table: costs.
@@ -180,7 +180,7 @@ def cycle_cost(table: CostTable, drafted: Sequence[float], context: int, batch: 
 
 
 def ratio(tau: Interval, kappa: Interval) -> Interval:
-    """Return tau / kappa; the relative errors, taken as independent, add up in quadrature."""
+    """Return tau / kappa; the relative errors of both are taken as independent."""
     estimate = tau.estimate / kappa.estimate
     below = math.hypot(1 - tau.low / tau.estimate, 1 - kappa.estimate / kappa.high)
     above = math.hypot(tau.high / tau.estimate - 1, kappa.estimate / kappa.low - 1)

@@ -26,7 +26,7 @@ def plot(advice: Advice, path: Path) -> None:
 
 
 def draw(axes: Axes, advice: Advice) -> None:
-    """Draw a line and a band per drafter, and a mark at the plan."""
+    """Draw a line and a band per drafter, and mark the chosen option."""
     for index, (name, curve) in enumerate(advice.curves):
         colour = COLOURS[index % len(COLOURS)]
         ks = [option.num_speculative_tokens for option in curve]

@@ -36,7 +36,7 @@ SIZE_RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Properties of a machine that a roofline needs.
+    """Properties of a machine from which a roofline estimates times.
 
     Attributes:
         name: name of the machine.
@@ -66,7 +66,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Properties of a model that a roofline needs.
+    """Properties of a model from which a roofline estimates times.
 
     Attributes:
         num_parameters: parameters that every row is multiplied with.
@@ -87,7 +87,7 @@ class ModelSize:
 
 
 def data_sheet(name: str, tera_flops: float, giga_bytes: float, memory_gb: float) -> Machine:
-    """Return a machine as its data sheet describes it; the overheads are assumptions."""
+    """Return a machine with the rates of its data sheet and assumed overheads."""
     return Machine(
         name=name,
         flops_per_s=tera_flops * 1e12,

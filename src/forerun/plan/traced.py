@@ -16,7 +16,7 @@ __all__ = ["TracedDraft", "TracedDrafts", "drafts_in"]
 
 @dataclass(slots=True, kw_only=True)
 class TracedDraft:
-    """Outcomes and times of the steps that one drafter took in a trace.
+    """Outcomes and times of the steps in a trace that used one drafter.
 
     Attributes:
         header: header of its runs, with the names and hashes of target and draft.
@@ -43,12 +43,12 @@ class TracedDraft:
 
     @property
     def draft_token_s(self) -> float | None:
-        """Return the seconds per drafted token; None where every draft was beside a prompt."""
+        """Return the seconds per drafted token; None if every draft shared a step with a prompt."""
         return self.draft_s / self.num_drafted if self.num_drafted else None
 
     @property
     def overhead_s(self) -> float | None:
-        """Return the seconds of a cycle beyond drafting and the pass; None as above."""
+        """Return a cycle's seconds beyond drafting and pass; None if each one contained prompts."""
         return self.other_s / self.num_cycles if self.num_cycles else None
 
     @property
@@ -58,7 +58,7 @@ class TracedDraft:
 
     @property
     def pauses(self) -> bool:
-        """Return whether the drafter may propose nothing in a step, as drafters that copy do."""
+        """Return whether the drafter may propose nothing in a step, as copying drafters may."""
         return parse_drafter(self.name) is not None
 
     def add(self, record: StepRecord) -> None:
@@ -75,14 +75,14 @@ class TracedDraft:
                 self.num_cycles += 1
 
     def add_plain(self, record: StepRecord) -> None:
-        """Count a plain step of one of its requests as one without a proposal, if it may pause."""
+        """Count a plain step of a request as a step without a proposal if the drafter may pause."""
         if self.pauses and not record.num_prefill_rows:
             self.requests[record.request_id].add(self.most_allowed[record.request_id], 0, 0)
 
 
 @dataclass(slots=True, kw_only=True)
 class TracedDrafts:
-    """Holds all drafters of a trace.
+    """The outcomes and times of all drafters in a trace.
 
     Attributes:
         drafts: drafters by name.
@@ -95,7 +95,7 @@ class TracedDrafts:
     num_damaged: int = 0
 
     def counts(self, draft: str, temperature: float) -> list[Drafts]:
-        """Return greedy or sampled requests of one drafter; unfinished ones count as both.
+        """Return one drafter's greedy or sampled requests; unfinished requests count as both.
 
         Raises:
             InvalidTrace: there are none.
@@ -115,7 +115,7 @@ class TracedDrafts:
 
 
 def drafts_in(items: Iterable[Item], where: str) -> TracedDrafts:
-    """Count the drafts of a trace.
+    """Count the drafts of a trace by drafter and request.
 
     Args:
         items: records of the trace.

@@ -1,4 +1,4 @@
-"""Changes of a plan under a better or faster draft, more sequences or longer texts."""
+"""Effects on a plan of a better or faster draft, a larger batch or a longer context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT_FACTORS = (4,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One change, and the best option after it.
+    """One changed condition, and the best option under it.
 
     Attributes:
         name: the change in words.
@@ -39,7 +39,7 @@ class Scenario:
 def scenarios(
     candidates: Sequence[DraftCandidate], config: PlanConfig, batch: int
 ) -> Iterator[Scenario]:
-    """Yield one change at a time, with everything else as planned at `batch`."""
+    """Yield the best option after each change, with all other conditions as planned at `batch`."""
 
     def best(
         changed: Sequence[DraftCandidate], batch: int = batch, context: int | None = None

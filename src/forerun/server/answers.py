@@ -1,4 +1,4 @@
-"""Responses in the form of the OpenAI API, with the figures of speculation beside the usage."""
+"""Responses in the form of the OpenAI API, with acceptance figures in the usage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def event(data: Json) -> bytes:
 
 
 class Answer:
-    """The response to one request: of `/v1/chat/completions` or `/v1/completions`.
+    """The response to a request to `/v1/chat/completions` or `/v1/completions`.
 
     Args:
         request_id: of the response.
@@ -67,7 +67,7 @@ class Answer:
         return msgspec.json.encode({**self.head, "choices": choices, "usage": usage_of(outputs)})
 
     def first(self, num_choices: int) -> bytes:
-        """Return the events that begin a stream: of a conversation, the role of each choice."""
+        """Return the first events of a stream, which for chat hold the role of each choice."""
         if not self.is_chat:
             return b""
         return b"".join(
@@ -77,7 +77,7 @@ class Answer:
         )
 
     def chunk(self, at: int, chunk: StreamChunk) -> bytes:
-        """Return the event of a chunk; empty where it has no text yet and nothing else to say."""
+        """Return the event of a chunk; empty if the chunk has neither text nor other fields."""
         body = self.body
         extras = body.return_token_ids or body.return_token_sources or chunk.logprobs is not None
         if not chunk.text and chunk.finish_reason is None and not extras:
@@ -103,7 +103,7 @@ class Answer:
         return choice | self._tokens(completion)
 
     def _tokens(self, result: StreamChunk | Completion) -> Json:
-        """What is returned of each token beside the text, where the request asks for it."""
+        """Return the fields of each token that the request asks for besides the text."""
         found: Json = {}
         if self.body.return_token_ids:
             found["token_ids"] = result.token_ids
@@ -147,7 +147,7 @@ class Answer:
         }
 
     def _text(self, token: int) -> str:
-        """The text of one token; special tokens by their names."""
+        """Return the text of one token; a special token by its name."""
         if token in self.tokenizer.added:
             return self.tokenizer.added[token][0]
         content = self.tokenizer.token_bytes(token)
@@ -163,7 +163,7 @@ def choice_of(
     finish_reason: str | None = None,
     stop_reason: str | int | None = None,
 ) -> Json:
-    """Return one choice of a response; an end that the OpenAI API has no name for is "length"."""
+    """Return one choice of a response; finish reasons unknown to the OpenAI API become "length"."""
     if finish_reason in ("deadline", "abort"):
         finish_reason, stop_reason = "length", finish_reason
     ends = {"finish_reason": finish_reason, "stop_reason": stop_reason}
@@ -171,7 +171,7 @@ def choice_of(
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Json:
-    """Return the usage of a response: tokens, and what speculation made of them.
+    """Return the usage of a response: token counts and acceptance figures.
 
     The figures of speculation are those of the steps that drafted; `num_plain_steps` counts the
     others.
@@ -191,7 +191,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Json:
 
 
 def speculation_of(counts: AcceptanceCounts) -> Json:
-    """Return the figures of speculation of some steps."""
+    """Return the acceptance figures of a number of steps."""
     drafted = drafting_only(counts)
     return {
         "num_steps": drafted.num_steps,

@@ -44,7 +44,7 @@ __all__ = ["ServerState", "create_app"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
-    """What the routes share; `request.app.state.server` is one.
+    """Objects that all routes use; they are stored in `request.app.state.server`.
 
     Attributes:
         engine: runs while the application does.
@@ -63,7 +63,7 @@ class ServerState:
     started_at_s: float
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model.
+        """Refuse a request that names another model.
 
         Raises:
             ModelNotServed: the name is not that of the target.
@@ -78,7 +78,7 @@ def create_app(
     config: ServerConfig | None = None,
     keys: Sequence[ApiKey] = (),
 ) -> FastAPI:
-    """Return the application over an engine, which it starts and closes.
+    """Return the application over an engine, which is started and closed with it.
 
     Args:
         engine: not started yet.
@@ -150,7 +150,7 @@ def add_generation(app: FastAPI) -> None:
 async def answered(
     body: GenerationRequest, prompts: Sequence[Prompt], request: Request
 ) -> Response:
-    """Generate what a request asks for, at once or as a stream."""
+    """Generate text for a request, and return it at once or as a stream."""
     server: ServerState = request.app.state.server
     server.check_model(body.model)
     engine = server.engine
@@ -195,7 +195,7 @@ async def answered(
 
 
 async def stream_of(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
-    """Yield the events of a stream; an error ends it with an event of its own."""
+    """Yield the events of a stream; an error is sent as the last event."""
     options = answer.body.stream_options
     try:
         if first := answer.first(len(generation.tickets) * generation.num_samples):
@@ -212,7 +212,7 @@ async def stream_of(generation: Generation, answer: Answer) -> AsyncIterator[byt
 
 
 def add_tokens(app: FastAPI) -> None:
-    """Add the routes between text and tokens."""
+    """Add the routes that convert between text and tokens."""
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Work for a client that may go away: streams of events, and answers that are awaited."""
+"""Responses that end early when the client disconnects: streams of events and single answers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Disconnected(Exception):
-    """The client went away, or read nothing for too long; an answer would reach no one."""
+    """The client disconnected, or did not read the response for too long."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Await a piece of work, which is cancelled when the client disconnects.
+    """Await a coroutine, which is cancelled when the client disconnects.
 
     Raises:
         Disconnected: the client went away.
@@ -40,13 +40,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
 
 
 async def until_disconnected(receive: Receive) -> None:
-    """Wait for the client to go away."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """A response of server-sent events, which ends early when the client goes away.
+    """A response of server-sent events that ends when the client disconnects.
 
     Args:
         events: encoded events, each with its blank line.
@@ -66,7 +66,7 @@ class EventStream(Response):
         self.write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they end or the client goes away."""
+        """Send the events until they end or the client disconnects."""
         try:
             await while_connected(receive, self._send(send))
         except Disconnected:

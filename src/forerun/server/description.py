@@ -11,7 +11,7 @@ __all__ = ["ERRORS", "STREAMS", "TEXT", "DescribedApp"]
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong: a message, its kind, the field, and a code for programs."""
+    """Description of an error: message, type, field and machine-readable code."""
 
     message: str
     type: str
@@ -51,10 +51,10 @@ TEXT: dict[int | str, dict[str, Any]] = {
 
 
 class DescribedApp(FastAPI):
-    """An application whose description has the statuses that it answers with."""
+    """A FastAPI application whose OpenAPI description lists the status codes of all responses."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the description; a body that is wrong is answered with 400, not FastAPI's 422."""
+        """Return the description, with 400 as the status of an invalid body instead of 422."""
         found = super().openapi()
         for path in found["paths"].values():
             for operation in path.values():

@@ -23,11 +23,11 @@ RETRY_AFTER_S = 1
 
 
 class ModelNotServed(InvalidRequest):
-    """A request names another model than the one that is served."""
+    """A request names a model that this server does not have."""
 
 
 def status_of(error: Exception) -> int:
-    """Return the HTTP status of an error; 500 for one that nothing foresaw."""
+    """Return the HTTP status of an error; an unexpected error has status 500."""
     if isinstance(error, HTTPException):
         return error.status_code
     statuses: tuple[tuple[type[Exception], int], ...] = (
@@ -53,7 +53,7 @@ def error_body(
 
 
 def readable(text: str) -> str:
-    """Return a text that quotes a request without the lone surrogates that JSON can hold."""
+    """Replace lone surrogates, which JSON can contain, in a text that quotes a request."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -75,7 +75,7 @@ def error_response(
 
 
 async def response_for(request: Request, error: Exception) -> Response:
-    """Return the response for an exception; one that nothing foresaw is logged, not shown."""
+    """Return the response for an exception; an unexpected exception is logged and not shown."""
     status = status_of(error)
     if isinstance(error, RequestValidationError):
         message, param = validation_message(error)
@@ -94,7 +94,7 @@ async def response_for(request: Request, error: Exception) -> Response:
 
 
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
-    """Return what is wrong with a body, and the first field that is wrong."""
+    """Return a message on an invalid body, and the name of the first invalid field."""
     problems: dict[str, str] = {}
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"][1:])

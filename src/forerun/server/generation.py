@@ -1,4 +1,4 @@
-"""One HTTP request in the engine: a ticket per prompt, whose samples are numbered together."""
+"""Decoding of one HTTP request: one ticket per prompt, and numbering of all samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether every prompt has ended, and its output was returned."""
+        """Whether the outputs of all prompts have been returned."""
         return len(self.finished) == len(self.tickets)
 
     @classmethod
@@ -53,7 +53,7 @@ class Generation:
         terms: RequestTerms,
         mask: TokenMask | None = None,
     ) -> Generation:
-        """Queue all prompts, or none where one of them is refused.
+        """Queue all prompts, or none if one of them is refused.
 
         Raises:
             InvalidRequest: a prompt or a parameter cannot be honoured.
@@ -71,7 +71,7 @@ class Generation:
         return cls(tickets, params.n)
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """Yield every chunk with the number of its choice, as they are decoded."""
+        """Yield every chunk with the index of its choice, as chunks are decoded."""
         if len(self.tickets) == 1:
             async for chunk in self.tickets[0]:
                 yield chunk.index, chunk
@@ -80,18 +80,18 @@ class Generation:
                 yield at * self.num_samples + chunk.index, chunk
 
     async def outputs(self) -> list[RequestOutput]:
-        """Wait for the end of all prompts and return their outputs, in order."""
+        """Wait until all prompts have ended and return their outputs, in order."""
         self.finished = [await ticket.wait() for ticket in self.tickets]
         return self.finished
 
     def close(self) -> None:
-        """Abort what has not ended, which frees its rows after the current step."""
+        """Abort the unfinished prompts, which frees their slots after the current step."""
         for ticket in self.tickets:
             ticket.abort()
 
 
 async def merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, StreamChunk]]:
-    """Yield the chunks of several tickets with the places of their tickets, as they come."""
+    """Yield the chunks of several tickets in order of arrival, each with its ticket's index."""
     chunks: asyncio.Queue[tuple[int, StreamChunk | ForerunError | None]] = asyncio.Queue()
 
     async def pass_on(at: int, ticket: Ticket) -> None:

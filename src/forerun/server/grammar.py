@@ -52,7 +52,7 @@ class GrammarMask:
             raise ValueError(f"the grammar does not allow token {token}: {self.problem}")
 
     def allowed(self) -> Bool[Tensor, " vocab"]:
-        """Return True for every token that may come next; where nothing else may, the text ends.
+        """Return a mask of the tokens that may come next: end tokens once the text is complete.
 
         Raises:
             ValueError: the grammar became too complex for the limits of the parser.
@@ -91,7 +91,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def mask_of(self, body: GenerationRequest) -> GrammarMask | None:
-        """Return the mask that a request asks for; None where its text is free.
+        """Return the token mask of a request; None if it has no grammar.
 
         Raises:
             InvalidRequest: it asks for two, the grammar is wrong, or the model has no token that
@@ -120,7 +120,7 @@ class Grammars:
 
 
 def grammar_of(body: GenerationRequest) -> str | None:
-    """Return the grammar of a request in llguidance's form; None where its text is free.
+    """Return the grammar of a request in llguidance's form; None if it has none.
 
     Raises:
         InvalidRequest: it asks for two, or the grammar is wrong.
@@ -153,5 +153,5 @@ def grammar_of(body: GenerationRequest) -> str | None:
 
 
 def choices(texts: list[str]) -> str:
-    """Return the Lark grammar of a choice among texts."""
+    """Return the Lark grammar that matches one of several texts."""
     return "start: " + " | ".join(json.dumps(text) for text in texts)

@@ -1,4 +1,4 @@
-"""Checks of a request before its body is read: host, key, and the limits of key and body."""
+"""Checks of a request before its body is read: host, API key, body size and rate limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reachable from this machine alone."""
+    """Whether an address to listen on can be reached only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(config: ServerConfig, keys: Sequence[ApiKey]) -> None:
-    """Refuse to listen for other machines without a key.
+    """Refuse an address that other machines can reach, if no key is set.
 
     Raises:
         InvalidRequest: the address is not a loopback address, and there are no keys.
@@ -117,7 +117,7 @@ class Guard:
             await response(scope, receive, send)
 
     def _refused(self, scope: Scope, headers: Headers, key: ApiKey | None) -> Response | None:
-        """The response to a request that nothing else is to see; None for one that may go on."""
+        """Return the error response to a request that is refused; None for one that is accepted."""
         host = headers.get("host", "")
         if self._hosts is not None and host_name(host) not in self._hosts:
             # A page of another site could reach this machine under a name of its own.
@@ -143,7 +143,7 @@ def host_name(host: str) -> str:
 
 
 def too_long(config: ServerConfig) -> str:
-    """The message for a body beyond the limit."""
+    """Return the error message for a body beyond the size limit."""
     return f"the body is longer than {config.max_body_bytes} bytes, the most this server reads"
 
 

@@ -1,4 +1,4 @@
-"""API keys: which tenant a request is of, and what each tenant may use."""
+"""API keys: the tenant of each key, and its limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUSY_RETRY_S = 1.0
 
 
 class LimitReached(InvalidRequest):
-    """A tenant, or all of them together, may have no further request at this moment.
+    """A tenant, or the server, has reached a limit and accepts no further request now.
 
     Attributes:
         retry_after_s: seconds after which the request may be sent again.
@@ -42,7 +42,7 @@ class LimitReached(InvalidRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key: its tenant, and the limits of it.
+    """One API key: its tenant and its limits.
 
     Attributes:
         tenant: requests of one tenant may share KV of a common beginning; those of two do not.
@@ -74,7 +74,7 @@ class ApiKey:
             )
 
     def check(self, priority: int, num_choices: int, max_tokens: int | None) -> None:
-        """Refuse a request that asks for more than the key may have.
+        """Refuse a request that exceeds the limits of its key.
 
         Args:
             priority: of the request.
@@ -98,7 +98,7 @@ class ApiKey:
 
     @classmethod
     def of(cls, tenant: str, key: str) -> ApiKey:
-        """Return the entry of a key that is given itself, without limits.
+        """Return an entry without limits for a key given in plain text.
 
         Raises:
             InvalidRequest: it is too short to be a secret.
@@ -107,7 +107,7 @@ class ApiKey:
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 of a key; one that could be guessed is refused."""
+    """Return the SHA-256 of a key; a key that is too short is refused."""
     if len(key) < MIN_KEY_CHARACTERS:
         raise InvalidRequest(
             f"an API key has {len(key)} characters; it needs {MIN_KEY_CHARACTERS}: make one with "
@@ -157,7 +157,7 @@ NO_KEY = ApiKey(tenant="everyone")
 
 
 class Keyring:
-    """Finds the key of a request, and counts what each tenant has under way.
+    """Finds the API key of a request, and counts the running requests of each key.
 
     Used from one thread.
 
@@ -181,7 +181,7 @@ class Keyring:
         self._allowances: dict[ApiKey, tuple[float, float]] = {}
 
     def find(self, authorization: str | None) -> ApiKey | None:
-        """Return the key in an `Authorization: Bearer` header; None where it is not a known one.
+        """Return the key in an `Authorization: Bearer` header; None if it is unknown.
 
         The time it takes depends neither on the key nor on where it differs from a known one.
         """
@@ -197,7 +197,7 @@ class Keyring:
 
     @contextmanager
     def admitted(self, key: ApiKey) -> Iterator[None]:
-        """Count a request of a key while the block runs.
+        """Count a request as running while the block runs, or refuse it at a limit.
 
         Raises:
             LimitReached: it may not begin now.

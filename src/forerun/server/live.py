@@ -1,4 +1,4 @@
-"""Watches an engine for the live page: an observer that costs next to nothing per step.
+"""Observer of an engine for the live page, with little cost per step.
 
 On the engine's thread a step is only put into a bounded queue. Figures, texts and the diagnosis are
 made from it by the thread that reads a snapshot, so it costs nothing more while no page is open.
@@ -53,7 +53,7 @@ MAX_CHANGES = 3
 
 
 def origins_of(record: StepRecord) -> list[Origin]:
-    """Return where each token that a step emitted came from."""
+    """Return the source of each token that a step emitted."""
     if not record.num_drafted:
         return ["plain"] * record.num_emitted
     last: dict[str, Origin] = {"recovered": "recovered", "bonus": "bonus"}
@@ -63,7 +63,7 @@ def origins_of(record: StepRecord) -> list[Origin]:
 
 @dataclass(slots=True, eq=False)
 class WatchedRequest:
-    """One of the latest sequences, with its steps and the text that was already made of them."""
+    """One of the latest sequences, with its queued steps and the text of the steps read so far."""
 
     sequence: Sequence
     steps: deque[StepRecord] = field(default_factory=deque)
@@ -73,7 +73,7 @@ class WatchedRequest:
     detokenizer: Detokenizer | None = None
 
     def read(self, tokenizer: Tokenizer) -> None:
-        """Turn the steps since the last call into text by origin."""
+        """Convert the steps since the last call to text, separated by the source of the tokens."""
         if self.detokenizer is None:
             self.detokenizer = Detokenizer(tokenizer)
         sequence = self.sequence
@@ -97,7 +97,7 @@ class WatchedRequest:
 
 
 class LiveView:
-    """A step observer whose snapshots are what the live page shows.
+    """A step observer that provides the snapshots shown on the live page.
 
     Example:
         view = LiveView(engine, target="zoo:code-40m")
@@ -140,7 +140,7 @@ class LiveView:
     # ------------------------------------------------------------------ on the engine's own thread
 
     def observe(self, step: ObservedStep) -> None:
-        """Queue the records of a step, and note which requests they belong to."""
+        """Queue the records of a step, and assign them to their requests."""
         for entry in step.prefilling:
             self._watch(entry.sequence)
         if not step.records:
@@ -167,7 +167,7 @@ class LiveView:
     # -------------------------------------------------------------------------------- on any thread
 
     def snapshot(self) -> LiveSnapshot:
-        """Return what is known now; may be called from any thread but the engine's."""
+        """Return a snapshot of the latest figures; any thread but the engine's may call it."""
         with self._reading:
             self._drain()
             now_s = self.clock()
@@ -195,7 +195,7 @@ class LiveView:
             )
 
     def _drain(self) -> None:
-        """Count the steps that the engine has queued since the last call."""
+        """Count the steps that were queued since the last call."""
         for _ in range(MAX_QUEUED_STEPS):
             try:
                 records = self._queue.popleft()
@@ -270,7 +270,7 @@ class LiveView:
         return (LivePiece(text=shortened + prompt, origin="prompt"), *found.pieces)
 
     def diagnose(self) -> None:
-        """Diagnose the latest steps if there are new ones and the last time is long enough ago.
+        """Diagnose the latest steps, if there are new ones and the last diagnosis is old enough.
 
         It takes some ten milliseconds; call it on a thread on which nothing waits.
         """
@@ -291,7 +291,7 @@ class LiveView:
 
 
 def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
-    """Return what `forerun diagnose` concludes from these steps."""
+    """Return the diagnosis that `forerun diagnose` would make from these steps."""
     return live_diagnosis(diagnose(evidence_of_steps(steps, "the latest steps")), len(steps))
 
 
@@ -319,7 +319,7 @@ def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
 
 
 def state_of(sequence: Sequence) -> str:
-    """Return "reading" the prompt, "decoding", or the reason of the end."""
+    """Return the state of a request: "reading", "decoding" or its finish reason."""
     if sequence.stop is not None:
         return sequence.stop.finish_reason
     return "decoding" if sequence.num_output else "reading"

@@ -1,4 +1,4 @@
-"""Figures of the latest steps in bounded memory: one slice per second with activity."""
+"""Figures of the latest steps in bounded memory, with one slice of time per active second."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Z = 1.96
 
 @dataclass(slots=True)
 class PartTimes:
-    """Sums of the parts of several steps."""
+    """Sums of the durations of each part of a step, over several steps."""
 
     num_steps: int = 0
     num_sequences: int = 0
@@ -49,7 +49,7 @@ class PartTimes:
     other_s: float = 0.0
 
     def add(self, cycle: Sequence[StepRecord], num_emitted: int) -> None:
-        """Count the step of an engine."""
+        """Add one step of the whole batch to the sums."""
         record = cycle[0]
         self.num_steps += 1
         self.num_sequences += len(cycle)
@@ -59,7 +59,7 @@ class PartTimes:
         self.other_s += record.other_s
 
     def merge(self, other: PartTimes) -> None:
-        """Add the sums of other steps."""
+        """Add the sums of another object."""
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
@@ -77,7 +77,7 @@ class PartTimes:
 
 @dataclass(slots=True)
 class TimeSlice:
-    """What was done in the steps that began within one second.
+    """Counts and durations of the steps that began within one second.
 
     Attributes:
         second: of the monotonic clock.
@@ -116,7 +116,7 @@ class TimeSlice:
             self.methods["plain"] += 1
 
     def compared(self, baselines: Mapping[int, DiscountedRatio]) -> tuple[float, float]:
-        """Return the seconds of decode steps, and of plain decoding for the same tokens.
+        """Return the time of decode steps, and the estimated plain time for the same tokens.
 
         Args:
             baselines: plain seconds over tokens, by batch size; steps at others are left out.
@@ -183,7 +183,7 @@ class LiveFigures:
             self.num_plain_steps += 1
 
     def _end_slice(self) -> None:
-        """Add the plain steps of the last second to the baselines that outlive the slices."""
+        """Add the plain steps of the last second to the baselines, which outlast the slices."""
         for size, (num_emitted, seconds) in self.slices[-1].measured.items() if self.slices else ():
             baseline = self._baselines.setdefault(size, DiscountedRatio(PLAIN_MEMORY))
             baseline.observe(num_emitted, seconds)
@@ -199,7 +199,7 @@ class LiveFigures:
         return {s: ratio for s, ratio in earlier if ratio.num_pairs >= MIN_PLAIN_SECONDS} | latest
 
     def speedup(self, baselines: Mapping[int, DiscountedRatio]) -> LiveEstimate | None:
-        """Return the speedup in the window and its error over seconds; None without a baseline.
+        """Return the speedup in the window with its error; None without a plain baseline.
 
         Args:
             baselines: from `baselines`.
@@ -227,7 +227,7 @@ class LiveFigures:
 
     @property
     def window(self) -> list[TimeSlice]:
-        """Return the slices that are averaged."""
+        """Return the slices over which figures are averaged."""
         return list(self.slices)[-WINDOW_S:]
 
     @property
@@ -266,7 +266,7 @@ class LiveFigures:
         )
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Return the rate over the last seconds, idle ones included."""
+        """Return the tokens per second of the last seconds, idle time included."""
         recent = [piece for piece in self.slices if piece.second > now_s - RECENT_S]
         if not recent:
             return 0.0
@@ -275,11 +275,11 @@ class LiveFigures:
 
 
 def grow(sums: dict[int, tuple[int, float]], size: int, num_emitted: int, seconds: float) -> None:
-    """Add the tokens and seconds of one step to the sums of its batch size."""
+    """Add the tokens and seconds of one step to the sums for its batch size."""
     tokens_before, before_s = sums.get(size, (0, 0.0))
     sums[size] = (tokens_before + num_emitted, before_s + seconds)
 
 
 def bucket_of(num_sequences: int) -> int:
-    """Return one number for all batch sizes between two powers of two."""
+    """Return one bucket number for all batch sizes between two powers of two."""
     return num_sequences.bit_length()

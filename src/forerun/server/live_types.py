@@ -1,4 +1,4 @@
-"""The JSON of `/live`: what a server does now, for the live page and for other readers.
+"""JSON schema of `/live`, the present state of a server for the live page and other clients.
 
 All durations are in seconds and all rates per second. An age is counted back from the moment of
 the snapshot, so that a reader needs no clock in common with the server. A figure that was not
@@ -39,7 +39,7 @@ class LiveEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine behind the server.
+    """Models, drafters and settings of the engine that the server runs.
 
     Attributes:
         engine: its name, "forerun" or "vllm".
@@ -106,7 +106,7 @@ class LiveStepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LivePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One second in which tokens were emitted.
+    """Figures of one second in which tokens were emitted.
 
     Attributes:
         age_s: how long ago the second began.
@@ -128,7 +128,7 @@ class LivePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LivePiece(msgspec.Struct, frozen=True, kw_only=True):
-    """Text of consecutive tokens of one origin."""
+    """Text of consecutive tokens that have the same source."""
 
     text: str
     origin: Origin
@@ -165,7 +165,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveCause(msgspec.Struct, frozen=True, kw_only=True):
-    """A likely cause of slow decoding, with its score and what it means."""
+    """A likely cause of slow decoding, with its score and an explanation."""
 
     label: str
     score: float

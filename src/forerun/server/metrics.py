@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: vLLM's names where the meaning is the same, and ours beside them.
+"""Metrics for Prometheus: with vLLM's names where the meaning is equal, and further ones.
 
 Steps are counted in plain dictionaries on the engine's thread and converted when Prometheus asks,
 so that a step does not pay for them.
@@ -88,7 +88,7 @@ class StepTotals:
 
 
 def add(totals: dict[Any, int], key: object, count: int) -> None:
-    """Add to a total that may not be there yet."""
+    """Add to a total, which starts at 0 if it does not exist."""
     totals[key] = totals.get(key, 0) + count
 
 
@@ -147,7 +147,7 @@ class ServerMetrics:
         return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
 
     def finished(self, output: RequestOutput) -> None:
-        """Count a request whose samples have all ended."""
+        """Count a finished request, all of whose samples have ended."""
         num_prompt = len(output.prompt_token_ids)
         self._prompt_tokens.labels(**self.labels).inc(num_prompt)
         self._prompt.labels(**self.labels).observe(num_prompt)
@@ -172,7 +172,7 @@ class ServerMetrics:
             self._tpot.labels(**self.labels).observe(rest_s)
 
     def aborted(self, num_samples: int) -> None:
-        """Count the samples of a request whose client went away."""
+        """Count the samples of a request whose client disconnected."""
         self._success.labels(**self.labels, finished_reason="abort").inc(num_samples)
 
     def responded(self, status: int) -> None:
@@ -195,11 +195,11 @@ class EngineCollector:
         self.metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: names need not be compared when this is registered."""
+        """Yield nothing, which skips Prometheus's check for duplicate names at registration."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield gauges of this moment and counters of all steps."""
+        """Collect gauges of the present state and counters of all steps."""
         engine, totals = self.metrics.engine, self.metrics.totals
         stats = engine.stats()
         yield self._gauge("vllm:num_requests_running", "Sequences decoded", stats.num_running)

@@ -42,13 +42,13 @@ MAX_AGE_S = 0.5
 
 @runtime_checkable
 class LiveSource(Protocol):
-    """What the live page shows: our engine, or a server of another engine."""
+    """Provides the snapshots of the live page, for our engine or for another server."""
 
     def snapshot(self) -> LiveSnapshot:
-        """Return what is known now; called from any thread."""
+        """Return the latest snapshot; any thread may call this."""
 
     def diagnose(self) -> None:
-        """Bring the diagnosis up to date if it is due; it may take some ten milliseconds."""
+        """Update the diagnosis if the last one is old enough, which may take ten milliseconds."""
 
 
 class EncodedSnapshots:
@@ -105,7 +105,7 @@ def page_router(source: LiveSource, dependencies: Sequence[Any] = ()) -> APIRout
 
 
 def page_files() -> dict[str, Callable[[], Response]]:
-    """Read the files of the page, by name; each makes a response of its own."""
+    """Return functions by file name that create a response with a file of the page."""
     found: dict[str, Callable[[], Response]] = {}
     for file in (files("forerun.server") / "page").iterdir():
         suffix = "." + file.name.rpartition(".")[2]
@@ -115,5 +115,5 @@ def page_files() -> dict[str, Callable[[], Response]]:
 
 
 def response_maker(content: bytes, media_type: str) -> Callable[[], Response]:
-    """Return a function that makes a response with this content."""
+    """Return a function that creates responses with this content."""
     return lambda: Response(content, media_type=media_type, headers=SECURITY)

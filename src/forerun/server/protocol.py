@@ -42,14 +42,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream contains beside the text."""
+    """Options for the fields of streamed events."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
 class TreeShape(Body):
-    """A draft tree: at most so many nodes, levels, and children of a node."""
+    """Limits of a draft tree: number of nodes, number of levels, and children per node."""
 
     num_nodes: Annotated[int, Field(ge=1)]
     depth: Annotated[int, Field(ge=1)]
@@ -57,7 +57,7 @@ class TreeShape(Body):
 
 
 class SpeculationChoice(Body):
-    """How one request is drafted: by which drafter, and how far."""
+    """The drafter and the shape of the drafts for one request."""
 
     drafter: str | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -65,7 +65,7 @@ class SpeculationChoice(Body):
 
 
 class JsonSchemaFormat(Body):
-    """A JSON schema with the name that the OpenAI API asks for."""
+    """A named JSON schema, in the form of the OpenAI API."""
 
     name: str | None = None
     description: str | None = None
@@ -81,7 +81,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """A constraint on the text, as vLLM names them; one of them."""
+    """A constraint on the text, with vLLM's names; exactly one field may be set."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -126,11 +126,11 @@ class GenerationRequest(Body):
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Alternatives per token that are asked for; None for no log-probabilities."""
+        """Number of alternatives per token in the response; None for no log-probabilities."""
 
     @property
     def longest(self) -> int | None:
-        """Most output tokens; None goes to the end of the context."""
+        """Largest number of output tokens; None allows all that fit into the context."""
         return self.max_tokens
 
     def sampling(self, max_logprobs: int) -> SamplingParams:
@@ -154,7 +154,7 @@ class GenerationRequest(Body):
         )
 
     def plan(self, capabilities: Capabilities, config: EngineConfig) -> Plan | None:
-        """Return the plan that `speculation` asks for; None leaves it to the controller.
+        """Return the plan given by `speculation`; None leaves the choice to the controller.
 
         Args:
             capabilities: of the engine, which names the drafters.
@@ -174,7 +174,7 @@ class GenerationRequest(Body):
 
 
 def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], config: EngineConfig) -> Plan:
-    """Return the plan of an explicit choice, see `GenerationRequest.plan`."""
+    """Return the plan for the drafter and shape of a request; see `GenerationRequest.plan`."""
     if asked.tree is not None and asked.num_speculative_tokens is not None:
         raise InvalidRequest("speculation names num_speculative_tokens and a tree; give one")
     if not methods:
@@ -213,12 +213,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token that are asked for; None for no log-probabilities."""
+        """Number of alternatives per token in the response; None for no log-probabilities."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts, also where one is given."""
+        """The prompts as a list, which has one item for a single prompt."""
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             return list(cast(list[Prompt], prompt))
@@ -226,7 +226,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Body):
-    """A part of a message; there are parts of text alone."""
+    """A part of a message; only parts of type "text" are supported."""
 
     type: Literal["text"]
     text: str
@@ -243,7 +243,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it, its parts of text joined."""
+        """Return the message in the form that chat templates read, with its parts joined."""
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
@@ -263,7 +263,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token that are asked for; None for no log-probabilities."""
+        """Number of alternatives per token in the response; None for no log-probabilities."""
         if not self.logprobs:
             if self.top_logprobs:
                 raise InvalidRequest("top_logprobs needs logprobs to be true")
@@ -272,12 +272,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def longest(self) -> int | None:
-        """Most output tokens; None goes to the end of the context."""
+        """Largest number of output tokens; None allows all that fit into the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """Additional variables of the chat template."""
         variables = dict(self.chat_template_kwargs or {})
         if self.tools and self.tool_choice != "none":
             variables["tools"] = self.tools

@@ -1,4 +1,4 @@
-"""Runs the application until a signal: it stops accepting, and requests may end in time."""
+"""Runs the application until a signal; running requests then have limited time to finish."""
 
 from __future__ import annotations
 

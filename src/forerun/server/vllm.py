@@ -1,4 +1,4 @@
-"""Starts vLLM with a speculative configuration, and serves it with the live page in front."""
+"""Runs vLLM with a speculative configuration behind a proxy that adds the live page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOP_HEADERS = frozenset(
 
 
 def vllm_name(model: str) -> str:
-    """Return the name by which vLLM finds a model: of a shipped one, its folder."""
+    """Return the name or folder under which vLLM can load a model."""
     return str(zoo_path(model)) if model.startswith(PREFIX) else model
 
 
@@ -82,7 +82,7 @@ def speculative_config(
 
 
 def chosen_in(path: Path, draft: str | None, changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the speculative configuration in a file, with changes; empty where it has none.
+    """Return the speculative configuration of a file with changes; empty for plain decoding.
 
     Args:
         path: of a JSON document of one of the three kinds.
@@ -110,7 +110,7 @@ def chosen_in(path: Path, draft: str | None, changes: Mapping[str, object]) -> d
 def planned(
     path: Path, best: Mapping[str, object], draft: str | None, changes: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the configuration of the option that a plan found best."""
+    """Return the speculative configuration of the best option of a plan."""
     name, k = best.get("draft"), best.get("num_speculative_tokens")
     if not isinstance(k, int) or not isinstance(name, str | None):
         raise InvalidRequest(
@@ -137,7 +137,7 @@ def vllm_running(
     arguments: Sequence[str] = (),
     timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[str]:
-    """Start vLLM on a free port of this machine, wait until it is ready, and stop it at the end.
+    """Run vLLM on a free local port from the moment it is ready until the block ends.
 
     Args:
         target: folder or hub name.
@@ -177,7 +177,7 @@ def vllm_running(
 
 
 def wait_until_ready(address: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Return once the server answers that it is healthy.
+    """Wait until the server's health check succeeds.
 
     Raises:
         ServerUnavailable: it ended, or is not ready in time.
@@ -236,7 +236,7 @@ def create_proxy(
 
 
 def version_of(client: httpx.Client) -> str:
-    """Return the version that a vLLM server states; empty where it does not."""
+    """Return the version that a vLLM server reports; empty if it reports none."""
     try:
         return str(client.get("/version").raise_for_status().json()["version"])
     except (httpx.HTTPError, KeyError, TypeError, ValueError):
@@ -244,7 +244,7 @@ def version_of(client: httpx.Client) -> str:
 
 
 async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:
-    """Return vLLM's answer to a request, as it arrives."""
+    """Forward a request to vLLM and stream its response."""
     headers = [(k, v) for k, v in request.headers.items() if k not in HOP_HEADERS]
     # The bytes of the path as they came: a path such as //host/ must not name another server.
     query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
@@ -269,4 +269,4 @@ async def passed_on(client: httpx.AsyncClient, request: Request) -> Response:
 
 
 def ignore_status(status: int) -> None:
-    """Count nothing: vLLM has metrics of its own."""
+    """Do nothing: vLLM counts its own responses."""

@@ -1,4 +1,4 @@
-"""The live page over a vLLM server: its metrics, read when a page asks for them."""
+"""The live page for a vLLM server, whose metrics are read when the page requests a snapshot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PREFIX = "vllm:spec_decode_num_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSample:
-    """Metrics of a server at one time."""
+    """Metrics of a server at one point in time."""
 
     at_s: float
     metrics: Metrics
@@ -47,7 +47,7 @@ class MetricsSample:
 
 
 class VllmView:
-    """What the live page shows of a vLLM server; figures that need single steps are left out.
+    """Snapshots of a vLLM server for the live page, without figures of single steps.
 
     Args:
         client: reads the server's `/metrics`; its base address is the server.
@@ -128,7 +128,7 @@ class VllmView:
         self._samples.append(MetricsSample(at_s=self.clock(), metrics=page.metrics))
 
     def diagnose(self) -> None:
-        """Diagnose what the metrics counted since the first sample kept, if that is due."""
+        """Diagnose the counts since the first stored sample if the last diagnosis is old enough."""
         samples = list(self._samples)
         if not samples or self.clock() - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
             return
@@ -143,7 +143,7 @@ class VllmView:
 
 
 def grown_in(samples: Sequence[MetricsSample]) -> Metrics:
-    """Return how much the counters grew between the first and the last sample."""
+    """Return the increase of all counters from the first to the last sample."""
     return samples[-1].metrics.since(samples[0].metrics)
 
 
@@ -156,7 +156,7 @@ def rate_of(samples: Sequence[MetricsSample]) -> float:
 
 
 def positions_of(growth: Metrics) -> tuple[LivePosition, ...]:
-    """Return acceptance by position; vLLM drafts K tokens for every draft."""
+    """Return acceptance by position from counters of vLLM, which always drafts K tokens."""
     drafts = int(growth.totals.get(PREFIX + "drafts", 0.0))
     counts = growth.positions.get(PREFIX + "accepted_tokens_per_pos", {})
     return tuple(
@@ -169,7 +169,7 @@ def positions_of(growth: Metrics) -> tuple[LivePosition, ...]:
 def point_of(
     before: MetricsSample, after: MetricsSample, now_s: float, methods: Sequence[str]
 ) -> LivePoint:
-    """Return what happened between two samples."""
+    """Return the figures of the time between two samples."""
     growth = after.metrics.since(before.metrics)
     drafts = growth.totals.get(PREFIX + "drafts", 0.0)
     accepted = growth.totals.get(PREFIX + "accepted_tokens", 0.0)

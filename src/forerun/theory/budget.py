@@ -1,4 +1,4 @@
-"""How a fixed number of drafted nodes is divided among the requests of a batch.
+"""Division of a fixed number of drafted nodes among the requests of a batch.
 
 Source of the rule: a node is worth the probability that everything up to it is accepted, and costs
 one row wherever it stands; so the R best nodes of a batch are the R of highest survival. Survival
@@ -18,7 +18,7 @@ Node = tuple[float, int, int]
 
 
 def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
-    """Return all nodes, the best first; among equals the shallowest, then the first request's.
+    """Return all nodes in descending order of survival; ties go to the shallowest, then by request.
 
     Args:
         survival: per request, P(accepted through i) for every position it may draft,
@@ -32,7 +32,7 @@ def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
 
 
 def depths_within(survival: Sequence[Sequence[float]], num_nodes: int) -> list[int]:
-    """Return the K per request that makes the most of at most `num_nodes` drafted nodes.
+    """Return the K per request with the most expected accepted tokens from `num_nodes` nodes.
 
     Raises:
         ValueError: the budget is negative.
@@ -48,7 +48,7 @@ def depths_within(survival: Sequence[Sequence[float]], num_nodes: int) -> list[i
 def tree_survival(
     first: Sequence[float], later: Sequence[float], *, depth: int, num_nodes: int
 ) -> list[float]:
-    """Return P(accepted) of every node of the best tree of a size, the best node first.
+    """Return P(accepted) of the nodes of the best tree of a size, in descending order.
 
     It is the tree that best-first growth gives where acceptance depends on depth and rank alone, so
     every beginning of the list belongs to a tree too.

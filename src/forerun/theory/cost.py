@@ -61,7 +61,7 @@ class CostTable:
         return self._verify(num_rows, context, batch).s
 
     def plain_step_s(self, context: int = 0, batch: int = 1) -> float:
-        """Return the seconds of a plain decode step."""
+        """Return the seconds of a plain step."""
         return self._plain(context, batch).s
 
     def draft_token_s(self, context: int = 0, batch: int = 1) -> float:
@@ -95,11 +95,11 @@ class CostTable:
         return self.draft_token_s(context, batch) / self.plain_step_s(context, batch)
 
     def overhead_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Return the seconds of the rest of a speculative cycle at K."""
+        """Return the seconds of a speculative cycle at K beyond drafting and the target pass."""
         return self._overhead(num_speculative_tokens, context, batch).s
 
     def overhead(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
-        """Return o(K): the rest of a speculative cycle, in plain steps."""
+        """Return o(K), in plain steps: the cycle beyond drafting and the target pass."""
         spent_s = self.overhead_s(num_speculative_tokens, context, batch)
         return spent_s / self.plain_step_s(context, batch)
 
@@ -170,7 +170,7 @@ class CostTable:
         return self._in_cycle(lambda line: line.overhead(num_speculative_tokens), context, batch)
 
     def _in_cycle(self, pick: Pick, context: int, batch: int) -> CostReading:
-        """Interpolate a time; beyond the largest measured batch it is proportional to the batch."""
+        """Interpolate a time; beyond the measured batches it is proportional to the batch."""
         measured_batch = min(batch, self.batches[-1])
         return self._at(pick, context, measured_batch).times(batch / measured_batch)
 
@@ -187,7 +187,7 @@ class CostTable:
 
 
 def _ratio(spent: CostReading, plain: CostReading) -> Interval:
-    """Return the ratio, whose relative errors on both sides add up in quadrature."""
+    """Return the ratio of two measured times; their relative errors add up in quadrature."""
     estimate = spent.s / plain.s
     reach = math.hypot(spent.error_s, estimate * plain.error_s) / plain.s
     return Interval(estimate=estimate, low=max(0.0, estimate - reach), high=estimate + reach)

@@ -25,7 +25,7 @@ class CostReading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLine:
-    """Holds seconds at one batch size and context.
+    """Measured times at one batch size and one context length.
 
     Noise can make more rows look cheaper than fewer; rows are read through their isotonic fit, so v
     never falls. Beyond the most rows the pass grows in proportion to them, an overestimate, so that
@@ -102,7 +102,7 @@ class CostLine:
         return CostReading(self.draft_s, self.draft_error_s)
 
     def overhead(self, num_speculative_tokens: int) -> CostReading:
-        """Return the time of a cycle at K beyond drafting and the pass."""
+        """Return the time of a cycle at K beyond drafting and the target pass."""
         errors_s = self.overhead_error_s or (0.0,) * len(self.overhead_s)
         measured = tuple(map(CostReading, self.overhead_s, errors_s))
         return interpolate(self.overhead_ks, measured, num_speculative_tokens)
@@ -135,7 +135,7 @@ class CostLine:
         )
 
     def _check_lengths(self, sizes: str, times: str, errors: str) -> None:
-        """Check that there is one time per size, and one error per size or none at all."""
+        """Check that there is one time per size, and as many errors as times or none."""
         wanted = len(getattr(self, sizes))
         for name in (times, errors) if getattr(self, errors) else (times,):
             if (found := len(getattr(self, name))) != wanted:
@@ -194,7 +194,7 @@ def isotonic(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _fit(values: Sequence[float], errors: Sequence[float]) -> tuple[CostReading, ...]:
-    """Return monotone readings; the error of a moved value reaches back to the measurement.
+    """Return monotone readings; each error is at least the adjustment of its value.
 
     Without errors the readings have none: the size of the noise is not known then.
     """

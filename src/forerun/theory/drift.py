@@ -1,4 +1,4 @@
-"""A rate that may change: a long memory, shortened when a short memory contradicts it.
+"""Estimate of a changing rate: a long memory, shortened when a short memory contradicts it.
 
 The idea of ADWIN (Bifet and Gavalda 2007) with two exponential windows instead of all cuts of one:
 where the means of the two differ by more than chance, what lies further back is forgotten.
@@ -16,7 +16,7 @@ LEAST_RECENT = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Settings of how observations lose weight.
+    """Settings of the weights of past observations.
 
     Attributes:
         slow: what is left of an observation's weight after one more; 1 / (1 - slow) count in all.
@@ -73,11 +73,11 @@ class DriftingRate:
         self.trials, self.wins = self.fast_trials, self.fast_wins
 
     def mean(self, prior: float, strength: float) -> float:
-        """Return the rate, with `strength` earlier trials at the rate `prior`."""
+        """Return the estimated rate, with `prior` weighted as `strength` trials."""
         return (self.wins + prior * strength) / (self.trials + strength)
 
     def _has_changed(self) -> bool:
-        """Return whether the short memory and older trials differ by more than chance."""
+        """Return whether short memory and older trials differ significantly."""
         recent = self.fast_trials
         before = self.trials - recent
         if recent < LEAST_RECENT or before < LEAST_RECENT:

@@ -254,7 +254,7 @@ def _resamples(num_blocks: int, seed: int, num_resamples: int) -> tuple[tuple[in
 
 
 def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
-    """Yield `num_blocks` indices with replacement; each half of a 64-bit hash gives one."""
+    """Yield `num_blocks` random indices with replacement, two from each 64-bit hash."""
     key = _mix(_mix(seed & MASK) ^ resample)
     for draw in range(num_blocks // 2):
         bits = _mix(key + draw)

@@ -16,7 +16,7 @@ __all__ = ["Passing", "Prospects"]
 
 
 class Passing:
-    """Estimates P(position i passed | i - 1 passed and i allowed), for every i.
+    """Estimates P(position i passed given that i - 1 is passed and i allowed), for every i.
 
     Args:
         memory: of each position.
@@ -32,7 +32,7 @@ class Passing:
         self._means: dict[tuple[float, int], list[float]] = {}
 
     def observe(self, num_allowed: int, num_passed: int) -> None:
-        """Count one step; a change at one position shortens the memory of the positions after it.
+        """Count one step; a detected change at a position also shortens the memory of later ones.
 
         Args:
             num_allowed: positions the plan allowed.
@@ -49,7 +49,7 @@ class Passing:
         self._means.clear()
 
     def means(self, prior: float, num_positions: int) -> list[float]:
-        """Return posterior means; an unobserved position takes the mean of the one before it."""
+        """Return posterior means; a position without trials has the mean of the one before it."""
         key = (prior, num_positions)
         if key in self._means:
             return self._means[key]
@@ -63,7 +63,7 @@ class Passing:
         return found
 
     def means_given(self, priors: Sequence[float]) -> list[float]:
-        """Return posterior means with a prior of its own for every position."""
+        """Return posterior means with a separate prior for every position."""
         strength = self.strength
         seen = zip(self.rates, priors, strict=False)
         found = [(rate.wins + prior * strength) / (rate.trials + strength) for rate, prior in seen]
@@ -71,7 +71,7 @@ class Passing:
 
 
 class Prospects:
-    """Estimates how deep drafts go under one method and stop rule, and how deep they are accepted.
+    """Estimates the drafted and the accepted depth of drafts under one drafter and stop rule.
 
     Args:
         memory: of every rate.

@@ -14,7 +14,7 @@ __all__ = ["ReadingCost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingCost:
-    """Holds seconds of a pass that reads a number of tokens of one sequence, for both models.
+    """Seconds of passes that read a prompt, by number of tokens and for both models.
 
     A verify pass of as many rows takes longer, for it yields logits at every row. Between
     measurements everything is linear; beyond the most tokens the last slope goes on.
@@ -48,15 +48,15 @@ class ReadingCost:
         object.__setattr__(self, "_draft", tuple(map(CostReading, self.draft_s)))
 
     def target_pass_s(self, num_tokens: int) -> float:
-        """Return the seconds of a pass of the target that only reads."""
+        """Return the seconds of a target pass that only reads a prompt."""
         return interpolate(self.tokens, self._target, num_tokens).s
 
     def target_more_s(self, num_tokens: int) -> float:
-        """Return the seconds that reading adds to a pass of the target that happens anyway."""
+        """Return the seconds that reading adds to a target pass with other rows."""
         return max(0.0, self.target_pass_s(num_tokens) - self.target_s[0])
 
     def draft_more_s(self, num_tokens: int) -> float:
-        """Return the seconds by which reading these tokens delays the draft."""
+        """Return the seconds that reading these tokens adds to drafting."""
         read_s = interpolate(self.tokens, self._draft, num_tokens).s
         return max(0.0, read_s - self.draft_s[0])
 

@@ -1,4 +1,4 @@
-"""The trace schema: one header, one record per request, one per request and step.
+"""The trace schema: one header, one record per request, and one per request and step.
 
 Plain values with a JSON-ready `to_dict`; reading and writing files happens elsewhere.
 """

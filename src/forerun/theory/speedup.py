@@ -30,7 +30,7 @@ BISECTIONS = 60  # halves [0, 1] to below the resolution of a double
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestK:
-    """The K of highest speedup, with the figures behind it.
+    """The K with the highest speedup, with tau, kappa and the speedup at this K.
 
     Attributes:
         num_speculative_tokens: K; 0 says that speculation never pays.

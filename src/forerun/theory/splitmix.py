@@ -1,4 +1,4 @@
-"""SplitMix64, the 64-bit mixing function behind every counter-based number of this package.
+"""SplitMix64, the 64-bit mixing function for all counter-based random numbers.
 
 Source: Steele, Lea and Flood 2014.
 """

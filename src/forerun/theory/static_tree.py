@@ -1,4 +1,4 @@
-"""The best tree of a fixed shape: Sequoia's dynamic programme over acceptance by rank.
+"""The best tree for acceptance by rank, by Sequoia's dynamic programme.
 
 Source: Sequoia (2402.12374), section 3. The shape depends on no token, so a static tree is exact
 for sampled tokens too. It suits them, and drafts for which deciding level by level is expensive.
@@ -43,7 +43,7 @@ def static_tree(
 
 
 def expected_static(tree: TokenTree, acceptance_by_rank: Sequence[float]) -> float:
-    """Return the expected number of accepted nodes of a tree; ranks without an entry count 0."""
+    """Return the expected number of accepted nodes of a tree; missing ranks have probability 0."""
     reached: list[float] = []
     for node, parent in enumerate(tree.parents):
         rank = tree.children(parent).index(node)
@@ -54,7 +54,7 @@ def expected_static(tree: TokenTree, acceptance_by_rank: Sequence[float]) -> flo
 
 @lru_cache(maxsize=256)
 def _static_tree(ranks: tuple[float, ...], num_nodes: int, depth: int) -> tuple[int, ...]:
-    """Parents of the best tree, in depth-first order.
+    """Return the parents of the best tree's nodes, in depth-first order.
 
     `best(n, d, r)` is the most that n nodes can add in d levels under an accepted node, by its
     children of rank r and later, with the number of nodes given to the subtree of child r.

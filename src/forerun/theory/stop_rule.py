@@ -1,4 +1,4 @@
-"""When to stop drafting: a threshold on the distribution the next node would be drawn from.
+"""Stop rule of drafting: a threshold on the distribution of the next draft token.
 
 The decision is taken before the draw, from the distribution alone, so it cannot depend on what is
 drawn; to drop a node for its value would bias the text. The first node is always drafted.
@@ -16,7 +16,7 @@ Measure = Literal["entropy", "top_probability"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """Ends a draft where the draft model is too uncertain of the next node.
+    """Ends a draft when the draft model is too uncertain of the next token.
 
     Attributes:
         measure: "entropy" in nats, or "top_probability", of the distribution the node would be
@@ -38,7 +38,7 @@ class StopRule:
             raise ValueError(f"a threshold on {self.measure} of {self.threshold}; at most {most}")
 
     def stops(self, value: float) -> bool:
-        """Return whether a node of this entropy or top probability is not drafted; never at NaN."""
+        """Return whether the draft ends before a node with this value; NaN never ends it."""
         if self.measure == "entropy":
             return value > self.threshold
         return value < self.threshold

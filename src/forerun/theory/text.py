@@ -11,7 +11,7 @@ __all__ = ["distinct_ngram_share", "first_repeat", "ngrams"]
 
 
 def ngrams(token_ids: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Return every run of `size` neighbouring tokens in order, none of a shorter text."""
+    """Return all n-grams of `size` tokens in order; a shorter text has none."""
     return (tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
 
 
@@ -30,7 +30,7 @@ def distinct_ngram_share(token_ids: Sequence[int], size: int = 4) -> float:
 
 
 def first_repeat(token_ids: Sequence[int], size: int = 32) -> int:
-    """Return where the first n-gram starts that occurred before, or the length if none repeats.
+    """Return the start of the first n-gram that occurred before, or the length if there is none.
 
     The second occurrence may overlap the first, as it does in a short loop.
     """

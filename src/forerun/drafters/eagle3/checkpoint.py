@@ -1,4 +1,4 @@
-"""Reading and writing of EAGLE-3 heads.
+"""Reading and writing of EAGLE-3 heads in speculators' form and in the raw form.
 
 Tensors are named as speculators names them (`layers.0.*`); the raw form of EAGLE, SpecForge and
 SGLang calls the layer `midlayer`. Everything is checked: a tensor too many or too few, a wrong
@@ -46,7 +46,7 @@ IGNORED = ("rotary_emb.inv_freq",)
 def read_eagle3_head(
     folder: Path, *, num_target_layers: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Eagle3Head:
-    """Read a head in either form.
+    """Read an EAGLE-3 head in speculators' form or in the raw form.
 
     Args:
         folder: with config.json and model.safetensors.
@@ -64,7 +64,7 @@ def read_eagle3_head(
 def read_parts(
     folder: Path, *, num_target_layers: int | None = None
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """Read configuration and tensors of a head without comparing them.
+    """Read configuration and tensors of a head, without a check that they fit each other.
 
     Raises:
         InvalidModel: a file is missing or damaged, or the head is of an unsupported kind.
@@ -133,7 +133,7 @@ def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) 
 
 
 def target_ids_of(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Tensor:
-    """Return the target token of every draft token.
+    """Return the target token id of every draft token.
 
     Raises:
         InvalidModel: d2t is missing, misshapen, leaves the target's vocabulary or repeats a token.
@@ -176,7 +176,7 @@ def write_eagle3_head(
     target_architecture: str = "LlamaForCausalLM",
     num_speculative_tokens: int = 5,
 ) -> None:
-    """Write a head in its own dtype: config.json and model.safetensors, the latter last.
+    """Write a head in its own dtype: first config.json, then model.safetensors.
 
     Args:
         head: to write.
@@ -213,7 +213,7 @@ def write_eagle3_head(
 
 
 def renamed(name: str, form: HeadFormat) -> str:
-    """Return the name of a tensor in a form of the file."""
+    """Return the name that a tensor has in the given form of the checkpoint."""
     if form == "raw" and name.startswith(LAYER):
         return RAW_LAYER + name.removeprefix(LAYER)
     return name

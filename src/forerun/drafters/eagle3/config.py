@@ -15,7 +15,7 @@ NUM_FEATURE_LAYERS = 3
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers whose input is read where a checkpoint names none: 2, L/2 and L - 3.
+    """Return the feature layers of checkpoints that name none: layers 2, L/2 and L - 3.
 
     Source: EAGLE-3 (arXiv 2503.01840), as vLLM and speculators read it.
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("forerun.drafting")
 
 
 class AttachedModel(LanguageModel, Protocol):
-    """A model whose rows continue from the target's hidden states; see `eagle3.model`."""
+    """A draft model whose rows read the target's hidden states; see `eagle3.model`."""
 
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
@@ -42,22 +42,22 @@ class AttachedModel(LanguageModel, Protocol):
 
 
 class ShiftedContext(Context):
-    """A sequence without its first token: row t of the head holds token t + 1."""
+    """Tokens of a sequence without the first: row t of an EAGLE-3 head reads token t + 1."""
 
     @property
     def num_pending(self) -> int:
-        """Rows that can be computed from the target's features and are not cached yet."""
+        """Number of rows that are not cached yet although the target's features for them exist."""
         return len(self.ids) - 1 - self.num_cached
 
     def pending(self, limit: int | None = None) -> list[int]:
-        """Return the tokens of the next rows, at most `limit`."""
+        """Return the tokens of the next uncached rows, at most `limit`."""
         start = self.num_cached + 1
         return self.ids[start : len(self.ids) if limit is None else start + limit]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttachedSequence(DraftSequence):
-    """One sequence as an EAGLE-3 head sees it.
+    """The state of one sequence in an EAGLE-3 head.
 
     Attributes:
         features: of the rows that are not cached yet, in order.
@@ -69,11 +69,11 @@ class AttachedSequence(DraftSequence):
 
     @property
     def num_features(self) -> int:
-        """Rows whose features wait to be read."""
+        """Number of rows whose features have not been fed to the head yet."""
         return sum(map(len, self.features))
 
     def next_features(self, num_rows: int) -> Float[Tensor, "rows layers width"]:
-        """Return the features of the next rows.
+        """Return the features of the next `num_rows` uncached rows.
 
         Raises:
             DrafterError: there are fewer.
@@ -88,7 +88,7 @@ class AttachedSequence(DraftSequence):
         return self.features[0][:num_rows]
 
     def keep_rows(self, num_rows: int) -> None:
-        """Commit the next rows, which were computed from features, and drop all behind them."""
+        """Commit the next `num_rows` rows, computed from features, and drop all rows after them."""
         if num_rows:
             self.context.commit(range(num_rows))
             self.features = [self.next_features(self.num_features)[num_rows:]]
@@ -118,7 +118,7 @@ class Eagle3Drafter(DraftModel):
         self._warned = False
 
     def through(self, model: LanguageModel) -> Eagle3Drafter:
-        """Return a drafter of the same head whose passes go through a wrapper of its model.
+        """Return a drafter with the same head whose passes go through a wrapper of its model.
 
         Args:
             model: the wrapper, which may time or change passes.
@@ -150,11 +150,11 @@ class Eagle3Drafter(DraftModel):
         return sequence
 
     def _open(self, request: DraftRequest) -> Context:
-        """Reserve a slot; nothing is shared, for a row depends on features and the next token."""
+        """Reserve a slot without a shared prefix, since rows also depend on features."""
         return ShiftedContext(self.model.store, request.ids)
 
     def _batch(self, spans: Sequence[Span], sequences: Sequence[DraftSequence]) -> RowBatch:
-        """Return a pass over pending rows with the states that the target's features give them."""
+        """Return a pass over pending rows with input states computed from the target's features."""
         batch = super()._batch(spans, sequences)
         features: list[Tensor] = []
         for span, sequence in zip(spans, sequences, strict=True):
@@ -164,7 +164,7 @@ class Eagle3Drafter(DraftModel):
         return HeadBatch.of(batch, self.attached.fuse(together))
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Receive the features of committed rows; many of them are read at once, few later.
+        """Receive the features of committed rows; many are fed at once, few with the next draft.
 
         Of the rows of the last draft those stay that were computed from features.
         """
@@ -182,7 +182,7 @@ class Eagle3Drafter(DraftModel):
             self._prefill([self._sequence(outcome.request) for outcome in outcomes])
 
     def _prefill(self, sequences: Sequence[DraftSequence]) -> None:
-        """Read rows in chunks until the features of few are left."""
+        """Feed pending rows in chunks until at most one chunk of features is left per sequence."""
         waiting = [s for s in sequences if isinstance(s, AttachedSequence)]
         while waiting := [s for s in waiting if s.num_features > PREFILL_CHUNK]:
             batch = self._batch([s.context.span(PREFILL_CHUNK) for s in waiting], waiting)
@@ -191,7 +191,7 @@ class Eagle3Drafter(DraftModel):
                 sequence.keep_rows(PREFILL_CHUNK)
 
     def _warn(self, sequence: AttachedSequence) -> None:
-        """Give up drafting for a sequence, and say so once."""
+        """Stop drafting for a sequence, and log a warning the first time."""
         sequence.lacks_features, sequence.features = True, []
         if not self._warned:
             self._warned = True

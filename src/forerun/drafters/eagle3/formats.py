@@ -97,7 +97,7 @@ def check_layer(layer: Mapping[str, Any]) -> None:
 
 
 def flag(settings: Mapping[str, Any], name: str) -> bool:
-    """Return a flag; a missing one is False.
+    """Return a boolean field of a configuration; a missing one is False.
 
     Raises:
         InvalidModel: it is no boolean.
@@ -109,7 +109,7 @@ def flag(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def number(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a positive number of a configuration.
+    """Return a field of a configuration that must be a positive number.
 
     Raises:
         InvalidModel: it is none.
@@ -145,7 +145,7 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
 def feature_layers_of(
     settings: Mapping[str, Any], num_target_layers: int | None
 ) -> tuple[int, ...]:
-    """Return the layers of the target whose input is read.
+    """Return the layers of the target whose input the head reads.
 
     Raises:
         InvalidModel: they are malformed, or missing and the target is not known.

@@ -1,4 +1,4 @@
-"""The check of an EAGLE-3 head by its golden rows, which decide where flags are ambiguous.
+"""Check of an EAGLE-3 head: its flags must reproduce the golden rows from training.
 
 The rows are computed again under the flags of config.json. Where they differ, the check tries the
 other flags, layers and vocabulary maps that tools are known to write for the same weights. The
@@ -49,7 +49,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GateReport:
-    """A head, and the settings in which its golden rows differ from its config.json.
+    """A checked head, and the settings of config.json that its golden rows contradict.
 
     Attributes:
         head: with the flags that give its golden rows.
@@ -66,7 +66,7 @@ class GateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadReading:
-    """One combination of flags, layers and vocabulary map by which the files may be read."""
+    """One combination of flags, layers and vocabulary map under which a head may be built."""
 
     config: Eagle3Config
     tensors: Mapping[str, Tensor]
@@ -81,7 +81,7 @@ def check_head(
     golden: GoldenRows | None,
     target: LanguageModel | None = None,
 ) -> GateReport:
-    """Return the head under the reading that gives its golden rows.
+    """Build the head with the settings that reproduce its golden rows.
 
     Args:
         config: as config.json reads.
@@ -115,7 +115,7 @@ def check_head(
 def matching_head(
     config: Eagle3Config, tensors: Mapping[str, Tensor], where: str, golden: GoldenRows
 ) -> tuple[Eagle3Head, tuple[str, ...]]:
-    """Return the head under the first reading that gives the golden rows, and what it changes.
+    """Build the head with the first settings that reproduce the golden rows; return their changes.
 
     Raises:
         InvalidModel: none does.
@@ -136,7 +136,7 @@ def matching_head(
 
 
 def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[HeadReading]:
-    """Yield the ways to read the files of a head, config.json's own first."""
+    """Yield the settings under which a head may be built, those of config.json first."""
     d2t = tensors.get("d2t")
     absolute = None
     if d2t is not None and not d2t.is_floating_point():
@@ -160,7 +160,7 @@ def readings(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Iterator[He
 
 
 def first_difference(head: Eagle3Head, golden: GoldenRows) -> str | None:
-    """Return the first tensor that differs from the golden rows; None where all agree."""
+    """Return the first tensor that differs from the golden rows; None if all agree."""
     found = compute_rows(head, golden.features, golden.embedded)
     for name in STAGES:
         expected = golden.stages[name]
@@ -170,14 +170,14 @@ def first_difference(head: Eagle3Head, golden: GoldenRows) -> str | None:
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference relative to the root mean square; infinite for NaN."""
+    """Return the largest difference relative to the expected root mean square; infinite for NaN."""
     scale = float(expected.double().square().mean().sqrt())
     error = float((found - expected).abs().max()) / max(scale, 1e-30)
     return error if error == error else float("inf")
 
 
 def describe_difference(head: Eagle3Head, golden: GoldenRows, where: str) -> str:
-    """Return what differs from the golden rows, and which weights have changed."""
+    """Return which tensor differs from the golden rows, and which weights have changed."""
     name = first_difference(head, golden)
     assert name is not None
     changed = [
@@ -201,7 +201,7 @@ def same_number(found: float, expected: float | None) -> bool:
 def matching_layers(
     config: Eagle3Config, where: str, golden: GoldenRows, target: LanguageModel
 ) -> tuple[int, ...]:
-    """Return the layers of the target whose input the golden rows hold.
+    """Return the layers of the target whose input equals the features in the golden rows.
 
     Raises:
         IncompatibleDraft: some feature is not the input of any layer.

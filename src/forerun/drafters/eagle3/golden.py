@@ -1,4 +1,4 @@
-"""Golden rows: what a head computed where it was trained, kept beside it in golden.rows.
+"""Golden rows: tensors that training computed for a few rows, stored with the head.
 
 Flags and layer ids of EAGLE-3 checkpoints are written differently by different tools, and a mistake
 costs acceptance without any error. So the training code keeps a few rows, from the target's
@@ -109,7 +109,7 @@ def compute_rows(
 
 
 def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of rows over themselves and those before, without a cache."""
+    """Compute causal attention of rows over themselves and earlier rows, without a cache."""
     attended = F.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
@@ -121,12 +121,12 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return one number per weight, which changes with nearly every change of the weight."""
+    """Return a fingerprint of every weight: one number that nearly every change of it alters."""
     return {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
 def fingerprint(tensor: Tensor) -> float:
-    """Return the product of a tensor with fixed numbers that do not repeat."""
+    """Return the fingerprint of a tensor: its inner product with fixed non-repeating numbers."""
     values = tensor.double().flatten()
     factors = torch.cos(torch.arange(len(values), dtype=torch.float64) * 0.7548776662466927)
     return float(values @ factors)
@@ -140,7 +140,7 @@ def write_golden(
     features: Float[Tensor, "tokens layers target_width"],
     embed: Embed,
 ) -> None:
-    """Compute golden rows and write them beside a head.
+    """Compute golden rows and write them into the folder of a head.
 
     Args:
         head: as it was trained; the rows are computed from its weights in bf16, as they are saved.
@@ -173,7 +173,7 @@ def write_golden(
 
 
 def read_golden(folder: Path) -> GoldenRows | None:
-    """Read the golden rows beside a head; None where there are none.
+    """Read the golden rows in the folder of a head; None if there are none.
 
     Raises:
         InvalidModel: they are damaged, or under their former name.

@@ -94,7 +94,7 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        """Return what leaves the layer, before the final norm."""
+        """Return the output of the layer, before the final norm."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -160,14 +160,14 @@ class Eagle3Head(nn.Module):
     def fuse(
         self, features: Float[Tensor, "*rows layers target_width"]
     ) -> Float[Tensor, "*rows width"]:
-        """Project the target's hidden states to the state of a row."""
+        """Project the target's hidden states to the input state of a row."""
         fused: Tensor = self.fc(self.joined(features))
         return fused
 
     def joined(
         self, features: Float[Tensor, "*rows layers target_width"]
     ) -> Float[Tensor, "*rows joined_width"]:
-        """Return the target's hidden states side by side, after the norms the head has for them."""
+        """Concatenate the target's hidden states, each with its norm if the head has such norms."""
         if self.fc_norm is not None:
             states = [norm(features[..., i, :]) for i, norm in enumerate(self.fc_norm)]
             features = torch.stack(states, dim=-2)
@@ -183,7 +183,7 @@ class Eagle3Head(nn.Module):
         positions: Int64[Tensor, "*rows"],
         attend: Attend,
     ) -> Float[Tensor, "*rows width"]:
-        """Run the layer.
+        """Run the head's decoder layer.
 
         Args:
             embedded: embedding of token t + 1 in row t.
@@ -210,12 +210,12 @@ class Eagle3Head(nn.Module):
         )
 
     def logits(self, output: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows draft_vocab"]:
-        """Return logits over the draft vocabulary of what left the layer."""
+        """Return logits over the draft vocabulary from outputs of the layer."""
         scores: Tensor = self.lm_head(self.norm(output))
         return scores
 
     def fed_back(self, output: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        """Return the state of the next row after a drafted token."""
+        """Return the input state of the row after a draft token, from the output of the layer."""
         if not self.config.norm_output:
             return output
         normed: Tensor = self.norm(output)
@@ -262,7 +262,7 @@ def rotate(
 
 
 def rotary_sizes(config: Eagle3Config) -> tuple[Architecture, dict[str, Any]]:
-    """Return the sizes and settings that the rotary embedding depends on, as of a decoder."""
+    """Return the sizes that determine the rotary embedding, in the form of a decoder."""
     architecture = Architecture(
         name="LlamaForCausalLM",
         num_layers=1,

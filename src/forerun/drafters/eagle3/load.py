@@ -1,4 +1,4 @@
-"""Loading of an EAGLE-3 head for a target: contradictions are errors before anything drafts."""
+"""Loading of an EAGLE-3 head for a target; a head that does not fit it raises an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
 def examine(
     folder: Path, target: LanguageModel | None, num_target_layers: int | None = None
 ) -> GateReport:
-    """Read a head and compare it with its golden rows.
+    """Read a head and check it by its golden rows.
 
     Args:
         folder: of the head.
@@ -73,7 +73,7 @@ def examine(
 
 
 def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
-    """Return the head as a model, in the kernels where the target is."""
+    """Return the head as a model, which runs in the CPU kernels if the target does."""
     if isinstance(target, NativeModel):
         try:
             return NativeEagle3Model(head, target)
@@ -103,7 +103,7 @@ def check_target(config: Eagle3Config, target: LanguageModel, where: str) -> Non
 
 
 def check_layers(config: Eagle3Config, target: LanguageModel, where: str) -> None:
-    """Refuse a head that reads layers which the target does not have.
+    """Refuse a head that reads layers beyond those of the target.
 
     Raises:
         IncompatibleDraft: naming the first one.

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a model that drafts, on any device: its own KV, the target's token ids."""
+"""An EAGLE-3 head as a LanguageModel in torch, with its own KV and the target's token ids."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Eagle3Model(StoredModel):
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; the caller commits.
+        """Run one pass, which stages the KV of every row; the caller commits the rows.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot.
@@ -77,7 +77,7 @@ class Eagle3Model(StoredModel):
         return embedded
 
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """The norm ahead of the head's output matrix."""
+        """Apply the norm before the head's output matrix."""
         normed: Tensor = self.network.norm(hidden)
         return normed
 

@@ -23,7 +23,7 @@ __all__ = ["NativeEagle3Model"]
 
 
 class NativeEagle3Model(NativeModel):
-    """The model of an EAGLE-3 head whose target runs in the kernels too.
+    """An EAGLE-3 head whose passes run in the CPU kernels, as those of its target do.
 
     Args:
         head: on the CPU, in the target's dtype, without an embedding of its own.
@@ -75,7 +75,7 @@ class NativeEagle3Model(NativeModel):
         return states
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; the caller commits.
+        """Run one pass, which stages the KV of every row; the caller commits the rows.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
@@ -86,7 +86,7 @@ class NativeEagle3Model(NativeModel):
         return ModelOutput(logits=self._over_target(logits))
 
     def _add_states(self, rows: PassStruct, batch: RowBatch) -> None:
-        """Describe to the kernels what rows continue from and where their outputs go."""
+        """Add the input states of the rows, and a buffer for their output states, to a pass."""
         self._given = self._states.of(batch).contiguous()
         self._fed_back = torch.empty(len(batch.logit_rows), self.hidden_size)
         rows.states, rows.fed_back = self._given.data_ptr(), self._fed_back.data_ptr()
@@ -136,7 +136,7 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
 
 
 def packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
-    """Return the matrix from features to states, packed as the output matrix of no layers."""
+    """Pack the matrix from features to states as the output matrix of a decoder without layers."""
     num_outputs, num_inputs = head.fc.weight.shape
     sizes, _ = rotary_sizes(head.config)
     no_layers = Decoder(
@@ -158,7 +158,7 @@ def packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
 
 
 def layer_of(head: Eagle3Head) -> LayerWeights:
-    """Return the weights of the head's layer with the matrices of one input joined."""
+    """Return the weights of the head's layer; matrices with the same input are concatenated."""
     tensors = {name.removeprefix("layers.0."): tensor for name, tensor in head.state_dict().items()}
     projections = [tensors[f"self_attn.{kind}_proj.weight"] for kind in ("q", "k", "v")]
     return LayerWeights(

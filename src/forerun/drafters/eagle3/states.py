@@ -1,4 +1,4 @@
-"""What the rows of an EAGLE-3 head continue from, and where its keys and values are kept.
+"""Input states of the rows of an EAGLE-3 head, and the store of its keys and values.
 
 Row t holds token t + 1 of the sequence. Rows of committed tokens get their states from the target's
 features, in a `HeadBatch`. The row of a draft token continues from what the row before it gave.
@@ -38,7 +38,7 @@ class HeadBatch(RowBatch):
 
     @classmethod
     def of(cls, batch: RowBatch, states: Float[Tensor, "rows width"]) -> HeadBatch:
-        """Return a pass over the rows of another one, with their states."""
+        """Return a copy of a pass with the input states of its rows."""
         return cls(
             tokens=batch.tokens,
             positions=batch.positions,
@@ -49,7 +49,7 @@ class HeadBatch(RowBatch):
 
 
 def store_for(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -> ContiguousKVStore:
-    """Return an empty KV store for the sequences that the target has slots for.
+    """Return an empty KV store with as many slots as the target's.
 
     Raises:
         NotEnoughMemory: there is no room for it.
@@ -65,7 +65,7 @@ def store_for(config: Eagle3Config, target: LanguageModel, dtype: torch.dtype) -
 
 
 class RowStates:
-    """States per slot, from the last pass until the next.
+    """Input states per slot that the last pass leaves for the next one.
 
     Args:
         num_slots: sequences.
@@ -84,7 +84,7 @@ class RowStates:
         self._nodes: dict[int, dict[tuple[int, ...], Tensor]] = {}
 
     def of(self, batch: RowBatch) -> Float[Tensor, "rows width"]:
-        """Return what every row of a pass continues from.
+        """Return the input state of every row of a pass.
 
         A pass over a tree reads the last committed row once more, ahead of the nodes.
 
@@ -114,7 +114,7 @@ class RowStates:
         states: Float[Tensor, "rows width"],
         fed_back: Float[Tensor, "wanted width"],
     ) -> None:
-        """Keep what rows behind those wanted by a pass continue from.
+        """Store the input states of the rows that may follow the rows with logits of a pass.
 
         Args:
             batch: the pass, which wants the last chain row of every span or nodes of its tree.
@@ -140,7 +140,7 @@ class RowStates:
 def node_places(
     spans: Sequence[Span], tokens: Sequence[int]
 ) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Return slot and draft tokens down to the node, per row that reads a node of a tree."""
+    """Map each row of a tree node to its slot and the draft tokens on the path to the node."""
     places: dict[int, tuple[int, tuple[int, ...]]] = {}
     row = 0
     for span in spans:
@@ -152,7 +152,7 @@ def node_places(
 
 
 def paths_of(tree: TokenTree, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the tokens down to every node of a tree, given those of its nodes and what follows."""
+    """Return the tokens on the path to each node of a tree; surplus `tokens` are ignored."""
     paths: list[tuple[int, ...]] = []
     for parent, token in zip(tree.parents, tokens, strict=False):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))

@@ -1,4 +1,4 @@
-"""Reading and writing of Medusa heads, in the reference's form and in that of vLLM.
+"""Reading and writing of Medusa heads in the form of the reference code and of vLLM.
 
 Reference (FasterDecoding/Medusa): `medusa_lm_head.safetensors` with `{head}.{block}.linear.weight`,
 `.bias` and, where heads do not use the target's output matrix, `{head}.{num_blocks}.weight`.
@@ -79,7 +79,7 @@ def read_medusa(folder: Path, *, vocab_size: int) -> MedusaHeads:
 
 
 def read_heads(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of Medusa heads under the reference's names.
+    """Read the tensors of Medusa heads under the names of the reference code.
 
     Raises:
         InvalidModel: there is no file of a known name, or it is damaged.
@@ -111,7 +111,7 @@ def read_heads(folder: Path) -> dict[str, Tensor]:
 
 
 def write_medusa(heads: MedusaHeads, folder: Path, *, target: str) -> None:
-    """Write heads in their own dtype and in the reference's form.
+    """Write heads in their own dtype and in the form of the reference code.
 
     Args:
         heads: to write.

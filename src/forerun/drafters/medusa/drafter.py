@@ -58,7 +58,7 @@ class MedusaDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Draft as deep as there are heads; requests whose last state is missing decode plainly."""
+        """Draft as many levels as there are heads; requests without a state are decoded plainly."""
         proposals: list[Proposal | None] = [None] * len(requests)
         able = [
             at
@@ -89,7 +89,7 @@ class MedusaDrafter:
         return logits.float().log_softmax(-1)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Keep the last committed row's state, which is that of the last accepted token."""
+        """Store the target's hidden state at the last committed row of every request."""
         for outcome in outcomes:
             if outcome.features is None:
                 self._last.pop(outcome.request_id, None)

@@ -22,7 +22,7 @@ SharedHead = Callable[[Float[Tensor, "rows width"]], Float[Tensor, "rows vocab"]
 
 
 class ResidualBlock(nn.Module):
-    """h + SiLU(W h + b), with W zero at first so that it changes nothing but by the bias.
+    """h + SiLU(W h + b), where W starts at zero.
 
     Args:
         width: of the residual stream.
@@ -39,7 +39,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads; the state dict has the reference's names without its prefix.
+    """All Medusa heads; the state dict has the names of the reference code without their prefix.
 
     `{head}.{block}.linear.weight`, `{head}.{block}.linear.bias` and, where heads have output
     matrices of their own, `{head}.{num_blocks}.weight`.
@@ -64,7 +64,7 @@ class MedusaHeads(nn.Module):
     def states(
         self, hidden: Float[Tensor, "rows width"], num_heads: int | None = None
     ) -> list[Float[Tensor, "rows width"]]:
-        """Return what every head hands to its output matrix.
+        """Return the input of every head's output matrix.
 
         Args:
             hidden: the target's states after its final norm.

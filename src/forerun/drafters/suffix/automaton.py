@@ -29,7 +29,7 @@ More than these end at one place in periodic text only; the short ones are then 
 
 
 class SuffixAutomaton:
-    """All substrings of a text that is only ever appended to.
+    """All substrings of a text to which tokens are only appended.
 
     Attributes:
         num_tokens: length of the text.
@@ -71,7 +71,7 @@ class SuffixAutomaton:
         return self._link[state]
 
     def follow(self, state: int, token: int) -> int:
-        """Return the state of the strings of `state` followed by `token`; NONE if never seen."""
+        """Return the state reached from `state` by `token`; NONE if that string does not occur."""
         if self._token[state] == token:
             return self._child[state]
         branches = self._branches.get(state)
@@ -99,7 +99,7 @@ class SuffixAutomaton:
         return self._token[state], min(1.0, self._count[child] / max(1, num_followed))
 
     def followers(self, state: int, most: int) -> list[tuple[int, float]]:
-        """Return the most frequent continuations of `state` and their shares, the first first.
+        """Return the most frequent continuations of `state` and their shares, in descending order.
 
         Args:
             state: one that occurs in the text.
@@ -138,7 +138,7 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """Give the strings of `target` reached from `state` and its suffixes a state of their own.
+        """Create a state for the strings of `target` that are now suffixes of the text.
 
         They occur at the end of the text now, where the longer ones do not.
         """
@@ -164,7 +164,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _connect(self, state: int, token: int, child: int) -> None:
-        """Let `token` lead from `state` to `child`."""
+        """Add or change the transition from `state` to `child` by `token`."""
         favourite = self._token[state]
         branches = self._branches.get(state)
         if branches is not None:
@@ -175,7 +175,7 @@ class SuffixAutomaton:
             self._token[state], self._child[state] = token, child
 
     def _count_ends(self) -> None:
-        """Count one more occurrence of the suffixes of the text."""
+        """Increase the number of occurrences of the suffixes of the text by one."""
         state, count, link = self.last, self._count, self._link
         for _ in range(MAX_UPDATES):
             if state == ROOT:
@@ -184,7 +184,7 @@ class SuffixAutomaton:
             state = link[state]
 
     def _prefer(self, state: int, token: int) -> None:
-        """Make `token` the favourite of the suffixes it follows where nothing is more frequent."""
+        """Make `token` the favourite of the suffixes it follows if none is more frequent."""
         tokens, children, count, link = self._token, self._child, self._count, self._link
         for _ in range(MAX_UPDATES):
             if state == NONE:

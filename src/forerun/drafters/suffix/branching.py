@@ -27,7 +27,7 @@ Suffixes = list[tuple[int, int]]
 
 
 def branches_on(matches: Sequence[Match], shape: Tree, config: SuffixConfig) -> BuiltTree | None:
-    """Return the tree of copies of which every node is expected to make the step faster.
+    """Return the tree of copied tokens whose every node is expected to make the step faster.
 
     Args:
         matches: of the text's end, in every text to copy from.
@@ -54,7 +54,7 @@ def branches_on(matches: Sequence[Match], shape: Tree, config: SuffixConfig) -> 
 
 
 def most_valuable(built: BuiltTree, config: SuffixConfig) -> int:
-    """Return how many of the best nodes give the most tokens per plain step; 0 if none pays.
+    """Return the number of best nodes with the most tokens per plain step; 0 if none saves time.
 
     With S tokens expected to be accepted of n drafted, a step yields 1 + S tokens and costs
     1 + step_cost + n row_cost.
@@ -69,7 +69,7 @@ def most_valuable(built: BuiltTree, config: SuffixConfig) -> int:
 
 
 class Lookup:
-    """Candidates after the paths of one tree.
+    """Finds the tokens that may follow the paths of one tree, in the texts of its matches.
 
     Args:
         matches: of the text's end.
@@ -98,7 +98,7 @@ class Lookup:
 
 
 def suffixes_of(match: Match) -> Suffixes:
-    """Return the longest match and its shorter suffixes that occur elsewhere, too."""
+    """Return the longest match and those of its shorter suffixes that occur in further places."""
     state, length = match.place
     found: Suffixes = []
     while state not in (ROOT, NONE) and length and len(found) < MAX_SUFFIXES:
@@ -109,7 +109,7 @@ def suffixes_of(match: Match) -> Suffixes:
 
 
 def followed(match: Match, suffixes: Suffixes, token: int) -> Suffixes:
-    """Return the matches that are one token longer."""
+    """Return the matches that can be extended by `token`, one token longer."""
     follow = match.automaton.follow
     longer = [(follow(state, token), length + 1) for state, length in suffixes]
     return [(state, length) for state, length in longer if state != NONE]

@@ -18,7 +18,7 @@ RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixConfig:
-    """How many tokens are copied, which costs decide it, and how many outputs are stored.
+    """Settings of the suffix drafter: length and assumed costs of copies, and size of the store.
 
     Costs are in plain steps; see docs/performance.md for what they are on a machine.
 

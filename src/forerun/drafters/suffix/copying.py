@@ -1,4 +1,4 @@
-"""Drafts copied from an earlier match, as long as verifying one more token is expected to pay."""
+"""Chains copied from an earlier match, as long as one more token is expected to save time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HitRates:
         return self._rates[min(LONGEST, length.bit_length())] * share
 
     def observe(self, length: int, share: float, hit: bool) -> None:
-        """Learn from one token whether the most frequent continuation was right."""
+        """Count whether the most frequent continuation of a match was the next token."""
         bucket = min(LONGEST, length.bit_length())
         rate = self._rates[bucket]
         self._rates[bucket] = min(1.0, max(0.0, rate + SPEED * (hit - rate * share)))
@@ -67,7 +67,7 @@ NOTHING = Copy()
 
 
 class OwnMatch:
-    """The longest earlier occurrence of a text's end in the same text.
+    """Finds the longest earlier occurrence of a text's end within the same text.
 
     Attributes:
         automaton: of the text.
@@ -92,7 +92,7 @@ class OwnMatch:
 
 
 class StoredMatch:
-    """The longest occurrence of a text's end in stored texts, which may grow meanwhile.
+    """Finds the longest occurrence of a text's end in stored texts, which may grow meanwhile.
 
     Attributes:
         automaton: of the other texts.
@@ -130,7 +130,7 @@ Match = OwnMatch | StoredMatch
 
 
 def copy_on(match: Match, most: int, config: SuffixConfig) -> Copy:
-    """Return the longest copy of which every token is expected to make the step faster.
+    """Return the longest copied chain whose every token is expected to make the step faster.
 
     With S tokens expected to be accepted of n drafted, a step yields 1 + S tokens and costs
     kappa = 1 + step_cost + n row_cost. The next token, accepted with all before it with

@@ -57,7 +57,7 @@ class SuffixDrafter:
         ]
 
     def _reader(self, request: DraftRequest) -> Reader:
-        """Return the request's state, up to date with its text."""
+        """Return the state of a request after its latest tokens were read."""
         reader = self._readers.get(request.request_id)
         if reader is None:
             stored = () if request.scope is None else self.store.texts_of(request.scope)
@@ -70,7 +70,7 @@ class SuffixDrafter:
         """Do nothing: committed tokens are read before the next draft."""
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's text; its output goes to the store, if there is one and a scope."""
+        """Drop a request's text; if it has a scope and there is a store, store its output."""
         reader = self._readers.pop(request_id, None)
         if reader is None:
             return
@@ -80,7 +80,7 @@ class SuffixDrafter:
 
 
 class Reader:
-    """The state of one request: matches of its text's end in itself and in the stored texts.
+    """The state of one request: where the end of its text occurs in the texts to copy from.
 
     Args:
         request: whose text.
@@ -96,7 +96,7 @@ class Reader:
         self.num_idle = 0
 
     def read(self) -> None:
-        """Read the tokens committed since the last call, and learn from those of the output."""
+        """Read the tokens committed since the last call, and count hits for output tokens."""
         ids, num_prompt = self.request.ids, self.request.num_prompt
         first, end = self.num_read, len(ids)
         output = max(first, num_prompt)
@@ -110,7 +110,7 @@ class Reader:
         self.num_read = end
 
     def propose(self, shape: Chain | Tree, config: SuffixConfig) -> Proposal | Pause:
-        """Return the best copy, or a pause that grows with the calls that found nothing.
+        """Return the best copy, or a pause that grows with each call that finds none.
 
         Looking costs about as much as drafting, for the caches are cold after a pass.
         """
@@ -138,7 +138,7 @@ class Reader:
 
 
 def judge(match: Match, token: int) -> None:
-    """Learn whether a copy would have been right about the next token."""
+    """Count whether the most frequent continuation would have been the next token."""
     state, length = match.place
     favourite, share = match.automaton.favourite(state)
     if length and favourite != NONE:
@@ -160,7 +160,7 @@ SHELVES = 2
 
 
 class OutputStore:
-    """Outputs of finished requests by scope; the scope idle for longest is dropped first.
+    """Outputs of finished requests by scope; the scope unused for longest is dropped first.
 
     An automaton cannot forget, so a scope's texts are in two: when the younger is full, the older
     is dropped.
@@ -186,7 +186,7 @@ class OutputStore:
         return tuple(self._shelves[scope])
 
     def add(self, scope: str, tokens: Sequence[int]) -> None:
-        """Store the output of a finished request, or the end of it that fits."""
+        """Store the output of a finished request, or as much of its end as there is room for."""
         room = self.max_tokens // SHELVES
         kept = tokens[max(0, len(tokens) - room + 1) :]
         if not kept or room < 1:

@@ -60,7 +60,7 @@ def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
 
 
 def try_out(model: LanguageModel, name: str) -> None:
-    """Refuse a model whose pass over one token fails or returns NaN.
+    """Run a test pass over one token and refuse a model whose pass fails or returns NaN.
 
     Raises:
         InvalidModel: the pass over one token fails, or its logits are NaN or infinite.

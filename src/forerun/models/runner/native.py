@@ -69,7 +69,7 @@ class NativeModel(StoredModel):
         self._store_struct = StoreStruct(keys.data_ptr(), keys.shape[0], keys.shape[2])
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; the caller commits.
+        """Run one pass, which stages the KV of every row; the caller commits the rows.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot, or there is no memory to compute.
@@ -184,7 +184,7 @@ class NativeModel(StoredModel):
         return SampledTokens(drafted.t(), probs, None if asked is None else asked.values)
 
     def first_layers(self, num_layers: int) -> NativeModel:
-        """The model without the layers above; weights and store are shared."""
+        """Return the model cut after its first layers; weights and store are shared."""
         dropped = range(num_layers, self.num_layers)
         return NativeModel(
             weights=self.weights,
@@ -199,7 +199,7 @@ class NativeModel(StoredModel):
         function: Callable[[object], bool],
         features: Tensor | None = None,
     ) -> None:
-        """Describe a batch to the kernels and run one of them on it."""
+        """Describe a batch to the C++ kernels and call one of their functions on it."""
         # These stay referenced here for as long as the kernels read them.
         spans = array(
             "i",
@@ -233,7 +233,7 @@ class NativeModel(StoredModel):
             )
 
     def _add_states(self, rows: PassStruct, batch: RowBatch) -> None:
-        """Describe what the rows of an attached head continue from; nothing for other models."""
+        """Add the input states of an attached head's rows to a pass; other models have none."""
 
 
 class Stops:
@@ -277,7 +277,7 @@ class PackedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Memory the packed matrices take."""
+        """Number of bytes of the packed matrices."""
         return int(self.kernels.library.forerun_decoder_bytes(self.handle))
 
     def put_vector(self, kind: VectorKind, layer: int, vector: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Coarse simulation of up to millions of requests by arrivals and ends instead of steps.
+"""Coarse simulation of millions of requests, whose events are arrivals and ends, not steps.
 
 Between two such events the batch is the same, so every cycle takes the same time and every request
 advances by one step per cycle. How many steps a request needs is drawn at once, from the mean and
@@ -28,7 +28,7 @@ __all__ = ["num_steps_of", "simulate_coarsely"]
 def simulate_coarsely(
     workload: Workload, traffic: Traffic, times: Times, num_speculative_tokens: int, name: str
 ) -> Result:
-    """Serve the requests of a workload at fixed K, event by event.
+    """Simulate a workload at fixed K, event by event.
 
     Args:
         workload: the workload to simulate.
@@ -44,7 +44,7 @@ def simulate_coarsely(
 
 
 class Flow:
-    """Holds the batch and advances it from event to event.
+    """Simulates the batch from event to event.
 
     Args:
         workload: what is simulated.
@@ -78,7 +78,7 @@ class Flow:
         """Step of the end, request, time of its first token, its steps; a heap."""
 
     def serve(self, steps: NDFloats) -> None:
-        """Serve all requests, from the first arrival to the end of the last one."""
+        """Simulate all requests, from the first arrival to the end of the last one."""
         arrival_s, count = self.traffic.arrival_s, len(steps)
         need: list[float] = steps.tolist()
         joining, max_batch = 0, self.server.max_batch
@@ -101,7 +101,7 @@ class Flow:
         self.tally.num_decoding = round(self.num_decoding)
 
     def advance(self, until_s: float, cycle_s: float) -> None:
-        """Advance the time, with the same requests running."""
+        """Advance the time to the next event, with the same requests running."""
         if self.ends:
             passed = (until_s - self.now_s) / cycle_s
             self.num_steps += passed
@@ -110,7 +110,7 @@ class Flow:
         self.now_s = until_s
 
     def join(self, index: int, num_steps: float) -> None:
-        """Let a request read its prompt and begin, while the others wait."""
+        """Add a request to the batch and let the others wait while its prompt is read."""
         num_running, num_prompt = len(self.ends), self.traffic.num_prompt[index]
         num_output = self.traffic.num_output[index]
         times = self.place(max(1, num_running))
@@ -125,7 +125,7 @@ class Flow:
         self.num_tokens += num_prompt + num_output // 2
 
     def read_s(self, times: CycleTimes, num_prompt: int, num_running: int) -> float:
-        """Return the seconds that a prompt adds to the cycles that read it."""
+        """Return by how many seconds reading a prompt prolongs the cycles in which it is read."""
         chunk = self.server.prefill_chunk
         full, rest = divmod(num_prompt, chunk)
         parts = [(chunk, full), (rest, 1 if rest else 0)]
@@ -137,7 +137,7 @@ class Flow:
         return read_s + (reading.draft_more_s(num_prompt) if self.k else 0.0)
 
     def finish(self) -> None:
-        """End the request that has its last token first."""
+        """End the running request that emits its last token first."""
         _, index, first_s, num_steps = heappop(self.ends)
         num_prompt, num_output = self.traffic.num_prompt[index], self.traffic.num_output[index]
         self.num_tokens -= num_prompt + num_output // 2
@@ -153,7 +153,7 @@ class Flow:
         tally.accepted[phase] += max(0, num_output - 1 - round(num_steps))
 
     def place(self, num_running: int) -> CycleTimes:
-        """Return the times of the present batch."""
+        """Return the cycle times for a number of running requests and their present context."""
         return self.times.at(num_running, self.num_tokens)
 
     def cycle_s(self) -> float:

@@ -28,7 +28,7 @@ METHOD = "draft_model"
 def controller_maker(
     name: str, costs: DraftCosts, max_k: int, *, has_trees: bool = False, max_tree_nodes: int = 0
 ) -> Callable[[], Controller]:
-    """Return a function that builds a controller without estimates, as each run needs one.
+    """Return a function that builds a fresh controller for each run.
 
     Args:
         name: "plain", "fixed:K", "tree:NODES[,DEPTH,WIDTH]", or a name of `forerun.control`.
@@ -94,7 +94,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """The best fixed K of every phase.
+    """The best fixed K of every phase, found by simulating several fixed K.
 
     All requests of a phase meet the same texts under every controller, so request-seconds of their
     decode steps can be compared between runs.
@@ -108,11 +108,11 @@ class Oracle:
     decode_s: tuple[float, ...]
 
     def regret(self, result: Result) -> float:
-        """Return the request-seconds over the oracle's, less 1; negative if it was better."""
+        """Return the excess of a result's request-seconds over the oracle's, as a share of them."""
         return result.decode_s / sum(self.decode_s) - 1.0
 
     def phase_regrets(self, result: Result) -> tuple[float, ...]:
-        """Return the same ratio less 1 by phase."""
+        """Return the excess of request-seconds over the oracle's in each phase, as a share."""
         return tuple(
             phase.decode_s / best - 1.0 if best else 0.0
             for phase, best in zip(result.phases, self.decode_s, strict=True)
@@ -131,7 +131,7 @@ def oracle_of(fixed: Mapping[int, Result]) -> Oracle:
 
 
 def phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
-    """Return the best K and its request-seconds, the smallest K among equals."""
+    """Return the fixed K with the fewest request-seconds in a phase, and their number."""
     costs: Sequence[tuple[float, int]] = sorted(
         (result.phases[phase].decode_s, k) for k, result in fixed.items()
     )
@@ -140,7 +140,7 @@ def phase_best(fixed: Mapping[int, Result], phase: int) -> tuple[int, float]:
 
 
 class ControllerComparison:
-    """Runs one workload, drawn once, under several controllers, each of them once.
+    """Runs the same workload once under each of several controllers.
 
     Args:
         workload: the workload to simulate.
@@ -211,12 +211,12 @@ class ControllerComparison:
         return simulate(self.workload, self.traffic, self.times, make(), name, schedule)
 
     def oracle(self, ks: Iterable[int]) -> Oracle:
-        """Return the best of several fixed K, phase by phase."""
+        """Return the oracle over several fixed K, which chooses one K per phase."""
         return oracle_of({k: self.run(f"fixed:{k}") for k in ks})
 
 
 def fixed_k(name: str) -> int | None:
-    """Return K of a fixed controller, 0 for plain decoding, or None for one that learns."""
+    """Return K of a fixed controller, 0 for plain decoding, or None for any other controller."""
     if name == "plain":
         return 0
     base, _, argument = name.partition(":")

@@ -25,7 +25,7 @@ MAX_TOKENS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A run of consecutive requests with one kind of acceptance.
+    """A run of consecutive requests with the same distribution of acceptance.
 
     Attributes:
         share: share of all requests.
@@ -106,7 +106,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything that a simulation needs besides the times and the controller.
+    """Everything that a simulation needs except the cost table and the controller.
 
     Attributes:
         requests: number of requests.

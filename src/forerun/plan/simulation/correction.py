@@ -1,4 +1,4 @@
-"""Corrections of a profile by a trace of real service.
+"""Correction of a profile's times by the times recorded in a trace.
 
 A profile consists of short measurements, while a server runs for hours beside other work of its
 machine and with real texts. The two can differ by more than two K do.
@@ -25,7 +25,7 @@ PLAIN, CYCLE, READING = "plain", "cycle", "reading"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCorrection:
-    """The factors by which times are multiplied.
+    """Factors that multiply the times of a profile.
 
     Attributes:
         plain: factor of plain steps.
@@ -41,7 +41,7 @@ class CostCorrection:
 def correction_of(
     items: Iterable[Item], costs: DraftCosts, temperature: float, where: str
 ) -> CostCorrection:
-    """Return recorded time over the profile's, summed over all cycles of a kind.
+    """Return the ratio of recorded to profiled time, over all cycles of each kind.
 
     Only cycles that do nothing but decode, or nothing but read prompts, are counted. A kind without
     a cycle gets the factor of all others together.
@@ -75,7 +75,7 @@ def correction_of(
 
 
 def cycles(items: Iterable[Item]) -> Mapping[int, list[StepRecord]]:
-    """Return records by the cycle they share."""
+    """Group the records of a trace by cycle."""
     found: dict[int, list[StepRecord]] = {}
     for item in items:
         if isinstance(item, StepRecord):
@@ -86,7 +86,7 @@ def cycles(items: Iterable[Item]) -> Mapping[int, list[StepRecord]]:
 def comparison(
     cycle: Sequence[StepRecord], following: Sequence[StepRecord], times: Times
 ) -> tuple[str, float, float] | None:
-    """Return the kind of a cycle and its expected and recorded time, or None if not comparable.
+    """Return a cycle's kind, expected time and recorded time; None if it is not comparable.
 
     A cycle that only decodes lasts until the next one begins, which it does at once where a request
     is in both.
@@ -111,7 +111,7 @@ def comparison(
 
 
 def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
-    """Return the costs multiplied by the correction."""
+    """Return the costs with corrected times."""
     reading = costs.reading
     return DraftCosts(
         greedy=scaled_table(costs.greedy, correction),
@@ -121,7 +121,7 @@ def corrected(costs: DraftCosts, correction: CostCorrection) -> DraftCosts:
 
 
 def scaled_table(table: CostTable, correction: CostCorrection) -> CostTable:
-    """Return a table whose plain steps and cycles are multiplied by their factors."""
+    """Return a cost table whose times of plain steps and cycles are multiplied by two factors."""
     return CostTable(lines=tuple(scaled_line(line, correction) for line in table.lines))
 
 
@@ -142,7 +142,7 @@ def scaled_line(line: CostLine, correction: CostCorrection) -> CostLine:
 
 
 def scaled_reading(reading: ReadingCost, factor: float) -> ReadingCost:
-    """Return reading costs multiplied by one factor for both models."""
+    """Return reading costs whose times for both models are multiplied by one factor."""
     return replace(
         reading,
         target_s=tuple(factor * seconds for seconds in reading.target_s),

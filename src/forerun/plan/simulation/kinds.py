@@ -1,4 +1,4 @@
-"""Kinds of arrivals, lengths and acceptance of a workload."""
+"""Distributions of arrival times, lengths and acceptance in a workload."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bursty:
-    """Arrivals in bursts: bursts are a Poisson process, and the requests of one arrive together.
+    """Bursts of requests that arrive together; the bursts are a Poisson process.
 
     Attributes:
         rate_per_s: requests per second, over all bursts.
@@ -203,7 +203,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerPosition:
-    """beta by position, P(accepted through it); its last ratio holds for later positions."""
+    """Acceptance rates per position (beta); the last conditional rate holds for later positions."""
 
     beta: tuple[float, ...]
 
@@ -258,7 +258,7 @@ class Drifting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptancePart:
-    """One kind of request in a mixture.
+    """The acceptance and weight of one component of a mixture.
 
     Attributes:
         tag: tag of the kind, which a controller receives.
@@ -277,7 +277,7 @@ class AcceptancePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """Requests of several kinds, in random order."""
+    """A mixture of requests with different acceptance, in random order."""
 
     parts: tuple[AcceptancePart, ...]
 

@@ -41,7 +41,7 @@ PLAIN = Plan()
 
 
 class SimulatedRequest:
-    """One sequence from arrival to its last token.
+    """The state of one simulated sequence from its arrival to its last token.
 
     Args:
         traffic: the requests of the workload.
@@ -112,7 +112,7 @@ class SimulatedRequest:
         return self.num_prompt + self.num_emitted
 
     def rest(self) -> None:
-        """Draft nothing in this step and drop the tokens that wait to be verified."""
+        """Draft nothing in this step and drop the tokens that await verification."""
         self.plan = PLAIN
         self.tree: TokenTree | None = None
         self.path: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class SimulatedRequest:
         self.depth = self.num_tested = self.num_accepted = self.num_ahead = 0
 
     def draft(self, plan: Plan, max_nodes: int, max_depth: int) -> None:
-        """Draft the plan's shape in this step, cut to the room there is."""
+        """Draft the shape of a plan, cut to `max_nodes` nodes and `max_depth` levels."""
         depth, num_nodes = min(plan.shape.depth, max_depth), min(plan.shape.num_nodes, max_nodes)
         self.tree = None
         if isinstance(plan.shape, Tree) and min(depth, num_nodes) > 0:
@@ -137,12 +137,12 @@ class SimulatedRequest:
             self.rest()
 
     def ranks(self, level: int, width: int) -> tuple[float, ...]:
-        """Return P(the child of each rank is accepted | its parent is) below a level of a tree."""
+        """Return P(child accepted, given its parent is) for sibling ranks at a tree level."""
         first, share = self.alphas[level], self.sibling_acceptance
         return (first, *((1 - first) * (1 - share) ** at * share for at in range(width - 1)))
 
     def walk(self, tree: TokenTree) -> tuple[int, ...]:
-        """Return the accepted nodes of a tree; its first children fare as a chain does."""
+        """Return the accepted path of a tree; first children are accepted as in a chain."""
         path: list[int] = []
         while children := tree.children(path[-1] if path else -1):
             bounds = accumulate(self.ranks(len(path), len(children)))
@@ -154,7 +154,7 @@ class SimulatedRequest:
         return tuple(path)
 
     def accepted_of(self, num_tested: int) -> int:
-        """Return how many of the next drafted tokens are accepted before a rejection."""
+        """Return how many of the next drafted tokens are accepted before the first rejection."""
         text, alphas, start = self.text, self.alphas, self.num_emitted
         accepted = 0
         while accepted < num_tested and text[start + accepted] < alphas[accepted]:
@@ -174,7 +174,7 @@ class SimulatedRequest:
 
 
 class States(Sequence[RequestState]):
-    """States of the decoding requests, created when they are accessed."""
+    """A sequence of the states of decoding requests, each created when it is accessed."""
 
     def __init__(self, requests: Sequence[SimulatedRequest]) -> None:
         self._requests = requests
@@ -223,7 +223,7 @@ class SimulatedCycle:
 
     @property
     def num_decode_rows(self) -> int:
-        """Return the rows of the pass that verify."""
+        """Return the number of rows of the target pass that are not rows of prompts."""
         return self.num_rows - self.num_prefill_rows
 
     @property
@@ -233,7 +233,7 @@ class SimulatedCycle:
 
 
 class Records(Sequence[StepRecord]):
-    """Records of the requests that emitted, created when they are accessed."""
+    """A sequence of the records of requests that emitted, each created when it is accessed."""
 
     def __init__(self, cycle: SimulatedCycle, requests: Sequence[SimulatedRequest]) -> None:
         self._cycle = cycle
@@ -289,7 +289,7 @@ def record_of(cycle: SimulatedCycle, request: SimulatedRequest) -> StepRecord:
 def path_of(
     request: SimulatedRequest,
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Return the accepted path of a tree as records name it; None twice for a chain."""
+    """Return the accepted path of a tree as ranks and numbers of children; None for a chain."""
     tree = request.tree
     if tree is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Results of a simulated workload."""
+"""Results of one controller on a simulated workload."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class SimulationTally:
             accepted[phase] += request.num_accepted
 
     def finish(self, request: SimulatedRequest) -> None:
-        """Count a request that has its last token."""
+        """Count a request that has emitted its last token."""
         self.arrival_s.append(request.arrival_s)
         self.first_s.append(request.first_s)
         self.finished_s.append(request.finished_s)
         self.num_output.append(request.num_output)
 
     def cycle(self, cycle: SimulatedCycle, num_decoding: int) -> None:
-        """Count a cycle that has ended."""
+        """Count the time of a cycle that has ended."""
         self.busy_s += cycle.total_s
         self.num_cycles += 1
         self.num_decoding += num_decoding
@@ -169,7 +169,7 @@ class Result:
 
     @property
     def decode_s(self) -> float:
-        """Return the request-seconds of all decode steps."""
+        """Return the sum over decode steps of their duration times the number of their requests."""
         return sum(phase.decode_s for phase in self.phases)
 
     def to_dict(self) -> dict[str, object]:

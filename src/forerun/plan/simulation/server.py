@@ -1,4 +1,4 @@
-"""Continuous batching in simulated time: the engine's rules, with times from a cost table.
+"""Simulation of continuous batching by the engine's rules, with times from a cost table.
 
 Cycle by cycle, as the engine steps: waiting requests join while there is a place, decoding ones get
 their rows first, prompts share what is left, one pass serves all requests, and the controller
@@ -26,16 +26,16 @@ __all__ = ["SCHEDULES", "Early", "Pearl", "Schedule", "Sequential", "Server"]
 
 
 class Sequential:
-    """Drafts, then verifies, as the engine does."""
+    """Schedule of the engine: draft all tokens, then verify them."""
 
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Return the rows of the pass: a pending token per request, and the drafted ones."""
+        """Return the rows of the pass: one pending token per request, and the drafted tokens."""
         return len(decoding) + sum([request.num_nodes for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
-        """Verify a draft and return the tokens gained: the accepted ones and one more."""
+        """Verify a draft and return the number of emitted tokens: those accepted and one more."""
         request.num_tested = request.depth
         if request.tree is None:
             request.num_accepted = request.accepted_of(request.depth)
@@ -47,7 +47,7 @@ class Sequential:
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """Set the durations of a cycle in which at least one request drafts."""
+        """Add the durations of drafting, target pass and overhead to a cycle with drafts."""
         drafting = levels(requests)
         cycle.draft_s += sum(times.draft_s[b] for b in drafting)
         if any(request.tree is not None for request in requests):
@@ -60,7 +60,7 @@ class Sequential:
 
 
 class Early(Sequential):
-    """Verifies the first drafted token while the others are drafted, and drops them if rejected.
+    """Schedule that verifies the first draft token while the others are drafted (pre-verify).
 
     Source: the pre-verification of PEARL (Liu et al. 2024, 2408.11850).
     """
@@ -68,7 +68,7 @@ class Early(Sequential):
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """Add the first draft, the longer of its pass and the other drafts, and their pass."""
+        """Add the first draft, the longer of its pass and the other drafts, and the final pass."""
         first, *others = (times.draft_s[b] for b in levels(requests))
         alive = sum(request.depth > 1 and request.num_accepted > 0 for request in requests)
         num_later = sum(request.depth - 1 for request in requests if request.num_accepted)
@@ -84,7 +84,7 @@ class Early(Sequential):
 
 
 class Pearl(Sequential):
-    """Drafts on while the last tokens are verified, and keeps the new ones if all are accepted.
+    """Schedule that drafts further tokens while the last ones are verified (post-verify).
 
     A pass verifies the tokens that wait and the first of the new ones, whose distribution it has
     anyway. After a rejection nothing waits, and the pass verifies the first new token alone.
@@ -95,11 +95,11 @@ class Pearl(Sequential):
     def num_rows(
         self, decoding: Sequence[SimulatedRequest], drafting: Sequence[SimulatedRequest]
     ) -> int:
-        """Return the rows of the pass: a pending token per request, and the waiting ones."""
+        """Return the rows of the pass: one pending token per request, and unverified tokens."""
         return len(decoding) + sum([request.num_ahead for request in drafting])
 
     def advance(self, request: SimulatedRequest) -> int:
-        """Return the tokens gained: up to the first rejection, or all that were verified."""
+        """Return how many tokens are emitted: those up to a rejection, or all verified ones."""
         if not request.depth:
             return 1
         left = request.num_output - request.num_emitted
@@ -114,7 +114,7 @@ class Pearl(Sequential):
     def spend(
         self, cycle: SimulatedCycle, times: CycleTimes, requests: Sequence[SimulatedRequest]
     ) -> None:
-        """Add the longer of drafting and verification."""
+        """Add the longer of drafting and target pass, which overlap."""
         drafting = levels(requests)
         draft_s = cycle.draft_s + sum(times.draft_s[b] for b in drafting)
         cycle.verify_s = times.pass_s(cycle.num_decode_rows)
@@ -131,7 +131,7 @@ SCHEDULES: Mapping[str, Callable[[], Schedule]] = MappingProxyType(
 
 
 def levels(requests: Sequence[SimulatedRequest]) -> list[int]:
-    """Return how many requests draft each level."""
+    """Return the number of requests that draft at each level."""
     depths = [request.depth for request in requests]
     if min(depths) == max(depths):
         return [len(depths)] * depths[0]
@@ -139,7 +139,7 @@ def levels(requests: Sequence[SimulatedRequest]) -> list[int]:
 
 
 class Server:
-    """Simulates one target with its drafter.
+    """Simulates the engine with one target and one drafter.
 
     Args:
         config: settings of the server.
@@ -171,7 +171,7 @@ class Server:
         self.running: list[SimulatedRequest] = []
 
     def serve(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Serve requests from the first arrival to the last token.
+        """Simulate requests from the first arrival to the last token.
 
         Args:
             requests: by arrival. Every cycle reads some of a prompt or emits a token, so this ends.
@@ -228,7 +228,7 @@ class Server:
         return sum([request.num_committed for request in decoding])
 
     def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
-        """Set the controller's plans, cut to the tokens left and to the largest K."""
+        """Set the controller's plans, limited to the tokens left and to the largest K."""
         max_k, max_tree_nodes = self.config.max_k, self.config.max_tree_nodes
         plans = self.controller.decide(States(decoding), self.capacity)
         for request, plan in zip(decoding, plans, strict=True):
@@ -239,7 +239,7 @@ class Server:
     def _read_prompts(
         self, decoding: Sequence[SimulatedRequest], cycle: SimulatedCycle
     ) -> list[SimulatedRequest]:
-        """Feed prompts with the rows that are left; return those read to their end."""
+        """Read prompts within the free rows of the pass; return requests with complete prompts."""
         drafting = [request for request in decoding if request.depth]
         budget = self.config.max_step_rows - self.schedule.num_rows(decoding, drafting)
         if self.config.max_prefill_rows is not None:
@@ -257,7 +257,7 @@ class Server:
         return done
 
     def _catch_up(self, drafting: Sequence[SimulatedRequest], cycle: SimulatedCycle) -> None:
-        """Let the draft read what it has not read: prompts, and tokens decoded without it."""
+        """Let the draft read prompts and tokens that were committed without it."""
         for request in drafting:
             num_missed = request.num_committed - request.num_read
             if num_missed > 1:
@@ -271,7 +271,7 @@ class Server:
         emitting: Sequence[SimulatedRequest],
         cycle: SimulatedCycle,
     ) -> None:
-        """Give the tokens to their requests at the end of the cycle."""
+        """Commit the emitted tokens of each request at the end of the cycle."""
         seconds = cycle.total_s
         self.now_s = now_s = self.now_s + seconds
         tally = self.tally

@@ -1,4 +1,4 @@
-"""Times of cycles, read from a cost table once per batch size and context."""
+"""Durations of cycles, read from a cost table once per batch size and context."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CycleTimes:
         """Seconds of one more drafted level, by the number of sequences that draft it."""
 
     def pass_s(self, num_rows: int) -> float:
-        """Return the seconds of a target pass, linear between whole rows per sequence."""
+        """Return the seconds of a target pass, interpolated between whole rows per sequence."""
         batch, most = self._batch, self._most_rows
         if num_rows <= batch:
             return self._even_s(1)
@@ -48,7 +48,7 @@ class CycleTimes:
         return below + rest / batch * (self._even_s(rows + 1) - below) if rest else below
 
     def overhead_s(self, depth: int) -> float:
-        """Return the seconds of the rest of a cycle in which `depth` levels are drafted."""
+        """Return the seconds of a cycle with `depth` levels beyond drafting and target pass."""
         found = self._overheads_s.get(depth)
         if found is None:
             found = self._table.overhead_s(depth, self._context, self._batch)
@@ -92,7 +92,7 @@ class Times:
 
 
 def reading_as_verified(table: CostTable) -> ReadingCost:
-    """Estimate reading costs by the verify pass of as many rows, which is an upper bound.
+    """Estimate reading costs by verification of as many rows, which is an upper bound.
 
     The target is taken to read as it verifies, and the draft to read for as much less as a drafted
     token costs less than a plain step.

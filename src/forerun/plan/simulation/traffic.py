@@ -1,4 +1,4 @@
-"""The requests of a workload, drawn before the simulation."""
+"""Random draw of all requests of a workload, before the simulation begins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NDFloats = NDArray[np.float64]
 
 
 class SimulatedDraw(IntEnum):
-    """The purpose of a random number; different purposes never share one."""
+    """Purposes of random numbers; each purpose has random numbers of its own."""
 
     ARRIVALS = 1
     BURSTS = 2
@@ -80,7 +80,7 @@ def normals(key: int, count: int) -> NDFloats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """All requests in the order of their arrival, with one entry each.
+    """Arrival, lengths and acceptance of all requests, in the order of arrival.
 
     Attributes:
         arrival_s: seconds from the start.
@@ -109,7 +109,7 @@ class Traffic:
     seed: int
 
     def text(self, index: int) -> list[float]:
-        """Return a number in [0, 1) per output token; a draft is accepted if it is below alpha.
+        """Return a uniform number per output token; a draft token is accepted if it is below alpha.
 
         Whatever K is, a position has the same number, so a controller changes what is drafted and
         not what could have been accepted.
@@ -179,12 +179,12 @@ def arrivals_of(arrivals: Arrivals, count: int, seed: int) -> list[float]:
 
 
 def gaps(key: int, count: int, rate_per_s: float) -> NDFloats:
-    """Return exponential times between arrivals."""
+    """Return exponentially distributed times between arrivals."""
     return -np.log1p(-uniforms(key, count)) / rate_per_s
 
 
 def burst_sizes(key: int, count: int, mean: float) -> list[int]:
-    """Return geometric sizes from 1, enough of them for `count` requests."""
+    """Return geometric burst sizes, from 1 on, that add up to at least `count` requests."""
     if mean == 1.0:
         return [1] * count
     numbers = np.log1p(-uniforms(key, count)) / np.log1p(-1.0 / mean)
@@ -207,7 +207,7 @@ def lengths_of(lengths: Lengths, count: int, key: int) -> list[int]:
 
 
 def lognormal(lengths: Lognormal, count: int, key: int) -> list[int]:
-    """Return rounded lengths, at least 1 and at most the longest."""
+    """Return rounded lognormal lengths, at least 1 and at most the largest length."""
     found = np.rint(lengths.median * np.exp(lengths.sigma * normals(key, count)))
     return whole(np.clip(found, 1.0, lengths.most))
 
@@ -215,7 +215,7 @@ def lognormal(lengths: Lognormal, count: int, key: int) -> list[int]:
 def alphas_of(
     acceptance: Acceptance, count: int, max_k: int, key: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
-    """Return acceptance by position, and tags, of `count` requests."""
+    """Return acceptance by position and tags for `count` requests."""
     if isinstance(acceptance, Mixed):
         return mixed(acceptance, count, max_k, key)
     untagged: list[tuple[str, ...]] = [()] * count
@@ -235,7 +235,7 @@ def alphas_of(
 def mixed(
     acceptance: Mixed, count: int, max_k: int, key: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[str, ...]]]:
-    """Draw the part of every request by weight, and its acceptance."""
+    """Choose a component of the mixture for every request by weight, and draw its acceptance."""
     weights = np.array([part.weight for part in acceptance.parts])
     edges = weights.cumsum() / weights.sum()
     chosen = np.searchsorted(edges, uniforms(key_of(key, SimulatedDraw.KINDS), count), side="right")
@@ -263,6 +263,6 @@ def floats(values: NDFloats) -> list[float]:
 
 
 def whole(values: NDFloats) -> list[int]:
-    """Return the values, which are whole, as a list of integers."""
+    """Return an array of whole numbers as a list of integers."""
     found: list[int] = values.astype(np.int64).tolist()
     return found

@@ -1,4 +1,4 @@
-"""Reader of workloads in YAML, whose errors name the place of the mistake."""
+"""Reader of workload files in YAML, whose errors contain the path of the wrong field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["load_workload", "workload_from", "workload_of"]
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """Holds one request of a trace.
+    """Figures of one request of a trace.
 
     Attributes:
         first_token_s: end of the cycle of its first record.
@@ -42,7 +42,7 @@ class Seen:
 def workload_of(
     items: Iterable[Item], where: str, server: SimulatedServerConfig, slo: Slo, temperature: float
 ) -> Workload:
-    """Return the requests of a trace that ended as a workload.
+    """Return the finished requests of a trace as a workload.
 
     A request arrives its time to first token before its first token. Acceptance is that of all
     requests together, by position: requests keep their own lengths, but not their own alphas.
@@ -77,7 +77,7 @@ def workload_of(
 
 
 def read(items: Iterable[Item]) -> dict[str, Seen]:
-    """Return the requests that have records, by id."""
+    """Return the figures of all requests in a trace, by request id."""
     seen: dict[str, Seen] = {}
     for item in items:
         if isinstance(item, StepRecord):
@@ -150,7 +150,7 @@ LISTS: Mapping[str, type] = MappingProxyType({"phases": Phase, "parts": kinds.Ac
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload file, which describes requests or names a trace whose requests are repeated.
+    """Read a workload file, which describes a workload or names a trace to repeat.
 
     The path of the trace is relative to the folder of the workload file.
 
@@ -168,7 +168,7 @@ def load_workload(path: Path) -> Workload:
 
 
 def traced(content: Mapping[str, Any], path: Path) -> Workload:
-    """Return the workload of a trace.
+    """Return the workload that consists of the requests of a trace.
 
     Raises:
         InvalidRequest: a field is given that the trace decides, or a field is malformed.
@@ -211,7 +211,7 @@ def workload_from(content: object, where: str) -> Workload:
 
 
 def built(cls: type, values: Mapping[str, Any], where: str) -> object:
-    """Build an object of a class from its fields, one level after the other."""
+    """Build an object of a class from a mapping of its fields, nested objects included."""
     assert is_dataclass(cls)
     known = {item.name: item for item in fields(cls)}
     for name in values:
@@ -250,7 +250,7 @@ def value_of(name: str, value: object, where: str) -> object:
 
 
 def of_kind(family: str, value: object, where: str) -> object:
-    """Build one of several kinds by its `kind`; a bare number of tokens is a fixed length."""
+    """Build one of several classes, chosen by the field `kind`; a number is a fixed length."""
     if family == "lengths" and isinstance(value, int) and not isinstance(value, bool):
         value = {"kind": "fixed", "tokens": value}
     values = dict(as_mapping(value, where))

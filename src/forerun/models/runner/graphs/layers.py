@@ -129,7 +129,7 @@ class Weights:
 
     @property
     def num_parameters(self) -> int:
-        """Size of the model, tied parameters counted once."""
+        """Number of parameters; tied parameters are counted once."""
         return sum(tensor.numel() for tensor in self.tensors)
 
 
@@ -162,7 +162,7 @@ class Attend(Protocol):
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate, store the keys and values of layer `index`, attend."""
+        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
 
 
 @runtime_checkable
@@ -210,7 +210,7 @@ class Pass:
     features: Float[Tensor, "rows layers hidden"] | None = None
 
     def keep_features(self, layer: int, residual: Float[Tensor, "rows hidden"]) -> None:
-        """Copy the residual stream entering `layer` to where it was asked for."""
+        """Copy the residual stream entering `layer` into the features buffer if requested."""
         if self.features is None:
             return
         for index, wanted in enumerate(self.feature_layers):

@@ -59,7 +59,7 @@ class TorchAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate, store the keys and values of layer `index`, attend."""
+        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
         query, key, value = heads_of(self.decoder, layer, qkv, self.rotation)
         keys, values = self.store.layer(index)
         for stored, new in ((keys, key), (values, value)):
@@ -73,13 +73,13 @@ class TorchAttention:
     def own(
         self, stored: Float[Tensor, "slots kv_heads width head_dim"]
     ) -> Float[Tensor, "sequences kv_heads keys head_dim"]:
-        """Copy the sequences' keys or values, with 0 for rows that are not theirs."""
+        """Copy the sequences' keys or values, with 0 at positions not written yet."""
         cut = stored.narrow(2, 0, self.rows.bucket.num_keys)
         return cut.index_select(0, self.rows.slot).masked_fill_(self.unwritten, 0)
 
 
 def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TorchAttention:
-    """Compute what all layers of a pass share."""
+    """Compute the inputs of attention that are the same in all layers of a pass."""
     sizes = decoder.architecture
     keys = torch.arange(rows.bucket.num_keys, device=rows.slot.device)
     seen = visible_keys(rows, keys).repeat(1, sizes.num_heads // sizes.num_kv_heads, 1)
@@ -96,7 +96,7 @@ def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> T
 
 
 def visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequences rows keys"]:
-    """Return which keys each row sees: those before its sequence, then those of its bits."""
+    """Mask of visible keys per row: all before the span, and within it those set in `visible`."""
     offsets = keys - rows.start[:, None]
     bits = rows.visible[:, :, None] >> offsets.clamp(0, 63)[:, None]
     own = (offsets >= 0) & (keys < rows.end[:, None])
@@ -104,7 +104,7 @@ def visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequ
 
 
 def written_places(store: ContiguousKVStore, rows: Rows) -> Int64[Tensor, " written_heads"]:
-    """Return the index of every row's heads in a layer with flattened dimensions."""
+    """Return the flat index at which each head of each row is stored in a layer."""
     _, _, num_kv_heads, width, _ = store.geometry.shape
     heads = torch.arange(num_kv_heads, device=rows.slot.device)
     first = rows.slot[:, None, None] * num_kv_heads + heads
@@ -173,12 +173,12 @@ class TorchModel(StoredModel):
 
     @property
     def num_parameters(self) -> int:
-        """Size of the model, tied parameters counted once."""
+        """Number of parameters; tied parameters are counted once."""
         return self.weights.num_parameters
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
-        """One pass. Stages the KV of every row; the caller commits.
+        """Run one pass, which stages the KV of every row; the caller commits the rows.
 
         Raises:
             NotEnoughMemory: rows do not fit into their slot.
@@ -228,7 +228,7 @@ class TorchModel(StoredModel):
         return chain_by_forward(self, batch, num_tokens, vocab_size)
 
     def first_layers(self, num_layers: int) -> TorchModel:
-        """The model without the layers above; weights and store are shared, recordings are not."""
+        """Return the model cut after its first layers; it shares weights and store, not graphs."""
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
         programs = None
         if self.programs is not None:
@@ -244,7 +244,7 @@ def build_torch_model(
     *,
     recorder: GraphRecorder | None = None,
 ) -> TorchModel:
-    """Read the weights and make room for the KV.
+    """Read the weights, allocate the KV store and return the model.
 
     Args:
         decoder: sizes and constants.

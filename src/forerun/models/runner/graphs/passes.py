@@ -50,7 +50,7 @@ class RaggedAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate, store the keys and values of layer `index`, attend."""
+        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
         heads = heads_of(self.decoder, layer, qkv, self.rotation)
         query, key, value = (part.transpose(0, 1)[None] for part in heads)
         scaling = self.decoder.architecture.head_dim**-0.5
@@ -116,7 +116,7 @@ class RectanglePass:
     elementwise: Elementwise
 
     def forward(self, inputs: Inputs) -> Float[Tensor, "wanted vocab"]:
-        """Logits of the pass that the buffers describe; its features go to their buffer."""
+        """Run the pass that the input buffers describe; its features go to the features buffer."""
         return self.logits(inputs.rows, inputs.tokens, inputs.wanted, inputs.features)
 
     def logits(
@@ -160,7 +160,7 @@ class RectanglePass:
 def most_likely(
     logits: Float[Tensor, "sequences vocab"], vocab_size: int, original: Int64[Tensor, " sequences"]
 ) -> Int64[Tensor, " sequences"]:
-    """Return the most likely token of each sequence; padding repeats the sequence it copies."""
+    """Return the most likely token of each sequence; padding rows take that of their original."""
     return logits[:, :vocab_size].argmax(dim=-1).index_select(0, original)
 
 

@@ -22,10 +22,10 @@ __all__ = ["CudaRecorder", "GraphRecorder", "Programs"]
 
 @runtime_checkable
 class GraphRecorder(Protocol):
-    """Records a function of fixed buffers."""
+    """Records the operations of a function over fixed buffers."""
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record what `run` does to its buffers and return a function that repeats it.
+        """Record the operations of `run` and return a function that repeats them.
 
         The result may be overwritten by any later call of anything recorded here.
 
@@ -35,7 +35,7 @@ class GraphRecorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs over one memory pool.
+    """Records functions as CUDA graphs that share one memory pool.
 
     Recordings share the pool because they are played one after another on one stream; it is as
     large as the largest of them.
@@ -49,7 +49,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run once to compile and to let libraries set themselves up, then capture.
+        """Run once, which compiles kernels and initialises libraries, then capture a CUDA graph.
 
         What other threads do on the device meanwhile does not matter.
 
@@ -143,11 +143,11 @@ class Programs:
 
     @property
     def num_recorded(self) -> int:
-        """Shapes recorded so far."""
+        """Number of shapes recorded so far."""
         return len(self._programs)
 
     def forward(self, batch: RowBatch) -> ModelOutput | None:
-        """Run `LanguageModel.forward` by a recording; None if the pass can have none."""
+        """Run `LanguageModel.forward` by a recorded pass; None if the pass cannot be recorded."""
         num_wanted = len(batch.logit_rows)
         bucket = shape_of(batch.spans, num_wanted, self.limits)
         if bucket is not None:
@@ -172,7 +172,7 @@ class Programs:
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"] | None:
-        """Run `LanguageModel.greedy_chain` by a recording; None if it can have none."""
+        """Run `LanguageModel.greedy_chain` by a recorded pass; None if it cannot be recorded."""
         num_sequences = len(batch.spans)
         bucket = shape_of(batch.spans, num_sequences, self.limits, num_tokens - 1)
         if bucket is None:
@@ -182,7 +182,7 @@ class Programs:
         return None if program is None else program.run(batch)[:num_sequences].clone()
 
     def _program(self, shape: PassShape | ChainShape, batch: RowBatch) -> Program | None:
-        """The recording of a shape, made with `batch` if it is new."""
+        """Return the recorded pass of a shape; a new shape is recorded with `batch` as input."""
         if shape not in self._programs and shape not in self._refused:
             try:
                 self._programs[shape] = self._record(shape, batch)

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one rectangle, as its attention needs them.
+    """The rows of one padded rectangle, in the form that its attention reads.
 
     Attributes:
         bucket: its shape.
@@ -90,7 +90,7 @@ class Inputs:
         )
 
     def packed_features(self, batch: RowBatch) -> Float[Tensor, "rows layers hidden"] | None:
-        """A copy of the features of the rows of `batch`, in their order, after a pass."""
+        """Return a copy of the features of the rows of `batch`, in the order of the rows."""
         if self.features is None:
             return None
         return self.features.index_select(0, self._place[: len(batch.tokens)])
@@ -205,7 +205,7 @@ def padded_keys(count: int, most: int) -> int:
 
 
 def table_of(spans: Sequence[Span], bucket: PassShape) -> list[int]:
-    """Return the integers that differ between two passes of one shape, column after column.
+    """Return the indices of a pass as one list, in which only values differ for equal shapes.
 
     Columns with an entry per row of the rectangle: `place`, the rectangle's row of each packed row;
     `source`, the packed row of each of the rectangle's; `index`, where in its slot it is written;

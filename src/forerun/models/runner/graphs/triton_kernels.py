@@ -26,7 +26,7 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """RMS norm of a row, of its sum with `update` if ADDS; the sum goes to `total`."""
+    """Compute the RMS norm of a row; if ADDS, `update` is added first and the sum stored."""
     first = tl.program_id(0) * num_columns
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -45,7 +45,7 @@ def norm_kernel(
 
 @triton.jit
 def gate_kernel(gate_up, gated, num_columns: tl.constexpr, BLOCK: tl.constexpr):
-    """SiLU of the first half of a row times the second."""
+    """Multiply SiLU of the first half of a row by its second half."""
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -59,7 +59,7 @@ def gate_kernel(gate_up, gated, num_columns: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def normed_halves(first, second, weight, halves, inside, eps, head_dim: tl.constexpr, dtype):
-    """RMS norm of one head given as its two halves, rounded as it would be in memory."""
+    """RMS norm of one head given as two halves, rounded to `dtype` as a store to memory would."""
     mean_square = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / head_dim
     scale = tl.rsqrt(mean_square + eps)
     first_weight = tl.load(weight + halves, mask=inside, other=0.0).to(tl.float32)
@@ -90,7 +90,7 @@ def rotate_kernel(
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """One head of one row: normed and rotated unless a value; keys and values into the store."""
+    """Norm and rotate one query or key head of a row; keys and values are written to the store."""
     row, head = tl.program_id(0), tl.program_id(1)
     halves = tl.arange(0, BLOCK)
     inside = halves < HEAD_DIM // 2
@@ -132,7 +132,7 @@ def rotate_kernel(
 
 @triton.jit
 def masked(scores, bits, places, first, last):
-    """Set scores to -inf where a row does not see a key (before `first` it sees all)."""
+    """Set scores to -inf at keys that a row does not see; all keys before `first` are visible."""
     since = places - first
     own = bits[:, None] >> tl.minimum(tl.maximum(since, 0), 63)[None, :]
     seen = (places < last)[None, :] & ((since < 0)[None, :] | ((own & 1) != 0))
@@ -141,7 +141,7 @@ def masked(scores, bits, places, first, last):
 
 @triton.jit
 def softened(scores, peak):
-    """Return softmax weights, the running maximum and the factor for older weights."""
+    """Return exp(scores - maximum), the running maximum, and the factor to rescale older sums."""
     higher = tl.maximum(peak, tl.max(scores, axis=1))
     # A row that has seen nothing yet has no peak to measure from.
     level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -173,7 +173,7 @@ def attend_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend a tile of rows to one chunk of keys and store weighted sum, maximum and total."""
+    """Attend a tile of rows to one chunk of keys; store weighted sum, maximum and weight sum."""
     num_tiles: tl.constexpr = (GROUPS * NUM_ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     sequence, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     kv_head, chunk = tl.program_id(1), tl.program_id(2)
@@ -228,7 +228,7 @@ def combine_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Combine the chunks of one head of one row."""
+    """Combine the partial attention of all key chunks for one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
     sequence = row // NUM_ROWS
     folded = (head % GROUPS) * NUM_ROWS + row % NUM_ROWS

@@ -1,4 +1,4 @@
-"""Attention over a rectangle and the work between matrices, by the kernels of `triton_kernels`."""
+"""Triton kernels launched for a rectangle of rows: attention, norms, gates and rotation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def launch_norm(tensors: tuple[Tensor, ...], eps: float, *, adds: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TritonAttention:
-    """An `Attend` over a rectangle, reading keys and values where they lie.
+    """An `Attend` over a rectangle of rows that reads keys and values in place from the store.
 
     Attributes:
         decoder: sizes and constants.
@@ -100,7 +100,7 @@ class TritonAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        """Rotate, store the keys and values of layer `index`, attend."""
+        """Rotate queries and keys, store keys and values of layer `index`, compute attention."""
         keys, values = self.store.layer(index)
         query = self.rotate(layer, qkv, keys, values)
         return self.attend(query, keys, values)
@@ -205,12 +205,12 @@ def tiles_of(num_folded: int) -> tuple[int, int]:
 
 
 def chunk_of(num_keys: int) -> int:
-    """Return the keys per program, a multiple of what it reads at once."""
+    """Return the keys per attention program, a multiple of the keys that it loads at once."""
     fewest = max(MIN_CHUNK, triton.cdiv(num_keys, MAX_CHUNKS))
     return int(triton.cdiv(fewest, MAX_BLOCK_KEYS)) * MAX_BLOCK_KEYS
 
 
 def triton_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TritonAttention:
-    """Compute what all layers of a pass share."""
+    """Compute the inputs of attention that are the same in all layers of a pass."""
     rotation = rotation_at(decoder, rows.positions.flatten())
     return TritonAttention(decoder=decoder, store=store, rows=rows, rotation=rotation)
