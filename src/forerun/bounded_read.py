@@ -78,7 +78,7 @@ class Deadline:
         self._end_s = time.monotonic() + max_seconds
 
     def remaining_s(self) -> float:
-        """Return the seconds that are left.
+        """Return the seconds left until the deadline.
 
         Raises:
             UnreadableInput: none are.

@@ -106,7 +106,7 @@ class InvalidRequest(ForerunError, ValueError):
 
 
 class UnreadableInput(ForerunError, ValueError):
-    """A file, standard input or an HTTP body cannot be read, or exceeds a limit."""
+    """A file, standard input or an HTTP body cannot be read or exceeds a limit."""
 
 
 class InvalidModel(ForerunError):
@@ -142,7 +142,7 @@ class NotEnoughMemory(ForerunError):
 
 
 class QueueFull(ForerunError):
-    """The queue of waiting requests is full; nothing was queued."""
+    """The queue of waiting requests is full, and the new request was not queued."""
 
 
 class EngineBusy(ForerunError):
@@ -182,7 +182,7 @@ class ServerUnavailable(ForerunError):
 
 
 class TrainingDiverged(ForerunError):
-    """Loss or gradient is NaN or infinite; nothing was updated and the last checkpoint is kept."""
+    """Loss or gradient is NaN or infinite; the last checkpoint is kept."""
 
 
 class UnsupportedFeatures(ForerunError):

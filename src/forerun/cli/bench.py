@@ -132,7 +132,7 @@ class BenchOptions:
 
 
 def run(options: BenchOptions) -> int:
-    """Run the comparison; results before an interruption or a failure are shown too."""
+    """Run the comparison; an interruption or failure still shows the results before it."""
     config = options.config
     options.check()
     prompts = texts_of(options)
@@ -206,7 +206,7 @@ def begin_trace(
 
 
 def show(comparison: BenchComparison, options: BenchOptions) -> None:
-    """Print, write and draw the results so far."""
+    """Print, write and plot the results measured until now."""
     from forerun.cli.bench_tables import print_comparison
 
     report = comparison.report()

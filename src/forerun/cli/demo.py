@@ -78,7 +78,7 @@ def run(options: DemoOptions) -> int:
 
 
 def show(demo: Demo, options: DemoOptions) -> None:
-    """Print and write the results so far."""
+    """Print and write the results measured until now."""
     from forerun.bench.plot import plot
     from forerun.cli.bench_tables import print_report
 

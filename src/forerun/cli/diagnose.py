@@ -1,4 +1,4 @@
-"""`forerun diagnose`: why speculation is slow or wrong, and what to change."""
+"""`forerun diagnose`: find why speculation is slow or wrong, and suggest changes."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ ZOO_DRAFT = "zoo:code-2m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags(SamplingParams):
-    """How tokens are chosen. Names and meanings are those of the OpenAI API and vLLM."""
+    """Sampling parameters, with the names and meanings of the OpenAI API and vLLM."""
 
     # Help comes from SamplingParams; the types here are those that a shell can express.
 

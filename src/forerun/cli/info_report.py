@@ -161,7 +161,7 @@ def problems_of(vocabularies: VocabularyComparison) -> Iterator[str]:
 
 
 def warnings_of(target: ModelDescription, draft: ModelDescription) -> Iterator[str]:
-    """Return warnings about what will reduce the speed."""
+    """Return warnings about properties of the pair that reduce its speed."""
     if draft.num_parameters >= target.num_parameters:
         yield "the draft is not smaller than the target: drafting will cost more than it saves"
     if draft.context < target.context:

@@ -103,7 +103,7 @@ def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfi
 
 
 def temperature_of(options: PlanOptions, traced: TracedDrafts | None) -> float:
-    """Return the temperature of the flags, else the only one of the trace, else 1."""
+    """Return the temperature of the flags, or else the only one in the trace, or else 1."""
     if options.temperature is not None:
         return options.temperature
     found = set() if traced is None else set(traced.temperatures.values())

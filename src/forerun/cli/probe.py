@@ -103,7 +103,7 @@ class ProbeOptions:
 
 
 def run(options: ProbeOptions) -> int:
-    """Probe the pair, show the facts and write them."""
+    """Run the checks on the pair, show the facts and write them."""
     config, params, draft = options.config, options.params, options.check()
 
     from forerun.atomic_write import atomic_write

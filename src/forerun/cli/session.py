@@ -59,7 +59,7 @@ class Figures:
         total_s: float,
         ttft_s: float | None,
     ) -> Figures:
-        """Compute the figures of the steps so far, also for an interrupted request."""
+        """Compute the figures of all steps until now, even if the request was interrupted."""
         return cls(
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=sum(record.num_emitted for record in records),
@@ -284,7 +284,7 @@ class Session:
 
     @property
     def figures(self) -> Figures:
-        """Counts and times so far."""
+        """Counts and times of the steps until now."""
         return Figures.of(
             self.records,
             num_prompt_tokens=self.num_prompt_tokens,

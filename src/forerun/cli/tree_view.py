@@ -62,7 +62,7 @@ class TreeView:
                 self.kept = drafted_tree(entry, record.step)
 
     def rendered(self, tokenizer: Tokenizer) -> RichTree | Text:
-        """Return the kept draft as a tree for the terminal, or a sentence where there is none."""
+        """Return the kept draft as a tree for the terminal, or a sentence if no draft was kept."""
         kept = self.kept
         if kept is None:
             return Text("no step drafted a token, so there is no tree to show")

@@ -111,7 +111,7 @@ class Allocator(Protocol):
         """
 
     def at(self, depths: Sequence[int]) -> Allocation:
-        """Return the allocation at given depths, each cut to the most its request may draft."""
+        """Return the allocation at given depths, each limited by its request's largest depth."""
 
 
 class DraftCosting(NamedTuple):
@@ -308,7 +308,7 @@ class SingleRequestAllocator:
         return self.at((best,))
 
     def at(self, depths: Sequence[int]) -> Allocation:
-        """Return the allocation at a given K, cut to the most that the request may draft."""
+        """Return the allocation at a given K, limited by the request's largest depth."""
         k = min(depths[0], len(self.tokens) - 1)
         tokens, step_s, limit_s = self.tokens[k], self.steps_s[k], self.limit_s
         lateness = 0.0 if limit_s is None else step_s / (tokens * limit_s)

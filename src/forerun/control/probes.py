@@ -137,7 +137,7 @@ class Probes:
     ) -> None:
         """Record the expected cost of a probe that differs from the best plans only in depth.
 
-        What it is measured to lose depends on chance far more than on the depth.
+        Its measured loss depends far more on chance than on the depth.
         """
         self._expected_loss = None
         same = all(a.method == b.method for a, b in zip(probed, plans, strict=True))

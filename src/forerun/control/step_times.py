@@ -231,7 +231,7 @@ class TimeCorrection:
         return self.passes.value(self._either)
 
     def draft_factor(self, method: str) -> float:
-        """Ratio for all other parts of a speculative step of one drafter."""
+        """Ratio for a speculative step of one drafter beyond the target pass."""
         return self.drafts[method].value(self._either)
 
     def tree_factor(self, method: str) -> float:

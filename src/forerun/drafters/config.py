@@ -13,7 +13,7 @@ DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedDrafter:
-    """A drafter as it is written on a command line: `NAME` or `NAME:ARGUMENT`.
+    """A drafter in its command-line form: `NAME` or `NAME:ARGUMENT`.
 
     Attributes:
         name: the drafter.
@@ -25,7 +25,7 @@ class NamedDrafter:
 
 
 def parse_drafter(text: str) -> NamedDrafter | None:
-    """Return the drafter that `text` names; None where it is a model's folder or name."""
+    """Return the drafter that `text` names; None if `text` is a model folder or model name."""
     head, _, argument = text.partition(":")
     for name in DRAFTER_NAMES:
         if head == name:

@@ -57,7 +57,7 @@ class DraftModel:
         self._samples_chains = isinstance(model, SampledChains)
 
     def through(self, model: LanguageModel) -> DraftModel:
-        """Return a drafter of the same kind whose passes go through a wrapper of its model."""
+        """Return the same drafter with a wrapper around its model."""
         return DraftModel(model, self.vocab_size)
 
     @torch.inference_mode()
@@ -165,7 +165,7 @@ class DraftModel:
                 sequence.kv_verified = False
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Commit the KV rows of accepted tokens; other tokens are read before the next draft."""
+        """Commit the KV rows of accepted tokens; other tokens are fed before the next draft."""
         for outcome in outcomes:
             sequence, verdict = self._sequences.get(outcome.request_id), outcome.verdict
             if sequence is not None and verdict is not None and outcome.proposal is not None:

@@ -213,7 +213,7 @@ class DraftSequence:
 def ranking_params(params: SamplingParams) -> SamplingParams:
     """Return the sampling parameters of the distributions that rank the nodes of a tree.
 
-    Of a greedy request these are the probabilities at temperature 1: they rank the paths.
+    For a greedy request these are the probabilities at temperature 1, which rank the paths.
     """
     if not params.greedy:
         return params

@@ -23,7 +23,7 @@ __all__ = ["Levels", "draft_keys", "draft_levels", "fit_vocabulary", "race_keys"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
-    """The tokens of all chains of one call, and what they were drawn from.
+    """The tokens of all chains drafted in one call, and their draft distributions.
 
     Attributes:
         tokens: drafted tokens; meaningless past the budget of a sequence.
@@ -168,7 +168,7 @@ def next_pass(sequences: Sequence[DraftSequence], tokens: Tensor, positions: Ten
 
 
 class Chooser:
-    """Chooses the next tokens of a level, for each sequence by its own rule and noise.
+    """Chooses the next tokens of a level: the most likely ones or draws, as each request requires.
 
     Args:
         sequences: all of them.

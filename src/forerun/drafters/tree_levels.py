@@ -40,7 +40,7 @@ __all__ = ["draft_trees"]
 def draft_trees(
     model: LanguageModel, sequences: Sequence[DraftSequence], batch: RowBatch, vocab_size: int
 ) -> list[Proposal]:
-    """Draft a tree per sequence, each of its own shape.
+    """Draft a tree per sequence; the shapes may differ.
 
     Args:
         model: the draft.

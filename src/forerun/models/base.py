@@ -53,7 +53,7 @@ class Span:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a tree after rows that are not a causal chain.
+        """Refuse a draft tree whose preceding rows are not a causal chain.
 
         Raises:
             ValueError: `causal` is False and there is a tree.
@@ -104,7 +104,7 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVPrefix:
-    """A copy of a committed prefix, readable only by stores of the same kind."""
+    """A copy of a committed prefix, which only stores of the same class can import."""
 
     num_tokens: int
     tensors: tuple[Tensor, ...]
@@ -128,13 +128,13 @@ class KVStore(Protocol):
         """Number of committed tokens in `slot`."""
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Commit the staged rows `rows` and drop the others.
+        """Commit the staged rows listed in `rows` and drop the other staged rows.
 
         They are ascending offsets from the committed length.
         """
 
     def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that starts with the longest stored prefix of `wanted`.
+        """Reserve a slot that already contains the longest stored prefix of `wanted`.
 
         The last token is never among them. Until it is given back, others find in this slot what it
         has committed. Raises NotEnoughMemory when no slot is left.

@@ -1,4 +1,4 @@
-"""Rendering of chat templates in a process of its own, limited in time, memory and output.
+"""Rendering of chat templates in a separate process, limited in time, memory and output.
 
 A chat template is a program in a model's files. Jinja's sandbox keeps it from files and from the
 interpreter, but not from looping for ever or filling the memory; limits of a process do. The child
@@ -172,7 +172,7 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def without_none(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without fields that are None, which transformers leaves out too."""
+    """Return the messages without fields that are None, as transformers does."""
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""Checks of a model folder that read only configuration and headers, and hashes of its files."""
+"""Checks of a model folder that read no weights but headers, and hashes of its files."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def count_elements(path: Path) -> Counter[str]:
-    """Elements per type in a safetensors file, read from its header.
+    """Count the elements per data type in a safetensors file, from its header.
 
     Raises:
         InvalidModel: the header cannot be read or contradicts itself, or the file's size is not

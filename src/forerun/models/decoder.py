@@ -84,7 +84,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
-    """Weights of one layer. Matrices are (outputs, inputs), as torch's linear takes them.
+    """Weights of one layer; matrices are (outputs, inputs), as in torch.nn.functional.linear.
 
     Attributes:
         input_norm: before attention.

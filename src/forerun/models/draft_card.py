@@ -1,4 +1,4 @@
-"""forerun.json in a draft's folder: the target it was aligned to, how, and with what result.
+"""The card of a draft (forerun.json): the target and method of its alignment, and the results.
 
 Torch-free. A card never decides whether a draft model may be used: the text is exact whatever the
 draft, so a target that has changed since is a matter of speed, and of a warning. A head on the

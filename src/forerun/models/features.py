@@ -1,4 +1,4 @@
-"""Features of the tokens in a KV store, kept beside their keys and values.
+"""Features of the tokens in a KV store, stored with their keys and values.
 
 A drafter that reads features must have them for every committed token, those found in a shared
 prefix included. So the store holds them by the same rows as the KV: they are staged after a pass,

@@ -1,4 +1,4 @@
-"""A transformers model as a LanguageModel: packed rows in, logits of the wanted rows out."""
+"""A transformers model as a LanguageModel: packed rows in, logits of requested rows out."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class HuggingFaceModel(StoredModel):
         return config.to_dict().get(name, default)
 
     def _project(self, name: str | None, rows: Tensor) -> Tensor:
-        """Apply a module of the network to rows, or return them if it has no such module."""
+        """Apply a module of the network to rows; without such a module the rows are unchanged."""
         if name is None:
             return rows
         parent, _, child = name.rpartition(".")

@@ -36,7 +36,7 @@ def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
 
 
 class ContiguousKVStore(SlotStore):
-    """A KVStore in one tensor, so that operations take one call for all layers.
+    """A KVStore in one tensor, so that one call commits or copies rows for all layers.
 
     Committing, forking and copying take one tensor operation; so does cutting all layers' views for
     a pass.
@@ -74,7 +74,7 @@ class ContiguousKVStore(SlotStore):
         return self._data[:, slot : slot + 1, :, start:end].unbind(0)
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Commit the staged rows `rows` and drop the others.
+        """Commit the staged rows listed in `rows` and drop the other staged rows.
 
         They are ascending offsets from the committed length. No data move when they are a prefix of
         what is staged; otherwise the kept rows move forward.

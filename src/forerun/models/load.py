@@ -306,7 +306,7 @@ def checked_architecture(name: str, settings: Mapping[str, Any], where: str) -> 
 
 
 def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype asked for; "auto" is the dtype of most stored elements.
+    """Return the requested dtype; "auto" is the dtype of most stored elements.
 
     Raises:
         InvalidRequest: there is no such dtype.
@@ -319,7 +319,7 @@ def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device asked for; "auto" is a GPU if there is one."""
+    """Return the requested device; "auto" is a GPU if there is one."""
     if device != "auto":
         return named_device(device)
     if torch.cuda.is_available():

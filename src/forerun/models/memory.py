@@ -1,4 +1,4 @@
-"""Memory estimates, compared with what is available before anything is allocated."""
+"""Memory estimates, which are compared with the available memory before any allocation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all parts."""
+        """Sum of the bytes of all purposes."""
         return self.weights_bytes + self.kv_bytes + self.logits_bytes
 
 

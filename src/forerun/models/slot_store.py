@@ -52,7 +52,7 @@ class SlotStore(ABC):
         """Copy the first `num_tokens` (None: all) committed tokens of `slot` into a new slot."""
 
     def begin(self, wanted: Prefix) -> int:
-        """Reserve a slot that starts with the longest stored prefix of `wanted`."""
+        """Reserve a slot that already contains the longest stored prefix of `wanted`."""
         slot = self._slots.begin(wanted, self.fork)
         if self._features is not None:
             self._features.invalidate(slot, self._slots.length(slot))

@@ -151,7 +151,7 @@ class SlotTable:
         self._shared.pop(slot, None)
 
     def begin(self, wanted: Prefix, fork: Callable[[int, int], int]) -> int:
-        """Reserve a slot that starts with the longest stored prefix of `wanted`.
+        """Reserve a slot that already contains the longest stored prefix of `wanted`.
 
         A kept slot is taken over, cut to what matches, where that loses no more tokens than taking
         another slot for a copy would.
@@ -264,7 +264,7 @@ class SlotTable:
         self._written[slot] = end
 
     def commit(self, slot: int, rows: Sequence[int]) -> int:
-        """Commit the staged rows `rows` and drop the others.
+        """Commit the staged rows listed in `rows` and drop the other staged rows.
 
         Args:
             slot: a reserved slot.

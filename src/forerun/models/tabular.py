@@ -1,4 +1,4 @@
-"""A Markov model given by a table of probabilities, against which exactness is tested."""
+"""A Markov model defined by a table of probabilities, for tests of exactness."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TokenStore(SlotStore):
         return self._tokens[slot][:end]
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
-        """Commit the staged rows `rows` and drop the others."""
+        """Commit the staged rows listed in `rows` and drop the other staged rows."""
         start = self._commit(slot, rows)
         written = self._tokens[slot]
         written[start:] = [written[start + row] for row in rows]
@@ -259,7 +259,7 @@ class TabularModel:
         return chain_by_forward(self, batch, num_tokens, vocab_size)
 
     def histories(self, span: Span, rows: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the tokens each row of a span sees, itself included, read from the store."""
+        """Yield the tokens visible to each row of a span, its own included, read from the store."""
         chain = self._store.tokens(span.slot, span.start + span.num_chain)
         for end in range(span.start + 1, len(chain) + 1):
             yield chain[:end]

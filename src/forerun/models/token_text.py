@@ -48,7 +48,7 @@ class TextStream(Protocol):
         """Return the text that one more token completes; may be empty."""
 
     def finish(self) -> str:
-        """End the text and return what was held back."""
+        """End the text and return the characters held back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The best drafter, K and batch, the reasons for them, and their break-even points."""
+"""The best drafter, K and batch size, with the reasons and the break-even points."""
 
 from __future__ import annotations
 

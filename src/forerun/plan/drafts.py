@@ -55,8 +55,8 @@ class Drafts:
     def limited(self, num_speculative_tokens: int) -> Drafts:
         """Return the steps that the same texts would take with at most this K.
 
-        Exact where a draft goes on after its bonus token as the longer one did: greedy drafts do,
-        and sampled ones do in distribution as far as their verification decides token by token.
+        This is exact where a draft goes on after its bonus token as the longer one did: greedy
+        drafts do, and sampled ones do in distribution if verification decides token by token.
         """
         k = num_speculative_tokens
         found: Counter[tuple[int, int, int]] = Counter()

@@ -148,7 +148,7 @@ def cost_table(
     batches: Collection[int],
     contexts: Collection[int],
 ) -> CostTable:
-    """Return the cost table of a roofline; drafting is free where there is no draft model.
+    """Return the cost table of a roofline; without a draft model drafting costs nothing.
 
     Raises:
         InvalidRequest: the models do not fit into the memory of the machine.

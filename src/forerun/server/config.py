@@ -1,4 +1,4 @@
-"""Settings of the server; torch-free, so that the command line can read them cheaply."""
+"""Settings of the server; torch-free, so that the command line starts quickly."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ END = None
 
 
 class Generation:
-    """The prompts of one HTTP request while they are decoded.
+    """The prompts of one HTTP request in the engine, from queueing to their outputs.
 
     The choices of the response are numbered prompt by prompt: sample i of prompt p is choice
     p * n + i.

@@ -296,7 +296,7 @@ def diagnosis_of(steps: list[StepRecord]) -> LiveDiagnosis:
 
 
 def live_diagnosis(found: Diagnosis, num_steps: int) -> LiveDiagnosis:
-    """Return the part of a diagnosis that the page shows.
+    """Return the part of a diagnosis that the live page shows.
 
     Args:
         found: the diagnosis.

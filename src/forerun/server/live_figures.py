@@ -189,7 +189,7 @@ class LiveFigures:
             baseline.observe(num_emitted, seconds)
 
     def baselines(self) -> dict[int, DiscountedRatio]:
-        """Return plain seconds over tokens by batch size, where there were enough plain steps."""
+        """Return plain seconds per token by batch size, where enough plain steps were measured."""
         found: dict[int, DiscountedRatio] = {}
         for piece in self.slices:
             for size, (num_emitted, seconds) in piece.measured.items():

@@ -66,7 +66,7 @@ class LiveTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Sequences and KV at the moment of the snapshot, with the limits where they are known."""
+    """Sequences and KV in use at the moment of the snapshot, with their limits if known."""
 
     num_running: int
     num_waiting: int

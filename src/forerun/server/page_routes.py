@@ -1,4 +1,4 @@
-"""Routes of the live page: its files, and the JSON it reads.
+"""Routes of the live page: its static files, and the JSON that it requests.
 
 Nothing is loaded from other hosts, and the content policy allows no inline script, so that text of
 a prompt or a model stays text even if the page had a defect.

@@ -77,7 +77,7 @@ class VllmView:
         self._diagnosed_s = -DIAGNOSIS_INTERVAL_S
 
     def snapshot(self) -> LiveSnapshot:
-        """Read the metrics once and return what changed; an unreachable server adds no sample."""
+        """Read the metrics once and return a snapshot; an unreachable server adds no sample."""
         self._sample()
         now_s = self.clock()
         samples = list(self._samples) or [MetricsSample(at_s=now_s, metrics=Metrics())]

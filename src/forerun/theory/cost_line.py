@@ -66,7 +66,7 @@ class CostLine:
     _fitted: tuple[CostReading, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Validate the measurements and fit them."""
+        """Check the measurements and fit monotone times to them."""
         if self.batch < 1 or self.context < 0:
             raise ValueError(
                 f"batch is {self.batch} and context {self.context}; they start at 1 and 0"

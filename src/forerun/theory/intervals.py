@@ -39,7 +39,7 @@ class Interval:
         return self.low > threshold
 
     def is_below(self, threshold: float) -> bool:
-        """Return whether the whole interval lies below."""
+        """Return whether the whole interval lies below a value, so that it is shown to be less."""
         return self.high < threshold
 
 

@@ -131,7 +131,7 @@ class Eagle3Drafter(DraftModel):
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Draft for the requests whose rows have features; the others are decoded plainly."""
+        """Draft for requests whose rows have features; other requests are decoded plainly."""
         sequences = [self._sequence(request) for request in requests]
         able = [at for at, s in enumerate(sequences) if s.num_features and not s.lacks_features]
         drafted = super().propose([requests[at] for at in able], [plans[at] for at in able])
@@ -166,7 +166,7 @@ class Eagle3Drafter(DraftModel):
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Receive the features of committed rows; many are fed at once, few with the next draft.
 
-        Of the rows of the last draft those stay that were computed from features.
+        Rows of the last draft are kept only if they were computed from features.
         """
         for outcome in outcomes:
             sequence = self._sequence(outcome.request)

@@ -73,7 +73,7 @@ def config_of(
 
 
 def check_layer(layer: Mapping[str, Any]) -> None:
-    """Refuse layers that are not one Llama layer.
+    """Refuse a head whose decoder is not exactly one Llama layer.
 
     Raises:
         InvalidModel: naming what is not supported.

@@ -85,7 +85,7 @@ def model_of(head: Eagle3Head, target: LanguageModel) -> AttachedModel:
 
 
 def check_target(config: Eagle3Config, target: LanguageModel, where: str) -> None:
-    """Refuse a head whose sizes are not those of the target.
+    """Refuse a head whose sizes differ from those of the target.
 
     Raises:
         IncompatibleDraft: naming the first size that differs.

@@ -1,7 +1,7 @@
 """Input states of the rows of an EAGLE-3 head, and the store of its keys and values.
 
 Row t holds token t + 1 of the sequence. Rows of committed tokens get their states from the target's
-features, in a `HeadBatch`. The row of a draft token continues from what the row before it gave.
+features, in a `HeadBatch`. The input state of a draft token's row is the output of the row before it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RowStates:
     def __init__(
         self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # What a row behind the last chain row continues from, and what that row continued from.
+        # The input state of a row after the last chain row, and the input state of that chain row.
         self._last = torch.zeros((num_slots, width), dtype=dtype, device=device)
         self._origins = torch.zeros_like(self._last)
         # What rows behind draft nodes continue from, by the draft tokens down to the node.
@@ -89,7 +89,7 @@ class RowStates:
         A pass over a tree reads the last committed row once more, ahead of the nodes.
 
         Raises:
-            ValueError: the row before one of them was not computed by an earlier pass.
+            ValueError: no earlier pass computed the row before one of the rows.
         """
         if isinstance(batch, HeadBatch):
             return batch.states
@@ -118,8 +118,8 @@ class RowStates:
 
         Args:
             batch: the pass, which wants the last chain row of every span or nodes of its tree.
-            states: what its rows continued from.
-            fed_back: what rows behind `batch.logit_rows` continue from.
+            states: the input states of its rows.
+            fed_back: input states of the rows that follow `batch.logit_rows`.
         """
         if not len(batch.logit_rows):
             return

@@ -1,4 +1,4 @@
-"""A drafter without a model: it copies what followed the longest earlier match of the text's end.
+"""A drafter without a model, which copies the tokens after an earlier match of the text's end.
 
 No model and no training: chains, or trees of several continuations, are copied from the request's
 own prompt and output and, if asked, from outputs of earlier requests of the same scope. They are
@@ -32,7 +32,7 @@ MOST_IDLE = 9
 
 
 class SuffixDrafter:
-    """Drafts copies of text from the request and from stored outputs of others.
+    """Copies tokens from the request's own text and from stored outputs of other requests.
 
     Args:
         config: costs, and what is kept between requests.
@@ -50,7 +50,7 @@ class SuffixDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | Pause]:
-        """Return a chain or tree per request, or a pause where copying would not pay."""
+        """Return a chain or tree per request, or a pause if copying is expected to cost time."""
         return [
             self._reader(request).propose(plan.shape, self.config)
             for request, plan in zip(requests, plans, strict=True)
@@ -112,7 +112,7 @@ class Reader:
     def propose(self, shape: Chain | Tree, config: SuffixConfig) -> Proposal | Pause:
         """Return the best copy, or a pause that grows with each call that finds none.
 
-        Looking costs about as much as drafting, for the caches are cold after a pass.
+        The search costs about as much as drafting, because the CPU caches are cold after a pass.
         """
         if isinstance(shape, Tree) and shape.width > 1:
             tree = branches_on(self.matches, shape, config)

@@ -1,4 +1,4 @@
-"""Loading of a checked model folder into the runner asked for, or the fastest available one."""
+"""Loading of a checked model folder with the requested runner or the fastest available one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("forerun.runner")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFiles:
-    """Everything about a model that is known before its weights are read.
+    """Properties of a model folder that are known before its weights are read.
 
     Attributes:
         checkpoint: its files.
@@ -47,7 +47,7 @@ class ModelFiles:
 
 
 def run_by(runner: Runner, files: ModelFiles) -> LanguageModel:
-    """Load the model with the runner asked for; "auto" takes the fastest that is available.
+    """Load the model with the requested runner; "auto" is the fastest available one.
 
     Raises:
         RunnerUnavailable: a runner was named that cannot run this model here.
@@ -83,7 +83,7 @@ def try_out(model: LanguageModel, name: str) -> None:
 
 
 def loaded_by(runner: Runner, files: ModelFiles) -> LanguageModel:
-    """Load the model with a named runner; "auto" tries them from the fastest on.
+    """Load the model with a named runner; "auto" tries all runners, the fastest first.
 
     Raises:
         RunnerUnavailable: a runner was named that cannot run this model here.

@@ -237,7 +237,7 @@ class NativeModel(StoredModel):
 
 
 class Stops:
-    """Stop rules in the form the kernels read, and the values they measure.
+    """Stop rules as arrays for the kernels, and the values measured for them.
 
     Args:
         rules: one per sequence; None for those that do not stop.

@@ -233,7 +233,7 @@ def built(cls: type, values: Mapping[str, Any], where: str) -> object:
 
 
 def value_of(name: str, value: object, where: str) -> object:
-    """Return the value of a field, built where it is an object."""
+    """Return the value of a field; a mapping for an object is converted to that object."""
     place = f"{where}, {name}"
     if name in OF_KIND:
         return of_kind(OF_KIND[name], value, place)

@@ -1,4 +1,4 @@
-"""One pass through a decoder: packed rows of tokens in, logits of the wanted rows out.
+"""One pass through a decoder: packed rows of tokens in, logits of requested rows out.
 
 The weights are tensors on one device. What depends on the layout of the rows or on the hardware is
 passed in: the attention of the rows, and the operations between two matrix products. The
@@ -136,7 +136,7 @@ class Weights:
 def features_buffer(
     weights: Weights, num_rows: int, layers: tuple[int, ...]
 ) -> Float[Tensor, "rows layers hidden"] | None:
-    """Allocate the features of a pass; None if no layer is wanted."""
+    """Allocate a buffer for the features of a pass; None if no layers are requested."""
     if not layers:
         return None
     embedding = weights.ends.embedding
@@ -219,7 +219,7 @@ class Pass:
 
 
 def logits_of(weights: Weights, rows: Pass) -> Float[Tensor, "wanted vocab"]:
-    """Return the wanted rows' logits; stores keys, values and features of every row."""
+    """Return the logits of the requested rows, and store keys, values and features of all rows."""
     ends, eps, work = weights.ends, weights.decoder.norm_eps, rows.elementwise
     residual = F.embedding(rows.tokens, ends.embedding)
     normed = work.norm(residual, weights.layers[0].input_norm, eps)

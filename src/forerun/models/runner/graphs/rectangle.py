@@ -126,7 +126,7 @@ NUM_FIELDS = (len(ROW_FIELDS), len(SEQUENCE_FIELDS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeLimits:
-    """Limits on the shapes that are recorded.
+    """Limits on the shapes of passes that are recorded.
 
     Attributes:
         num_sequences: sequences at once.
