@@ -35,11 +35,14 @@ class Interval:
     high: float
 
     def is_above(self, threshold: float) -> bool:
-        """Return whether the whole interval lies above; "not shown" is neither above nor below."""
+        """Return whether the whole interval lies above `threshold`.
+
+        An interval that contains the threshold is neither above nor below: nothing is shown.
+        """
         return self.low > threshold
 
     def is_below(self, threshold: float) -> bool:
-        """Return whether the whole interval lies below a value, so that it is shown to be less."""
+        """Return whether the whole interval lies below `threshold`; see `is_above`."""
         return self.high < threshold
 
 

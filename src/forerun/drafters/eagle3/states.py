@@ -1,7 +1,8 @@
 """Input states of the rows of an EAGLE-3 head, and the store of its keys and values.
 
 Row t holds token t + 1 of the sequence. Rows of committed tokens get their states from the target's
-features, in a `HeadBatch`. The input state of a draft token's row is the output of the row before it.
+features, in a `HeadBatch`. The input state of a draft token's row is the output state of the row
+before it.
 """
 
 from __future__ import annotations
