@@ -147,7 +147,7 @@ def print_rows(console: SafeConsole, rows: Sequence[ArmSummary], title: str) -> 
 
 
 def plain_verdict(row: ArmSummary) -> str:
-    """Return whether an arm is faster, and why: tokens per step and the cost of a step."""
+    """Return a sentence on whether an arm is faster, with tokens per step and cost per step."""
     if row.arm.num_speculative_tokens == 0:
         return f"the baseline, one pass of the target per token, {1000.0 * row.step_s:.1f} ms each"
     costs = f"takes as long as {row.cycle_cost:.1f} plain steps"

@@ -253,7 +253,7 @@ class PairFlags(TargetFlags):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFlags:
-    """What is printed."""
+    """Form and content of the printed output."""
 
     color: bool = False
     """Colour every token by its source; a legend goes to stderr."""

@@ -141,7 +141,7 @@ def describe(name: str, *, dtype: str, config: EngineConfig) -> tuple[ModelDescr
 def compare(
     target: ModelDescription, draft: ModelDescription, vocabularies: VocabularyComparison
 ) -> DraftFit:
-    """Compare target and draft by their descriptions."""
+    """Compare target and draft, given their descriptions."""
     return DraftFit(
         vocabularies=vocabularies,
         problems=tuple(problems_of(vocabularies)),

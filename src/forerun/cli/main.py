@@ -113,7 +113,7 @@ class Notices(logging.Handler):
 
 @contextmanager
 def notices_on_stderr() -> Iterator[None]:
-    """Print warnings and preparations of the package on stderr while the block runs."""
+    """Print warnings and progress messages of the package on stderr while the block runs."""
     package, preparation = logging.getLogger("forerun"), logging.getLogger(PREPARATION)
     handler, level = Notices(), preparation.level
     package.addHandler(handler)
@@ -194,7 +194,7 @@ def answered(arguments: Sequence[str]) -> int:
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Run the action; every failure becomes one line on stderr and an exit code."""
+    """Run the action and report each failure as one line on stderr and an exit code."""
     try:
         with notices_on_stderr():
             code = action()

@@ -129,7 +129,7 @@ def short(name: str | None, advice: Advice) -> str:
 
 
 def with_ends(option: Option) -> str:
-    """Return a speedup with its interval."""
+    """Return a speedup with its interval as text."""
     found = option.speedup
     if found.low == found.high:
         return f"{found.estimate:.2f}"

@@ -72,7 +72,7 @@ class ColouredText:
 
 
 def legend() -> Text:
-    """Return the meaning of the colours."""
+    """Return a text that explains the colours."""
     lines = [
         Text.assemble((f"{source:<10}", STYLES[source]), MEANINGS[source]) for source in TokenSource
     ]

@@ -38,7 +38,7 @@ class HeuristicController:
         self._ks: dict[str, int] = {}
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return every request's K as a plan, cut where requests share the rows of a pass."""
+        """Return every request's K as a plan, cut if a pass has too few rows for all requests."""
         share = capacity.max_rows // max(1, len(states)) - 1
         return [
             plan_of(self.method, min(share, self._ks.get(state.request_id, self.start_k)))

@@ -36,7 +36,7 @@ class MeasuredMean:
 
     @property
     def mean(self) -> float:
-        """Seconds; at least one duration must have been observed."""
+        """The mean in seconds; it needs at least one observed duration."""
         return self.total / self.count
 
     def observe(self, seconds: float) -> None:

@@ -117,7 +117,7 @@ class Stopping:
             self._stopped[index] = len(self.values[index]) > 1 and rule.stops(value)
 
     def ended(self, num_going: int) -> bool:
-        """Whether all of the first `num_going` chains have stopped."""
+        """Whether the first `num_going` chains have all stopped."""
         return all(self._stopped[:num_going])
 
     def _measured(self, logits: Tensor, probs: Tensor) -> list[float]:

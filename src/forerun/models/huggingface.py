@@ -192,7 +192,7 @@ class HuggingFaceModel(StoredModel):
 
 @contextmanager
 def captured(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Collect the residual stream entering layers of a network while a pass runs.
+    """Record the inputs of selected layers of a network during a pass.
 
     Args:
         layers: of the network.

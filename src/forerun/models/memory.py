@@ -112,7 +112,7 @@ def estimate(
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be allocated on a device now."""
+    """Return the bytes that can be allocated on a device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)

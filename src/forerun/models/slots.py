@@ -201,7 +201,7 @@ class SlotTable:
         self._kept[slot] = Prefix(ids=shared.ids[:num_tokens], scope=shared.scope)
 
     def check_prefix(self, slot: int, num_tokens: int) -> None:
-        """Refuse more tokens than a reserved or kept slot holds.
+        """Refuse a prefix with more tokens than a reserved or kept slot holds.
 
         Raises:
             ValueError: it holds fewer, or nothing.

@@ -94,7 +94,7 @@ class TokenStore(SlotStore):
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
-        """Return a copy of the KV of the first `num_tokens` committed tokens."""
+        """Return a copy of the first `num_tokens` committed tokens."""
         self._slots.check_prefix(slot, num_tokens)
         tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
         if self._features is None:
@@ -182,7 +182,7 @@ class TabularModel:
 
     @property
     def hidden_size(self) -> int:
-        """Numbers per feature."""
+        """Width of the features."""
         return FEATURE_WIDTH
 
     @property

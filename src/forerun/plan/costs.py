@@ -39,7 +39,7 @@ def with_draft_cost(
     draft_s: float | None = None,
     overhead_s: float | None = None,
 ) -> CostTable:
-    """Return the costs of the same target with another drafter.
+    """Return the cost tables of the same target with another drafter.
 
     Args:
         table: costs of the drafter that was measured.

@@ -126,7 +126,7 @@ class TimeSlice:
         return sum(seconds for _, _, seconds in known), as_plain_s
 
     def point(self, now_s: float, baselines: Mapping[int, DiscountedRatio]) -> LivePoint:
-        """Return the slice as a point of the history."""
+        """Return the slice as a point of the page's history plot."""
         drafted = self.counts.num_steps > 0
         seconds, as_plain_s = self.compared(baselines)
         return LivePoint(

@@ -23,5 +23,5 @@ def finalise(bits: int) -> int:
 
 
 def share_of(bits: int) -> float:
-    """Return a number in [0, 1) from 64 bits."""
+    """Map 64 random bits to a number in [0, 1)."""
     return bits / 2.0**64

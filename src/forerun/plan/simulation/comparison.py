@@ -108,11 +108,11 @@ class Oracle:
     decode_s: tuple[float, ...]
 
     def regret(self, result: Result) -> float:
-        """Return the excess of a result's request-seconds over the oracle's, as a share of them."""
+        """Return how far a result's request-seconds exceed the oracle's, relative to the latter."""
         return result.decode_s / sum(self.decode_s) - 1.0
 
     def phase_regrets(self, result: Result) -> tuple[float, ...]:
-        """Return the excess of request-seconds over the oracle's in each phase, as a share."""
+        """Return by phase how far request-seconds exceed the oracle's, relative to the latter."""
         return tuple(
             phase.decode_s / best - 1.0 if best else 0.0
             for phase, best in zip(result.phases, self.decode_s, strict=True)

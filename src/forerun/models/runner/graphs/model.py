@@ -36,7 +36,7 @@ __all__ = ["TorchModel", "build_torch_model", "torch_attention", "working_or_tor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TorchAttention:
-    """An `Attend` over a rectangle.
+    """Attention over a padded rectangle of rows by torch operations.
 
     Attributes:
         decoder: sizes and constants.
@@ -136,7 +136,7 @@ def triton_kernels() -> Kernels:
 
 
 def working_or_torch(make: Callable[[], Kernels], device: torch.device) -> Kernels:
-    """Return kernels after a test run on `device`; log a warning and return torch's if it fails."""
+    """Test kernels on `device`; return them, or if they fail log a warning and return torch's."""
     try:
         attend_rows, elementwise = make()
         rows = torch.ones((1, 16), device=device)

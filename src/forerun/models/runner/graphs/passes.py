@@ -1,4 +1,4 @@
-"""Passes over a rectangle of rows, which can be recorded, and over any other rows.
+"""Passes over a padded rectangle of rows, which can be recorded, and over ragged rows.
 
 Prefill and other passes that fit no rectangle attend sequence by sequence and are not recorded.
 """

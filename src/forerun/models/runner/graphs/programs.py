@@ -235,7 +235,7 @@ def disagreement(
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Return a tolerance above rounding in another order and far below a wrong mask."""
+    """Return a tolerance above differences in rounding and far below the effect of a wrong mask."""
     return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 
