@@ -1,4 +1,4 @@
-"""`python -m forerun` is `forerun`."""
+"""Entry point of `python -m forerun`, which runs the command `forerun`."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def in_line(interval: Interval) -> str:
 
 
 def print_ledger(ledger: Ledger) -> None:
-    """Print the ledger from the measured length to K + 1, one assumption per line."""
+    """Print the measured tau and its gain under each assumption, up to a perfect draft (K + 1)."""
     console = SafeConsole()
     title = f"Where the tokens of a step go: {escape(ledger.draft)}"
     table = table_of(Column("supposing", no_wrap=True), "tokens per step", "gain", title=title)

@@ -172,7 +172,7 @@ class TabularModel:
 
     @property
     def num_parameters(self) -> int:
-        """Entries of the table."""
+        """Number of entries of the table."""
         return self.log_probs.numel()
 
     @property

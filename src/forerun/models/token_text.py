@@ -128,7 +128,7 @@ class PieceRules:
         return None if found is None else int(found[1], 16)
 
     def to_bytes(self, piece: str) -> bytes:
-        """Return the bytes that a token adds to the text, unless it is the first token."""
+        """Return the bytes that any token except the first adds to the text."""
         byte = self.byte_of(piece)
         return self.text_of(piece).encode() if byte is None else bytes([byte])
 

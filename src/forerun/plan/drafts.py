@@ -49,7 +49,7 @@ class Drafts:
 
     @property
     def drafted(self) -> AcceptanceCounts:
-        """Return counts by allowed depth of drafted instead of accepted tokens."""
+        """Return counts like `accepted`, but of drafted instead of accepted tokens."""
         return self._counts(depth_counts=True)
 
     def limited(self, num_speculative_tokens: int) -> Drafts:

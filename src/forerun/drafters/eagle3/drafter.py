@@ -38,7 +38,7 @@ class AttachedModel(LanguageModel, Protocol):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        """Return the states of rows for a `HeadBatch`."""
+        """Return the input states of rows, computed from the target's features."""
 
 
 class ShiftedContext(Context):

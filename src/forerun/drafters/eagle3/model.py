@@ -43,7 +43,7 @@ class Eagle3Model(StoredModel):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        """Return the states of rows for a `HeadBatch`."""
+        """Return the input states of rows, computed from the target's features."""
         return self.network.fuse(features.to(self.device, self.dtype))
 
     @torch.inference_mode()

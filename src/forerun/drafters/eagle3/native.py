@@ -61,7 +61,7 @@ class NativeEagle3Model(NativeModel):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        """Return the states of rows for a `HeadBatch`.
+        """Return the input states of rows, computed from the target's features.
 
         Raises:
             NotEnoughMemory: there is no memory to compute.
