@@ -1,4 +1,4 @@
-"""The cache folder: files that are expensive to make are written once and found again.
+"""Cache folder for files that are expensive to compute.
 
 The name of a file says what it was made from and ends in the hash of its content. A file of another
 version is therefore never found, and a damaged one is recognised and made again.
@@ -39,7 +39,7 @@ LIMITS = ReadLimits(max_bytes=1 << 34, max_seconds=600.0)
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return FORERUN_CACHE, or `forerun` in the cache folder of the user."""
+    """Return FORERUN_CACHE, or the folder `forerun` in the user's cache folder."""
     if chosen := environment.get("FORERUN_CACHE"):
         return Path(chosen).expanduser()
     base = environment.get("XDG_CACHE_HOME")
@@ -47,7 +47,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def write_cached(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
-    """Write a file atomically; several processes may write the same one.
+    """Write a file atomically; several processes may write the same file.
 
     Args:
         folder: created if it does not exist.
@@ -65,7 +65,7 @@ def write_cached(folder: Path, stem: str, suffix: str, content: bytes) -> Path:
 
 
 def find_cached(folder: Path, stem: str, suffix: str) -> Path | None:
-    """Return the path of a cached file; None if there is none, or it is damaged."""
+    """Return the path of a cached file; None if it does not exist or is damaged."""
     for path in sorted(folder.glob(f"{stem}-*{suffix}")):
         if is_whole(path):
             return path
@@ -76,7 +76,7 @@ def find_cached(folder: Path, stem: str, suffix: str) -> Path | None:
 
 
 def cached_json(folder: Path, stem: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from the cache; make and write it if it is not there.
+    """Return a JSON object from the cache; compute and write it if it is missing.
 
     Args:
         folder: the cache.
@@ -96,7 +96,7 @@ def cached_json(folder: Path, stem: str, make: Callable[[], dict[str, Any]]) -> 
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file has the content that its name says; False if it cannot be read."""
+    """Whether the content of a file matches the hash in its name; False if it is unreadable."""
     try:
         return path.stem.endswith(f"-{hash_of(read_bytes(path, LIMITS))}")
     except UnreadableInput:
@@ -104,5 +104,5 @@ def is_whole(path: Path) -> bool:
 
 
 def hash_of(content: bytes) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256."""
+    """Return the first 16 hexadecimal digits of a SHA-256 hash."""
     return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]

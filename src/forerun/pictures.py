@@ -1,4 +1,4 @@
-"""Pictures of figures: one look, and the same file whenever the figures are the same."""
+"""Writes plots in a common style, with identical files for identical figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = ("#cf5b2e", "#1a7f64", "#4361a8", "#9a6bb0", "#b08900")
 
 @contextmanager
 def picture(paths: Sequence[Path], *, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw in, which is then written to every path.
+    """Yield a matplotlib figure, and write it to every path afterwards.
 
     Args:
         paths: for example a .png and a .svg; the suffix names the format.

@@ -1,4 +1,4 @@
-"""Where a figure comes from: code, machine, versions, models, date."""
+"""Provenance of measurements: code, machine, package versions, models and date."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What is needed to repeat a measurement.
+    """Code, machine, versions and models of a measurement, as needed to repeat it.
 
     Attributes:
         version: of forerun.
@@ -54,19 +54,19 @@ class Provenance:
 
     @property
     def line(self) -> str:
-        """Return a line of text for people."""
+        """Return the provenance as one line of text."""
         packages = ", ".join(f"{name} {version}" for name, version in self.packages.items())
         commit = f", commit {self.commit[:12]}" if self.commit else ""
         machine = f"{self.cpu} x{self.num_cores}, threads {self.num_threads}"
         return f"forerun {self.version}{commit}, {packages}, {machine}, {self.date}"
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return asdict(self)
 
 
 def collect(models: Mapping[str, str], num_threads: int | None = None) -> Provenance:
-    """Provenance of a measurement made in this process now.
+    """Collect the provenance of a measurement in this process.
 
     Args:
         models: content hash by name.
@@ -86,7 +86,7 @@ def collect(models: Mapping[str, str], num_threads: int | None = None) -> Proven
 
 
 def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
-    """Header of a trace made in this process now; reads the weight files once to hash them."""
+    """Return the header of a trace written by this process; weight files are read for hashes."""
     return TraceHeader(
         target=target,
         target_hash=content_hash(target),
@@ -106,14 +106,14 @@ MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 
 
 def content_hash(model: str) -> str:
-    """Hash of a model's weight files, by name or folder."""
+    """Return the hash of a model's weight files, by model name or folder."""
     folder = model_folder(model)
     medusa = folder / MEDUSA_WEIGHTS
     return weights_hash([medusa] if medusa.is_file() else weight_files(folder))
 
 
 def version_of(package: str) -> str:
-    """Installed version of a package."""
+    """Return the installed version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -121,14 +121,14 @@ def version_of(package: str) -> str:
 
 
 def num_cores() -> int:
-    """Cores this process may run on; fewer than the machine has inside many containers."""
+    """Return the number of cores on which this process is allowed to run."""
     if platform.system() == "Linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Processor model as the system names it."""
+    """Return the processor model that the operating system reports."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -138,7 +138,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def commit_of(source: Path) -> str | None:
-    """Commit of the checkout that tracks `source`, marked where tracked files differ from it."""
+    """Return the commit of the checkout that contains `source`, marked if files were changed."""
     # An installed copy may lie inside another project's checkout: only a tracked file counts.
     if git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return None
@@ -150,7 +150,7 @@ def commit_of(source: Path) -> str | None:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """Run git in a folder and return its output; None where git is missing or fails."""
+    """Run git in a folder and return its output; None if git is missing or fails."""
     try:
         run = subprocess.run(
             ["git", "-C", str(folder), *arguments],

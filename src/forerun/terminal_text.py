@@ -1,4 +1,4 @@
-"""Text from files, servers and arguments is made safe before it reaches a terminal."""
+"""Escapes unsafe characters in untrusted text before it is printed to a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JOINERS = frozenset("\u200c\u200d")
 
 
 def printable(text: object, *, max_length: int | None = None, keep: str = "") -> str:
-    r"""Return text without characters that a terminal would obey.
+    r"""Return text in which control and other unsafe characters are escaped.
 
     Control characters, escape sequences, bidirectional overrides and undecodable bytes of file
     names are shown as `\x1b` or `\u202e`.
@@ -33,7 +33,7 @@ def printable(text: object, *, max_length: int | None = None, keep: str = "") ->
 
 
 def escaped(text: str, keep: str) -> str:
-    """The text with every unsafe character as a Python escape."""
+    """Return text with every unsafe character as a Python escape."""
     return "".join(
         character
         if character in keep

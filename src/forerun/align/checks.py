@@ -1,4 +1,4 @@
-"""Checks of the settings before a model is loaded, because an alignment takes hours."""
+"""Checks settings before any model is loaded, because an alignment takes hours."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_attached(config: AlignConfig, objective: Objective) -> None:
 
 
 def check_place(config: AlignConfig, workspace: Workspace) -> None:
-    """Refuse an output folder that would replace the draft that the training starts from.
+    """Refuse an output folder in which the trained draft would replace the draft it starts from.
 
     A run that is interrupted begins with it again, and adapters are merged into it at every save.
 
@@ -85,10 +85,10 @@ def check_place(config: AlignConfig, workspace: Workspace) -> None:
 
 
 def check_weights(config: AlignConfig, objective: Objective) -> None:
-    """Refuse `length_aware` where the acceptance probability is not known.
+    """Refuse `length_aware` where the acceptance probability of a row cannot be computed.
 
     Raises:
-        InvalidRequest: it is not.
+        InvalidRequest: it cannot be computed.
     """
     if not config.objective.length_aware:
         return
@@ -105,7 +105,7 @@ def check_weights(config: AlignConfig, objective: Objective) -> None:
 
 
 def check_server(config: AlignConfig) -> None:
-    """Refuse a server's log-probabilities as a teacher for texts that the server did not write.
+    """Refuse the teacher "top-k" unless the server that gives log-probabilities wrote all texts.
 
     Raises:
         InvalidRequest: there is no server, or some texts come from elsewhere.
@@ -121,7 +121,7 @@ def check_server(config: AlignConfig) -> None:
 
 
 def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
-    """Refuse a domain tag that no held-out prompt has.
+    """Refuse a domain tag that none of the held-out prompts has.
 
     Raises:
         InvalidRequest: no held-out prompt has the tag.
@@ -132,7 +132,7 @@ def check_domain(in_domain: str | None, prompts: PromptSplit) -> None:
 
 
 def warn_of_few_prompts(prompts: PromptSplit) -> None:
-    """Warn where intervals over the held-out prompts will be too wide to show anything."""
+    """Warn if there are too few held-out prompts for informative intervals."""
     num_prompts = len(prompts.held_out)
     if num_prompts < FEW_PROMPTS:
         logger.warning(

@@ -1,4 +1,4 @@
-"""Last phase of an alignment: judge the kept draft on all held-out prompts, write the report."""
+"""Ends an alignment: judges the kept draft on all held-out prompts and writes the report."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def report_of(
 def hand_over(
     config: AlignConfig, workspace: Workspace, report: AlignReport, packing: Packing
 ) -> None:
-    """Write the card, the serving files and the pictures; the report last."""
+    """Write the model card, the serving files, the plots, and the report last."""
     card = card_of(
         config,
         target_hash=report.identity["target"],
@@ -112,7 +112,7 @@ def hand_over(
 
 
 def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
-    """Write how the draft is served, and upload it where the settings name a repository.
+    """Write the settings that serve the draft, and upload it if a repository is set.
 
     Where every K was predicted to be slower than decoding without the draft, the files say so and
     do not use it.
@@ -136,7 +136,7 @@ def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> No
 
 
 def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
-    """Draw the pictures of acceptance and of the training."""
+    """Draw the plots of acceptance by position and of training progress."""
     deployed = report.judged[0]
     plot_survival(
         {"before": deployed.before, "after": deployed.after},
@@ -157,7 +157,7 @@ def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None
 def finished(
     workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
 ) -> AlignReport | None:
-    """Return the report of an alignment that was finished before; None where work is left.
+    """Return the report of an alignment that is already complete; None if phases remain to run.
 
     Args:
         workspace: of the alignment.
@@ -223,7 +223,7 @@ def card_of(
 
 
 def card_figures(judged: DraftFigures) -> CardFigures:
-    """Return the figures that the card shows."""
+    """Return the figures that the draft's card shows."""
     overall = judged.overall
     return CardFigures(
         temperature=judged.temperature,

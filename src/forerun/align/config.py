@@ -63,7 +63,7 @@ DATA_RANGES = (Range("samples_per_prompt", 1, integer=True),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Which texts the draft learns from, and which it is judged on."""
+    """Texts that the draft is trained on, and prompts that it is judged on."""
 
     prompts: Path
     """A .jsonl, .json, .csv, .tsv, .parquet or .txt file of prompts or conversations, a folder of
@@ -97,7 +97,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig:
-    """Where the target's probabilities come from."""
+    """Source of the target's probabilities during training."""
 
     teacher: TeacherKind = "auto"
     """model: rerun the target at every step; hidden: cache its last hidden states;
@@ -116,7 +116,7 @@ class TeacherConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
-    """What is minimised at every learned position."""
+    """Loss that is minimised at every learned position."""
 
     objective: ObjectiveName | Literal["auto"] = "auto"
     """ce: text alone; fkl, rkl, jsd, tv: divergences; nla: -log alpha; lk: FKL early, TV late.
@@ -165,7 +165,7 @@ class AttachedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """How the draft is trained."""
+    """Settings of the training loop and its optimiser."""
 
     num_steps: int = 1000
     """Optimiser steps."""
@@ -197,7 +197,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """How drafts are judged, by the engine's own verifier."""
+    """Settings for judging drafts with the engine's own verifier: K, prompts, and how often."""
 
     num_speculative_tokens: int = 5
     """Tokens drafted per step (K)."""
@@ -247,12 +247,12 @@ class AlignConfig:
 
     @property
     def is_attached(self) -> bool:
-        """Whether what is trained reads the target's hidden states."""
+        """Whether the trained draft is a head that reads the target's hidden states."""
         return self.method != "draft_model"
 
     @property
     def draft_temperature(self) -> float:
-        """The temperature at which the deployed draft proposes tokens, and is trained.
+        """Temperature at which the deployed draft proposes tokens, used in training too.
 
         A head for greedy decoding learns the distribution at temperature 1, which tells more.
         """

@@ -1,4 +1,4 @@
-"""The target's distribution at a row: all probabilities, or those of some token ids."""
+"""The target's distribution at a row, over the whole vocabulary or over some token ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DenseDistribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseDistribution:
-    """Probabilities of some ids per row: drawn ids, the argmax, or the k most likely tokens.
+    """Probabilities of some token ids per row: drawn ids, the argmax, or the k most likely.
 
     Attributes:
         ids: distinct within a row, except at share 0 (padding).
@@ -46,7 +46,7 @@ TargetDistribution = DenseDistribution | SparseDistribution
 
 
 def dense_probs(distribution: TargetDistribution, vocab_size: int) -> Float32[Tensor, "rows vocab"]:
-    """Return one probability per token of the vocabulary; 0 for ids that are not named."""
+    """Return one probability per vocabulary token; 0 for ids outside a sparse distribution."""
     if isinstance(distribution, DenseDistribution):
         return distribution.target_probs
     empty = distribution.shares.new_zeros(len(distribution.ids), vocab_size)

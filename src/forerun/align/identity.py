@@ -1,4 +1,4 @@
-"""Everything that the result of a run depends on; two runs that differ in it share no folder.
+"""Identity of an alignment: all inputs that decide its result, so that no two share a folder.
 
 It leaves out settings that decide only where and how fast things happen, and the names of files
 whose content is hashed. A setting that is newer than a folder had its default when the run began.
@@ -44,7 +44,7 @@ OF_THE_TEACHER = "teacher."
 
 
 def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> dict[str, str]:
-    """Return everything that decides the result of a run, as text by name.
+    """Return all inputs that decide the result of an alignment, as text by name.
 
     Args:
         config: of the alignment.
@@ -63,7 +63,7 @@ def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> 
 
 
 def start_hash(config: AlignConfig) -> str:
-    """Return the hash of the draft, or of the config.json, that training starts from."""
+    """Return the hash of the draft that training starts from, or of its config.json."""
     if config.draft is not None:
         return content_hash(config.draft)
     if config.init is None:
@@ -75,7 +75,7 @@ def start_hash(config: AlignConfig) -> str:
 
 
 def settings_of_result(config: AlignConfig) -> dict[str, str]:
-    """Return the settings that change which draft is trained, as text by stage and name."""
+    """Return the settings that influence the trained draft, as text by stage and name."""
     settings = settings_of(config)
     return {"dtype": config.dtype, "method": config.method} | {
         f"{stage}.{name}": as_text(value)
@@ -86,7 +86,7 @@ def settings_of_result(config: AlignConfig) -> dict[str, str]:
 
 
 def as_text(value: Any) -> str:
-    """Return the same text for equal values: 1.0 and 1, an empty list and None."""
+    """Return a canonical text for a value, so that 1.0 equals 1 and an empty list equals None."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(None if value in ([], {}) else value)
@@ -97,7 +97,7 @@ DEFAULTS = settings_of_result(AlignConfig(target="", data=DataConfig(prompts=Pat
 
 
 def of_folder(identity: Identity) -> dict[str, str]:
-    """Return the part of the identity that a folder belongs to from the start.
+    """Return the part of the identity that an output folder must match, without the teacher.
 
     Not the teacher: where its cache turned out too large, responses are there, and another may go
     on with them until the first checkpoint.
@@ -110,7 +110,7 @@ def of_folder(identity: Identity) -> dict[str, str]:
 
 
 def of_training(identity: Identity) -> dict[str, str]:
-    """Return the part of the identity that a checkpoint belongs to."""
+    """Return the part of the identity that a checkpoint must match."""
     return {
         name: text
         for name, text in identity.items()

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON documents and as files of JSON lines, and back."""
+"""Reads and writes dataclasses as JSON documents and as JSON lines files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def from_json(kind: type[KindT], values: Any) -> KindT:
 
 
 def to_json(value: Any) -> Any:
-    """Values as `json.loads` returns them; paths become text."""
+    """Return a value as `json.loads` would; paths become text."""
     return json.loads(json.dumps(msgspec.to_builtins(value, enc_hook=str, str_keys=True)))
 
 
@@ -59,14 +59,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def as_path(kind: type, value: Any) -> Any:
-    """A path from its text, the one type that msgspec does not convert by itself."""
+    """Return a path from text; msgspec does not convert this type by itself."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"{value!r:.60} is not of type {kind.__name__}")
 
 
 def unknown_names(given: Any, known: Any) -> set[str]:
-    """Names of `given` that have a value and do not occur in `known`, at any depth."""
+    """Return the names in `given` that have a value and do not occur in `known`, at any depth."""
     if isinstance(given, Mapping) and isinstance(known, Mapping):
         inner = (unknown_names(given[name], known[name]) for name in given.keys() & known.keys())
         extra = {name for name in given.keys() - known.keys() if given[name] is not None}
@@ -77,7 +77,7 @@ def unknown_names(given: Any, known: Any) -> set[str]:
 
 
 def read_lines(path: Path, kind: type[KindT]) -> list[KindT]:
-    """The objects of a file of JSON lines; none where there is no file.
+    """Return the objects of a JSON lines file; an empty list if the file does not exist.
 
     A process that is killed leaves part of a line at the end, which is ignored. Any other damaged
     line is left out with a warning that names it.
@@ -107,11 +107,11 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
 
 
 def append_line(path: Path, row: Any) -> None:
-    """Append a dataclass to a file that ends with a whole line."""
+    """Append a dataclass as one line to a JSON lines file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(line_of(row))
 
 
 def line_of(row: Any) -> str:
-    """A dataclass as one line of JSON."""
+    """Return a dataclass as one line of JSON."""
     return json.dumps(asdict(row)) + "\n"

@@ -1,4 +1,4 @@
-"""Pictures of a report: acceptance by position and by tag, and the course of the training."""
+"""Plots of an alignment report: acceptance by position and by tag, and training progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_COLUMNS = 4
 
 
 def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequence[Path]) -> None:
-    """Draw acceptance by position, and write the picture to every path.
+    """Draw acceptance by position, and write the plot to every path.
 
     Args:
         drafts: by the name they are shown with, at least one, judged on prompts of the same tags.
@@ -46,7 +46,7 @@ def plot_survival(drafts: Mapping[str, DraftFigures], title: str, paths: Sequenc
 def panels_of(
     drafts: Mapping[str, DraftFigures],
 ) -> dict[str, dict[str, AcceptanceFigures]]:
-    """Return the figures by panel and draft; tags have panels of their own if there are several."""
+    """Return the figures by panel and draft; each tag has a panel if there are several tags."""
     panels = {"all prompts": {name: figures.overall for name, figures in drafts.items()}}
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
     for tag in tags if len(tags) > 1 else ():
@@ -83,7 +83,7 @@ def plot_training(
     speedups: Mapping[int, float],
     paths: Sequence[Path],
 ) -> None:
-    """Draw acceptance and predicted speedup over the training, and write the picture.
+    """Draw acceptance and predicted speedup over the training, and write the plot to a file.
 
     Args:
         steps: what was measured while training.
@@ -120,7 +120,7 @@ def draw_acceptance(axes: Axes, steps: Sequence[StepMetrics], alphas: Mapping[in
 
 
 def draw_speedup(axes: Axes, speedups: Mapping[int, float]) -> None:
-    """Draw the predicted speedup at the best K, and the line above which drafting pays."""
+    """Draw the predicted speedup at the best K, and a line at a speedup of 1."""
     axes.axhline(1.0, color=BASELINE, linewidth=1, linestyle="--")
     axes.plot(list(speedups), list(speedups.values()), "o-", color=JUDGED)
     axes.set_ylabel("predicted speedup over plain decoding")

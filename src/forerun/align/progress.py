@@ -1,4 +1,4 @@
-"""Metrics of training steps and the seconds of all phases, logged and shown as progress bars."""
+"""Logs metrics of training steps and durations of phases, and shows progress bars."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Writes the metrics of a run, to one file however often the run is interrupted.
+    """Writes the metrics of a run to one file, which resumed runs continue.
 
     What a killed process had logged after its last checkpoint is done again when the run goes on,
     so those lines are dropped and every step is there once.
@@ -77,7 +77,7 @@ class MetricsLog:
         self._writer: SummaryWriter | None = None
 
     def open_at(self, step: int) -> MetricsLog:
-        """Start the log, or continue it after a step; use as a context manager."""
+        """Start the log, or continue it after an earlier step; use as a context manager."""
         write_lines(self.path, (row for row in read_metrics(self.path) if row.step <= step))
         if self.events is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -111,7 +111,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Phases:
-    """Measures the phases of an alignment and draws their bars.
+    """Measures the durations of an alignment's phases and shows their progress bars.
 
     Args:
         console: to draw on; None shows nothing, as in all processes but the main one.
@@ -126,7 +126,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to a phase."""
+        """Add the duration of the block to a phase."""
         started_s = time.monotonic()
         try:
             yield
@@ -136,7 +136,7 @@ class Phases:
 
     @contextmanager
     def bar(self, phase: str, what: str) -> Iterator[OnProgress]:
-        """Run a phase with a progress bar; yields the function that reports progress."""
+        """Run a phase with a progress bar; yields the callback that updates the bar."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -217,7 +217,7 @@ class TrainingProgress:
 
     @property
     def figures(self) -> str:
-        """The figures beside the bar."""
+        """Metrics that are shown beside the progress bar."""
         shown = [] if self._loss is None else [f"loss {self._loss:.3f}"]
         if self._alpha is not None:
             shown.append(f"alpha {self._alpha:.3f}")

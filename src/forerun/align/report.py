@@ -50,7 +50,7 @@ class JudgedPair:
 
     @property
     def changes(self) -> tuple[FigureChange, ...]:
-        """Comparison of the two drafts."""
+        """Comparison of the figures of the first and the kept draft."""
         return changes(self.before, self.after)
 
 
@@ -85,12 +85,12 @@ class AlignReport:
 
     @property
     def best_k(self) -> int | None:
-        """K of the best predicted speedup as deployed; 0 where none pays, None without costs."""
+        """K with the best predicted speedup as deployed; 0 if none exceeds 1, None if unknown."""
         speedup = self.judged[0].after.overall.speedup
         return None if speedup is None else speedup.num_speculative_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: all but the single prompts, and what changed between the drafts."""
+        """Return JSON values without single prompts, and with the changes between both drafts."""
         bare = tuple(
             JudgedPair(
                 before=replace(pair.before, prompts=()), after=replace(pair.after, prompts=())
@@ -105,7 +105,7 @@ class AlignReport:
 
     @classmethod
     def read(cls, path: Path) -> AlignReport | None:
-        """The report that `write` has written; None without one, or of another version."""
+        """Read a report that `write` wrote; None if there is none or its version differs."""
         try:
             values = read_json(path)
             for pair in values["judged"]:
@@ -115,5 +115,5 @@ class AlignReport:
             return None
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the report as JSON."""
         write_json(path, self.to_dict())

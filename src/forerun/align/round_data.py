@@ -1,4 +1,4 @@
-"""What the rounds of a training learn from, the same in every process: texts, and teachers."""
+"""Texts and teachers of each training round, the same in every process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("forerun.align")
 
 
 class RoundData:
-    """Texts and teachers of the rounds.
+    """Provides the texts and the teacher of each training round.
 
     Args:
         config: of the alignment.
@@ -54,12 +54,12 @@ class RoundData:
 
     @property
     def changes(self) -> bool:
-        """Whether every round has texts of its own, because the draft writes some of them."""
+        """Whether the texts differ by round, because the draft writes some of them."""
         return "draft" in self.texts.shares
 
     @cached_property
     def steady(self) -> list[Sample]:
-        """The texts that do not depend on the draft."""
+        """Samples that do not depend on the draft and are the same in every round."""
 
         def make() -> list[Sample]:
             with self.phases.bar("responses", "responses") as on_progress:
@@ -91,7 +91,7 @@ class RoundData:
         return Packing(samples, window=training.window, seed=training.training_seed + number)
 
     def teacher(self, packing: Packing) -> Teacher | None:
-        """Return the teacher of a round; all processes fill its cache together."""
+        """Return the teacher of a round, whose cache is filled by all processes together."""
         config, objective = self.config, objective_of(self.config)
         if not objective.needs_teacher and not config.is_attached:
             return None

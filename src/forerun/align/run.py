@@ -60,7 +60,7 @@ hash of the target's weights comes along, for they take long to read."""
 def align(
     config: AlignConfig, *, costs: CostsOf | None = None, console: Console | None = None
 ) -> AlignReport | None:
-    """Distil a draft to its target; returns the report, None in all but the main process.
+    """Distil a draft to its target; returns the report in the main process, None in the others.
 
     Args:
         config: of the alignment.
@@ -143,7 +143,7 @@ class Alignment:
         return None if selector is None else self._conclude(selector, prompts, packing, identity)
 
     def _head(self, data: RoundData) -> TrainedDraft:
-        """Return the attached head, made for the responses."""
+        """Return the attached head; the responses decide its draft vocabulary."""
         head = load_attached(self.config, data.steady)
         data.feature_layers = head.feature_layers
         return head
@@ -153,7 +153,7 @@ class Alignment:
             return content_hash(self.config.target)
 
     def _told_again(self, report: AlignReport) -> AlignReport:
-        """Return the report of a finished alignment; the serving files are written again."""
+        """Return the report of a finished alignment, and write the serving files again."""
         export(self.config, self.workspace, report)
         path = self.workspace.report
         self.phases.console.print(
@@ -165,7 +165,7 @@ class Alignment:
         return report
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Lock the output folder, in the main process."""
+        """Lock the output folder; only the main process does so."""
         root = self.workspace.root
         return (
             exclusive_access(lock_for(root / "alignment"), root) if self.is_main else nullcontext()
@@ -173,12 +173,12 @@ class Alignment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process generates, judges and writes."""
+        """Whether this is the main process, which generates, judges and writes files."""
         return bool(self.accelerator.is_main_process)
 
     @property
     def schedule(self) -> list[int]:
-        """The steps at which drafts are judged, from 0 to the last."""
+        """Steps at which the draft is judged, from 0 to the last step."""
         num_rounds = max(1, min(self.config.evaluation.num_evaluations, self.num_steps))
         return [self.num_steps * i // num_rounds for i in range(num_rounds + 1)]
 
@@ -249,7 +249,7 @@ class Alignment:
         data: RoundData,
         selector: DraftSelector | None,
     ) -> Packing:
-        """Train all rounds that are not done; returns the data of the last one."""
+        """Train all rounds that are not complete; returns the data of the last round."""
         packing: Packing | None = None
         rounds = list(enumerate(pairwise(self.schedule)))
         log = MetricsLog(self.workspace.metrics, self.workspace.root / "tensorboard")
@@ -277,7 +277,7 @@ class Alignment:
         selector: DraftSelector | None,
         log: MetricsLog,
     ) -> None:
-        """Train until a step."""
+        """Train until the step `until`; with a selector, log and show the metrics of every step."""
         if selector is None:
             trainer.run(packing, until, lambda metrics: None)
             return
@@ -295,7 +295,7 @@ class Alignment:
             trainer.run(packing, until, on_step)
 
     def _snapshot(self, draft: TrainedDraft, trainer: Trainer, step: int) -> None:
-        """Save the draft after a step, unless there is a snapshot of that step."""
+        """Save the draft after a step, unless a snapshot of that step exists."""
         if self.workspace.snapshot(step).exists() or trainer.step != step:
             return
         weights = trainer.weights()

@@ -62,11 +62,11 @@ class DraftSelector:
 
     @property
     def latest(self) -> Judgement:
-        """The figures of the draft at the last optimiser step that was judged."""
+        """Figures of the draft at the latest optimiser step that was judged."""
         return self.judgements[max(self.judgements)]
 
     def consider(self, step: int) -> Judgement:
-        """Judge the snapshot of a step, once, and keep its draft if it is the best so far.
+        """Judge the snapshot of a step, and keep its draft if it is the best so far.
 
         Raises:
             InvalidCheckpoint: the snapshot is damaged.

@@ -1,4 +1,4 @@
-"""The texts of an alignment: prompts for training and judging, and the responses learned from."""
+"""Texts of an alignment: prompts for training and judging, and responses for training."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ NUM_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSplit:
-    """Prompts for training and prompts for judging; none is in both."""
+    """Disjoint prompts for training and for judging."""
 
     training: tuple[PromptRecord, ...]
     held_out: tuple[PromptRecord, ...]
 
     @property
     def to_judge(self) -> list[EvaluationPrompt]:
-        """The held-out prompts as the judge takes them."""
+        """Held-out prompts in the form that the judge reads."""
         return [EvaluationPrompt(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
 
 
@@ -66,7 +66,7 @@ def read_prompt_split(config: DataConfig, tokenizer: Tokenizer) -> PromptSplit:
 
 
 class TrainingTexts:
-    """All texts that a draft may learn from, generated when asked for and stored.
+    """All training texts of a draft, generated on demand and stored.
 
     Args:
         config: of the alignment.
@@ -130,7 +130,7 @@ class TrainingTexts:
         return [without_loop(sample) for sample in store.samples(prompts, 1)]
 
     def mixed(self, samples: Sequence[Sample], seed: int) -> list[Sample]:
-        """Select samples in the configured shares, and add all replayed ones."""
+        """Select samples in the configured shares, and add all samples replayed from traces."""
         replays = [sample for sample in samples if sample.source == "replay"]
         return mix(samples, self.shares, seed=seed) + replays
 
@@ -192,7 +192,7 @@ class TrainingTexts:
         return [sample for sample in found if sample.prompt_hash not in self.held_out]
 
     def _hash_of_prompt(self, prompt_ids: Sequence[int]) -> str:
-        """Hash a prompt as it was served, cut to the same length as the prompts here."""
+        """Hash a prompt after cutting it to the maximum prompt length of this alignment."""
         most = self.config.data.max_prompt_tokens
         return prompt_hash(shortened(prompt_ids, self.tokenizer.encode(""), most))
 

@@ -1,4 +1,4 @@
-"""The folder of an alignment: names of its files, its settings, hashes of snapshots, its lock."""
+"""Folder of an alignment: file names, settings, hashes of snapshots, and the lock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ START_AGAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Paths in the folder of one alignment; all but the draft can be made again.
+    """Paths in the folder of one alignment; everything except the draft can be regenerated.
 
     Attributes:
         root: `AlignConfig.out`.
@@ -83,25 +83,25 @@ class Workspace:
 
     @property
     def settings(self) -> Path:
-        """The settings, from which `--refresh` continues."""
+        """File of the settings, from which `--refresh` continues."""
         return self.root / "align.json"
 
     @property
     def identity(self) -> Path:
-        """Everything that decides the result; a run that continues must have the same."""
+        """File of all inputs that decide the result; a resumed run must have the same."""
         return self.root / "identity.json"
 
     @property
     def report(self) -> Path:
-        """Path of the report."""
+        """Path of the alignment's report."""
         return self.root / "report.json"
 
     def picture(self, name: str) -> Path:
-        """Return the path of a picture of the report."""
+        """Return the path of a plot of the report."""
         return self.root / f"{name}.svg"
 
     def snapshot(self, step: int) -> Path:
-        """Return the path of the draft after so many optimiser steps."""
+        """Return the path of the draft after the given number of optimiser steps."""
         return self.root / "snapshots" / str(step)
 
 
@@ -112,7 +112,7 @@ def write_hashes(folder: Path) -> None:
 
 
 def check_hashes(folder: Path) -> None:
-    """Refuse a snapshot whose files are not those that were written.
+    """Refuse a snapshot whose files differ from their recorded hashes.
 
     Snapshots of earlier versions have no hashes and pass.
 
@@ -148,7 +148,7 @@ def lock_for(path: Path) -> FileLock:
 
 @contextmanager
 def exclusive_access(lock: FileLock, what: Path) -> Iterator[None]:
-    """Hold a lock while the block writes.
+    """Hold a lock during the block.
 
     Args:
         lock: of `what`.
@@ -177,13 +177,13 @@ LEFT_OUT = ("out", "engine", "export", "push_to_hub")
 
 
 def settings_of(config: AlignConfig) -> dict[str, Any]:
-    """The settings that decide what is learned, as JSON values."""
+    """Return the settings that influence training, as JSON values."""
     values: dict[str, Any] = to_json(config)
     return {name: value for name, value in values.items() if name not in LEFT_OUT}
 
 
 def read_settings(folder: Path) -> tuple[AlignConfig, Path]:
-    """The settings of an earlier alignment and the folder of the draft it kept.
+    """Read the settings of an earlier alignment and the path of its kept draft.
 
     Args:
         folder: of the alignment, or of its draft wherever that has been copied: the draft's card

@@ -1,4 +1,4 @@
-"""Arms over one loaded target: plain decoding, and every K and tree of every draft.
+"""Arms of a comparison over one loaded target: plain decoding, and every draft, K and tree.
 
 The baseline runs on the number of threads with which plain decoding is fastest. A small model waits
 longer at every barrier between two threads than the second one saves, and where another process
@@ -34,7 +34,7 @@ def plain_arm(target: Engine) -> BenchArm:
 
 
 def draft_arms(target: Engine, wanted: DraftArms, *, dtype: str = "auto") -> tuple[BenchArm, ...]:
-    """Return one arm per K and per tree, all over the same loaded target and draft.
+    """Return one arm per K and per tree with the same loaded target and draft.
 
     Raises:
         InvalidRequest: a tree is wanted of a drafter that proposes chains only.
@@ -91,7 +91,7 @@ def adaptive_arms(
 def under(
     target: Engine, arm: BenchArm, name: ControllerName, costs: Mapping[str, DraftCosts]
 ) -> Engine:
-    """Return the engine of an arm under a controller."""
+    """Return the engine of an arm with another controller."""
     assert isinstance(arm.engine, Engine) and arm.engine.drafter is not None
     assert arm.draft is not None
     config = replace(arm.engine.config, controller=name)
@@ -102,7 +102,7 @@ def under(
 
 
 def warm_up(arms: Sequence[BenchArm], text: str, clock: Callable[[], float]) -> float:
-    """Let every arm generate twice, so that no measurement pays for a first time.
+    """Generate twice with every arm, so that no measurement includes initialisation.
 
     Returns:
         Seconds per token of all arms together, from the second time.
@@ -128,7 +128,7 @@ def on_best_threads(
     clock: Callable[[], float],
     num_threads: int | None = None,
 ) -> tuple[Loaded, float]:
-    """Load with one thread and with all of them, and keep whichever decodes faster.
+    """Load with one thread and with all threads, and keep the engine that decodes faster.
 
     A runner may fix its threads when it loads; torch has its own number, which is set for the whole
     process and which a runner may lower while it loads.
@@ -155,7 +155,7 @@ def on_best_threads(
 
 
 def seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
-    """Measure seconds per token of a short completion, in the second run."""
+    """Measure seconds per token of a short completion, excluding a first warm-up run."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     plain.generate([text], params)
     start_s = clock()

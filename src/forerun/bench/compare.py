@@ -1,4 +1,4 @@
-"""Paired, interleaved comparison: every arm continues a batch of prompts before the next batch.
+"""Paired comparison: all arms generate for a batch of prompts before the next batch starts.
 
 A machine's speed drifts by more than the difference between two arms: other processes, clocks,
 caches. Arms measured minutes apart cannot be compared; within a block they share the same
@@ -40,17 +40,17 @@ __all__ = [
 
 @runtime_checkable
 class Generator(Protocol):
-    """The part of an engine a comparison needs."""
+    """Interface of an engine in comparisons."""
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """Return one finished request per prompt; parameters are for all, or one per prompt."""
+        """Return one finished request per prompt, with shared parameters or one set per prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchArm:
-    """One configuration under comparison.
+    """One configuration that is compared.
 
     Attributes:
         name: how tables call it.
@@ -107,17 +107,17 @@ class Measurement:
 
     @property
     def num_tokens(self) -> int:
-        """Emitted tokens, the first of every prompt included."""
+        """Number of emitted tokens, including the first token of every prompt."""
         return sum(map(len, self.token_ids))
 
     @property
     def num_decoded(self) -> int:
-        """Tokens emitted during `decode_s`: all but the first ones, which prefills yield."""
+        """Number of tokens emitted during `decode_s`, without the first token of every prompt."""
         return sum(max(0, len(tokens) - 1) for tokens in self.token_ids)
 
     @property
     def num_decode_steps(self) -> int:
-        """Steps of all prompts after those that ended the prefills."""
+        """Number of steps of all prompts after the steps that complete the prefills."""
         return self.acceptance.num_steps - len(self.batch)
 
 
@@ -126,7 +126,7 @@ Block = tuple[Measurement, ...]
 
 
 def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
-    """Yield full batches lazily; prompts left over at the end are dropped."""
+    """Yield full batches lazily; an incomplete last batch is dropped."""
     remaining = iter(prompts)
     while len(batch := tuple(islice(remaining, size))) == size:
         yield batch
@@ -135,7 +135,7 @@ def batched(prompts: Iterable[Prompt], size: int) -> Iterator[Batch]:
 def run_blocks(
     arms: Sequence[BenchArm], batches: Iterable[Batch], clock: Callable[[], float]
 ) -> Iterator[Block]:
-    """Measure every arm on every batch, one batch after another.
+    """Measure every arm on every batch, and yield one block of measurements per batch.
 
     Nothing is warmed up here: let every arm generate something before.
 
@@ -175,7 +175,7 @@ def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurem
 def within_budget(
     blocks: Iterator[Block], deadline_s: float, clock: Callable[[], float], *, at_least: int = 0
 ) -> Iterator[Block]:
-    """Yield blocks until the next one would probably end after the deadline.
+    """Yield blocks until another one would probably exceed the time budget.
 
     Args:
         blocks: lazily measured blocks.
@@ -199,7 +199,7 @@ MIN_TOKENS = 16
 
 
 def scouted(plain: Generator, texts: Sequence[str], params: SamplingParams) -> Iterator[Prompt]:
-    """Yield prompts whose `max_tokens` ends before plain decoding repeats a 32-gram.
+    """Yield prompts with `max_tokens` reduced so that plain decoding repeats no 32-gram.
 
     Lazy: a batch is decoded when its first prompt is asked for.
 

@@ -1,4 +1,4 @@
-"""Arms over one target, compared at several temperatures and batch sizes.
+"""Compares arms over one target at several temperatures and batch sizes.
 
 A cell is one temperature and one batch size. Cells take turns block by block, so a run that is
 interrupted has something to say of each, and a machine that gets slower slows them all.
@@ -29,14 +29,14 @@ __all__ = ["BenchCell", "BenchComparison"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCell:
-    """Temperature and batch size of one table."""
+    """Temperature and batch size of one table of results."""
 
     temperature: float
     batch: int
 
 
 class BenchComparison:
-    """A run of a comparison; its results so far stay available when it is interrupted.
+    """Runs a comparison; after an interrupt the results so far remain available.
 
     Args:
         config: what to compare.
@@ -71,7 +71,7 @@ class BenchComparison:
         }
 
     def load(self) -> None:
-        """Load every model, choose the number of threads, and let every arm generate.
+        """Load all models, choose the number of threads, and warm up every arm.
 
         Raises:
             InvalidRequest: there are too few prompts for one block of the largest batch.
@@ -94,18 +94,18 @@ class BenchComparison:
 
     @property
     def device(self) -> torch.device:
-        """Device of the target; needs `load`."""
+        """Device of the target; available after `load`."""
         return self.plain.target.device
 
     @property
     def plain(self) -> Engine:
-        """The engine of the baseline; needs `load`."""
+        """Engine of the plain decoding arm; available after `load`."""
         engine = self.arms[0].engine
         assert isinstance(engine, Engine)
         return engine
 
     def target(self, num_threads: int) -> Engine:
-        """The target without a draft."""
+        """Engine over the target without a draft."""
         config = self.config
         engine = replace(config.engine, num_threads=num_threads)
         return Engine.load(config.target, dtype=config.dtype, device=config.device, config=engine)
@@ -142,7 +142,7 @@ class BenchComparison:
         return islice(run_blocks(arms, batches, self.clock), self.config.num_blocks)
 
     def prompts_at(self, temperature: float) -> Iterable[Prompt]:
-        """Prompts with parameters; greedy completions end before they loop."""
+        """Return prompts with parameters; greedy completions end before they become repetitive."""
         params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens)
         if temperature == 0:
             return scouted(self.arms[0].engine, self.prompts, params)
@@ -150,7 +150,7 @@ class BenchComparison:
 
     @property
     def progress(self) -> str:
-        """Return a text with how many blocks are done."""
+        """Return a text with the number of finished blocks."""
         num_done = sum(map(len, self.blocks.values()))
         return f"comparing: {num_done} of {len(self.blocks) * self.config.num_blocks} blocks"
 

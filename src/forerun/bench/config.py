@@ -48,7 +48,7 @@ class DraftArms:
 
     @property
     def max_nodes(self) -> int:
-        """The most draft nodes of any of its arms."""
+        """Maximum number of draft nodes of any arm of this draft."""
         return max((*self.ks, *(tree.num_nodes for tree in self.trees)))
 
 
@@ -98,7 +98,7 @@ def parse_arm(text: str) -> DraftArms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """What a comparison measures.
+    """Settings of a comparison: target, arms, prompts, temperatures, batch sizes and time.
 
     Attributes:
         target: folder, hub name or zoo: name of the target.
@@ -152,18 +152,18 @@ class BenchConfig:
 
     @property
     def max_k(self) -> int:
-        """The largest K of any arm, or the most nodes of a tree."""
+        """Largest number of draft nodes of any arm: its K or the nodes of its tree."""
         return max((arm.max_nodes for arm in self.arms), default=0)
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model that is loaded; drafters without one of their own are not among them."""
+        """Names of all models to load, without drafters that have no model."""
         drafts = (arm.draft for arm in self.arms if parse_drafter(arm.draft) is None)
         return (self.target, *drafts)
 
     @property
     def engine(self) -> EngineConfig:
-        """Settings of every engine, with room for the largest batch and K."""
+        """Engine settings with room for the largest batch and K."""
         max_batch = max(SCOUT_BATCH, *self.batches)
         return EngineConfig(
             num_speculative_tokens=self.max_k,
@@ -201,7 +201,7 @@ Of each draft, the best K and the best tree are shown.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """Settings of the demonstration: the drafts compared, and for how long.
+    """Settings of the demonstration: the drafts to compare, and the time budget.
 
     Attributes:
         seconds: from the start of the command to the end of the last measurement, as far as the
@@ -249,12 +249,12 @@ class DemoConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model that is loaded."""
+        """Names of all models to load."""
         return (self.target, self.general.draft, *(arm.draft for arm in self.drafts))
 
     @property
     def engine(self) -> EngineConfig:
-        """Settings of every engine, with room for the largest K."""
+        """Engine settings with room for the largest K."""
         nodes = (arm.max_nodes for arm in (self.general, *self.drafts))
         most = max(self.copied_k, *nodes)
         return EngineConfig(

@@ -1,4 +1,4 @@
-"""The demonstration on a shipped target: plain decoding, a slow draft and fast drafts.
+"""Demonstration on a shipped target, with plain decoding, a slow draft and fast drafts.
 
 In order: the exactness check in fp32, the choice of K on calibration prompts, the comparison on
 other prompts, copying where the prompt asks for an edit, the drafts again at T=1. The time left
@@ -49,7 +49,7 @@ LOOPS = "the target's greedy text loops at once on nearly every prompt: nothing 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoArms:
-    """The engines of the demonstration, all over one target.
+    """Engines of the demonstration, which share one target.
 
     Attributes:
         plain: decodes without a draft.
@@ -71,7 +71,7 @@ class DemoArms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One completion and what is needed to show where its tokens came from."""
+    """A completion with the sources of its tokens for display."""
 
     prompt: str
     completion: Completion
@@ -79,7 +79,7 @@ class Example:
 
 
 class Demo:
-    """A run of the demonstration; its results so far stay available when it is interrupted.
+    """Runs the demonstration; after an interrupt the results so far remain available.
 
     Args:
         config: what to compare.
@@ -115,7 +115,7 @@ class Demo:
         self.example: Example | None = None
 
     def run(self) -> None:
-        """Run everything; takes at most a few seconds beyond the budget on a slow machine."""
+        """Run all parts; a slow machine exceeds the time budget by a few seconds at most."""
         self.notify("loading models")
         arms = load_arms(self.config, self.prompts[0], self.clock)
         self.num_threads = arms.num_threads
@@ -132,7 +132,7 @@ class Demo:
         return len(self.blocks) >= LEAST_BLOCKS
 
     def report(self) -> DemoReport:
-        """Return the report of the results so far; needs `has_results`."""
+        """Return the report of the results so far; requires `has_results`."""
         return DemoReport(
             rows=tuple(summarise(self.blocks)),
             edit_rows=rows_of(self.edit_blocks),
@@ -146,7 +146,7 @@ class Demo:
         )
 
     def _check_exactness(self, step_s: float) -> ExactnessReport:
-        """In fp32, where a batch of rows and a single row give the same logits but for rounding."""
+        """Check exactness in fp32, where batching changes logits by rounding only."""
         config = self.config
         # Both cases take all prompts one by one in plain decoding, which is most of the work.
         seconds = self._left_s * EXACTNESS_SHARE
@@ -166,7 +166,7 @@ class Demo:
         return check_exactness(plain, speculative, self.prompts[: config.num_exact], cases)
 
     def _choose_k(self, arms: DemoArms) -> list[BenchArm]:
-        """The best K of every draft, by prompts that are not scored afterwards."""
+        """Return the fastest K of every draft, by prompts that are not scored afterwards."""
         seconds = self._left_s * CALIBRATION_SHARE
         candidates = [arm for group in arms.drafts for arm in group]
         params = self._greedy_within(seconds, candidates, num_blocks=CALIBRATION_BLOCKS)
@@ -182,7 +182,7 @@ class Demo:
         ]
 
     def _compare(self, arms: Sequence[BenchArm]) -> None:
-        """The comparison at T=0."""
+        """Compare plain decoding, the general draft and each chosen arm at temperature 0."""
         seconds = self._left_s * GREEDY_SHARE
         params = self._greedy_within(seconds, arms, num_blocks=SCORED_BLOCKS)
         prompts = scouted(arms[0].engine, self._scored, params)
@@ -192,7 +192,7 @@ class Demo:
             raise InvalidRequest(LOOPS)
 
     def _compare_edits(self, arms: Sequence[BenchArm]) -> None:
-        """Copying from the prompt, greedy, on prompts that ask for an edit."""
+        """Compare drafts that copy from the prompt on prompts that ask for an edit."""
         seconds = self._left_s * EDITS_SHARE
         params = self._greedy_within(seconds, arms, num_blocks=SCORED_BLOCKS)
         prompts = scouted(arms[0].engine, self.edits, params)
@@ -200,7 +200,7 @@ class Demo:
             self.edit_blocks.append(block)
 
     def _faster_shapes(self) -> list[BenchArm]:
-        """Return, of every draft made for the target, the chain or tree that was faster at T=0."""
+        """Return for every draft of this target its faster arm at temperature 0, chain or tree."""
         compared = [block[2:] for block in self.blocks]
         drafts = dict.fromkeys(m.arm.draft for m in compared[0])
         return [
@@ -209,7 +209,7 @@ class Demo:
         ]
 
     def _compare_sampled(self, arms: Sequence[BenchArm]) -> None:
-        """The same at T=1, with the time that is left."""
+        """Compare the faster arms at temperature 1 in the remaining time."""
         longest = max(sum(m.total_s for m in block) for block in self.blocks)
         if LEAST_BLOCKS * longest > self._left_s:
             return
@@ -221,7 +221,7 @@ class Demo:
     def _greedy_within(
         self, seconds: float, arms: Sequence[BenchArm], *, num_blocks: int
     ) -> SamplingParams:
-        """Warm the arms up; completions as long as lets `num_blocks` blocks fit into the time."""
+        """Warm the arms up; return parameters with which `num_blocks` blocks fit into the time."""
         self.notify("warming up")
         pace_s = warm_up(arms, self.prompts[0], self.clock)
         fits = seconds / (num_blocks * pace_s)
@@ -235,7 +235,7 @@ class Demo:
         seconds: float,
         stage: str,
     ) -> Iterator[Block]:
-        """Blocks within a share of the time, at least LEAST_BLOCKS, each announced."""
+        """Yield measured blocks within a share of the time, at least LEAST_BLOCKS."""
         blocks = run_blocks(arms, batched(prompts, 1), self.clock)
         end_s = self.clock() + seconds
         self.notify(stage)
@@ -245,7 +245,7 @@ class Demo:
             yield block
 
     def _show_example(self, arm: BenchArm) -> None:
-        """One completion with its sources: the first that was compared."""
+        """Show the first compared completion with the sources of its tokens."""
         self.notify("writing an example")
         assert isinstance(arm.engine, Engine)
         (prompt,) = self.blocks[0][0].batch
@@ -262,7 +262,7 @@ class Demo:
 
     @property
     def _set_aside(self) -> Sequence[str]:
-        """Prompts that choose K and are not scored."""
+        """Prompts for choosing K, which are not scored."""
         return self.prompts[: self.config.num_calibration]
 
     @property
@@ -271,7 +271,7 @@ class Demo:
 
 
 def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> DemoArms:
-    """Load one target with its best number of threads, and one engine per draft and K."""
+    """Load one target with the fastest number of threads, and one engine per draft and K."""
 
     def load(num_threads: int) -> Engine:
         engine = replace(config.engine, num_threads=num_threads)
@@ -294,7 +294,7 @@ def load_arms(config: DemoConfig, text: str, clock: Callable[[], float]) -> Demo
 
 
 def chains_and_trees(arms: Sequence[BenchArm]) -> Iterator[tuple[BenchArm, ...]]:
-    """Yield the arms that draft chains and those that draft trees, where there are any."""
+    """Yield the arms with chains and then the arms with trees, if there are any."""
     for has_tree in (False, True):
         group = tuple(arm for arm in arms if (arm.tree is not None) is has_tree)
         if group:
@@ -302,5 +302,5 @@ def chains_and_trees(arms: Sequence[BenchArm]) -> Iterator[tuple[BenchArm, ...]]
 
 
 def fitting(length: float, low: int, high: int) -> int:
-    """Limit a number of tokens to a range."""
+    """Round a number of tokens down and limit it to a range."""
     return max(low, min(int(length), high))

@@ -1,4 +1,4 @@
-"""Checks that speculative output equals plain output token for token."""
+"""Checks that speculative output equals plain output token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ExactnessReport", "Mismatch", "check_exactness", "first_difference"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first position at which two outputs differ; None stands for an output that has ended."""
+    """First position at which two outputs differ; a token is None after the end of an output."""
 
     case: str
     prompt: int
@@ -24,7 +24,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactnessReport:
-    """Result of an exactness check: the number of outputs compared, and the mismatches.
+    """Number of outputs that an exactness check compared, and the mismatches.
 
     Attributes:
         num_tokens: tokens of plain decoding compared, per case.
@@ -45,7 +45,7 @@ class ExactnessReport:
 
     @property
     def sentence(self) -> str:
-        """The result as a sentence."""
+        """Return the result as a sentence."""
         if self.mismatches:
             first = self.mismatches[0]
             return (
@@ -104,7 +104,7 @@ def check_exactness(
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first difference, None where both are equal."""
+    """Return the index of the first difference; None if both sequences are equal."""
     for index in range(max(len(one), len(other))):
         if token_at(one, index) != token_at(other, index):
             return index

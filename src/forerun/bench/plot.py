@@ -1,4 +1,4 @@
-"""Draws a comparison: tokens per second and acceptance by position, per cell."""
+"""Plots of a comparison: tokens per second and acceptance by position in each cell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARM_COLOURS = (BASELINE, *COLOURS)
 
 
 def plot(panels: Mapping[str, Sequence[ArmSummary]], title: str, paths: Sequence[Path]) -> None:
-    """Draw the arms and write the picture to every path; the suffix names the format.
+    """Draw the arms and write the plot to every path, whose suffix selects the format.
 
     Args:
         panels: arms by what they have in common, the baseline first; one line of axes each.
@@ -72,10 +72,10 @@ def draw_survival(axes: Axes, summaries: Sequence[ArmSummary]) -> None:
 
 
 def colour(row: int) -> str:
-    """Return the colour of an arm, the same in both halves."""
+    """Return the colour of an arm, which is the same in both panels."""
     return ARM_COLOURS[row % len(ARM_COLOURS)]
 
 
 def interval_text(summary: ArmSummary) -> str:
-    """Return the ends of the speedup's interval as text."""
+    """Return the interval of the speedup as text."""
     return f"{summary.speedup.low:.2f}–{summary.speedup.high:.2f}"

@@ -1,4 +1,4 @@
-"""Prompts of a comparison: texts to continue, all of a file or those with a tag."""
+"""Reads the prompts of a comparison from files, optionally only those with a tag."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def read_prompts(path: Path, tag: str | None = None) -> list[str]:
 
 
 def text_of(entry: PromptEntry) -> str:
-    """Return the text of an entry, which must have one."""
+    """Return the text of a prompt entry; an entry without a text is refused."""
     if entry.text is None:
         raise InvalidRequest(f'{entry.where} is a conversation; give its text as a "prompt"')
     return entry.text
 
 
 def neighbours_apart(prompts: Sequence[str], stride: int = 7) -> list[str]:
-    """Reorder prompts so that those of one module do not follow each other."""
+    """Reorder prompts with a stride, so that prompts from one module are not adjacent."""
     return [prompt for start in range(stride) for prompt in prompts[start::stride]]

@@ -1,4 +1,4 @@
-"""Results of comparisons for JSON, with the speedup that a cost table predicts beside them."""
+"""Reports of comparisons for JSON, with the speedups that a cost table predicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["BenchPrediction", "BenchReport", "CellReport", "DemoReport", "predic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrediction:
-    """Speedup predicted from the cost table and the measured acceptance.
+    """Speedup that the cost table predicts from the measured acceptance.
 
     Attributes:
         cycle_cost: kappa by the table, at the arm's K, batch and mean context.
@@ -38,7 +38,7 @@ class BenchPrediction:
     decode_speedup: Interval
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return asdict(self)
 
 
@@ -94,7 +94,7 @@ class DemoReport:
     num_calibration: int
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return {
             "rows": [as_row(summary) for summary in self.rows],
             "edit_rows": [as_row(summary) for summary in self.edit_rows],
@@ -134,7 +134,7 @@ class CellReport:
         batch: int,
         costs: Mapping[str, DraftCosts],
     ) -> CellReport:
-        """Compute the results from the blocks so far."""
+        """Compute the report from the blocks measured so far."""
         rows = rows_of(blocks)
         return cls(
             temperature=temperature,
@@ -158,12 +158,12 @@ class CellReport:
 
     @property
     def title(self) -> str:
-        """Temperature and batch size as a title."""
+        """Title with temperature and batch size."""
         how = "greedy (T=0)" if self.temperature == 0 else f"sampled (T={self.temperature:g})"
         return f"{how}, batch {self.batch}, {len(self.blocks)} blocks"
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return {
             "temperature": self.temperature,
             "batch": self.batch,
@@ -196,11 +196,11 @@ class BenchReport:
 
     @property
     def has_results(self) -> bool:
-        """Whether there is a table to show."""
+        """Whether enough was measured for a table."""
         return any(cell.rows for cell in self.cells)
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return {
             "cells": [cell.to_dict() for cell in self.cells],
             "provenance": self.provenance.to_dict(),
@@ -214,7 +214,7 @@ def as_row(summary: ArmSummary) -> dict[str, object]:
 
 
 def as_sample(measurement: Measurement) -> dict[str, object]:
-    """Return one measurement for JSON, from which all figures can be computed again."""
+    """Return one measurement for JSON with all inputs of the derived figures."""
     return {
         "arm": measurement.arm.name,
         "total_s": measurement.total_s,

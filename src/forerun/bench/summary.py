@@ -1,4 +1,4 @@
-"""Figures with intervals from measured blocks, the best of several arms, and their verdicts."""
+"""Computes figures with intervals from measured blocks, the best arm, and verdicts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ArmSummary:
         return self.acceptance.acceptance_length or 1.0
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return {
             "name": self.arm.name,
             "method": self.arm.method,
@@ -114,7 +114,7 @@ class ArmSummary:
 def summarise(
     blocks: Sequence[Block], *, seed: int = 0, num_resamples: int = 2000
 ) -> list[ArmSummary]:
-    """Compute the figures of every arm; the first arm is the one that others are compared with.
+    """Compute the figures of every arm, compared with the first arm.
 
     Args:
         blocks: complete blocks, at least two that are `measurable`; others are left out.
@@ -130,13 +130,13 @@ def summarise(
 
 
 def rows_of(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
-    """Return the figures of every arm; empty where too few blocks were measured."""
+    """Return the figures of every arm; empty if too few blocks were measured."""
     enough = len(measurable(blocks)) >= LEAST_BLOCKS
     return tuple(summarise(blocks)) if enough else ()
 
 
 def measurable(blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks in which every arm decoded after its prefill."""
+    """Return the blocks in which every arm emitted tokens after its prefill."""
     return [block for block in blocks if all(m.num_decoded > 0 for m in block)]
 
 
@@ -209,19 +209,19 @@ def step_s(measurements: Sequence[Measurement]) -> float:
 
 
 def mean_context(measurements: Sequence[Measurement]) -> float:
-    """Return the mean context: the prompt and half of the completion."""
+    """Return the mean context length: the prompt and half of the completion."""
     num_tokens = sum(m.num_prompt_tokens + m.num_tokens / 2 for m in measurements)
     return num_tokens / sum(len(m.batch) for m in measurements)
 
 
 def ends(interval: Interval) -> list[float]:
-    """Return the low and the high end of an interval."""
+    """Return the lower and the upper end of an interval."""
     return [interval.low, interval.high]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestOfSeveral:
-    """The arm chosen on one half of the blocks, with its figures on the other half.
+    """Best arm, chosen on one half of the blocks, with its figures on the other half.
 
     Attributes:
         num_candidates: arms it was chosen from.
@@ -234,7 +234,7 @@ class BestOfSeveral:
     summary: ArmSummary
 
     def to_dict(self) -> dict[str, object]:
-        """Fields of the JSON output."""
+        """Return the fields of the JSON output."""
         return {
             "num_candidates": self.num_candidates,
             "num_chosen_on": self.num_chosen_on,
@@ -243,7 +243,7 @@ class BestOfSeveral:
 
 
 def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
-    """Choose among all arms but the first on every other block, score on the rest.
+    """Choose the best arm except the first on every other block, and score it on the rest.
 
     Returns:
         None where there is no choice, or too few blocks for both halves.
@@ -262,14 +262,14 @@ def best_of_several(blocks: Sequence[Block]) -> BestOfSeveral | None:
 
 
 def verdict(summary: ArmSummary) -> str:
-    """Return a sentence: whether the arm is faster, and why."""
+    """Return a sentence that states whether the arm is faster, and why."""
     if summary.arm.num_speculative_tokens == 0:
         return f"baseline: one target pass per token, {1000.0 * summary.step_s:.1f} ms each"
     return f"{outcome(summary)}: {reason(summary)}"
 
 
 def outcome(summary: ArmSummary) -> str:
-    """Return a phrase: faster, slower, or not shown to be either."""
+    """Return a phrase: the arm is faster, slower, or not shown to be either."""
     speedup = summary.speedup
     if summary.num_blocks < MIN_BLOCKS:
         return f"not shown ({summary.num_blocks} blocks are too few)"

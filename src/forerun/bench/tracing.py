@@ -18,7 +18,7 @@ __all__ = ["BenchTrace", "TracedEngine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The requests and step records of one call of `generate`."""
+    """Requests and step records of one `generate` call."""
 
     params: tuple[SamplingParams, ...]
     records: list[StepRecord]
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TracedEngine:
-    """An engine that keeps its step records until the measurement is over.
+    """Engine wrapper that keeps step records in memory until the measurement is over.
 
     Attributes:
         engine: what generates.
@@ -97,7 +97,7 @@ class BenchTrace:
         self.engines: list[TracedEngine] = []
 
     def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
-        """Return arms that record; requests are tagged with the arm and with `tags`."""
+        """Return arms that record steps, with requests tagged by arm and by `tags`."""
         return tuple(self._traced(arms, tags))
 
     def _traced(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> Iterator[BenchArm]:
@@ -113,6 +113,6 @@ class BenchTrace:
             yield replace(arm, engine=traced)
 
     def write(self) -> None:
-        """Write the records of the last block."""
+        """Write the records of the latest block."""
         for engine in self.engines:
             engine.write(self.trace, with_tokens=self.with_tokens)

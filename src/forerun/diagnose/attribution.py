@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
-    """What the speedup would be if one thing were ideal and all else as it is."""
+    """The speedup if one part of the cost were ideal and everything else unchanged."""
 
     name: str
     speedup: float
@@ -49,7 +49,7 @@ class Counterfactual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """How the time per token splits into parts: speedup = tau / kappa.
+    """Split of the time per token into parts, based on speedup = tau / kappa.
 
     Attributes:
         num_speculative_tokens: K.
@@ -84,7 +84,7 @@ class Attribution:
         return sum(part.cost for part in self.parts)
 
     def share(self, kind: str) -> float | None:
-        """Return the share of one kind of parts in the gap; None where the gap is not split."""
+        """Return the share of one kind of part in the gap; None if it is not known separately."""
         if self.cycle_cost is None or (kind != "rejection" and self.draft_cost is None):
             return None
         gap = self.cycle_cost / self.acceptance_length - self.parts[0].cost
@@ -113,7 +113,7 @@ class Attribution:
 
 
 def attribute(evidence: Evidence) -> Attribution | None:
-    """Compute the attribution; None where tau or K is not known, or they contradict each other."""
+    """Compute the attribution; None if tau or K is unknown or the facts are inconsistent."""
     tau, k = evidence.number("acceptance_length"), evidence.number("k")
     if tau is None or not k or not 1.0 <= tau <= k + 1 + TOLERANCE:
         return None

@@ -1,4 +1,4 @@
-"""Causes of slow or wrong speculation, their scores, and the experiments that tell them apart.
+"""Causes of slow or wrong speculation, their scores, and experiments to distinguish them.
 
 The causes are in `tables/causes.toml`, the experiments in `tables/experiments.toml`.
 """
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The weight of one fact for or against a cause.
+    """Evidence for or against a cause from one fact, with its weight.
 
     Attributes:
         fact: the fact.
@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """Weight of one fact for one cause, as the log of a likelihood ratio.
+    """Weight of one kind of fact for one cause, as the log of a likelihood ratio.
 
     Attributes:
         fact: which one.
@@ -78,7 +78,7 @@ class Sign:
     word: str | None = None
 
     def finding(self, evidence: Evidence) -> Finding | None:
-        """Weigh the evidence; None where the fact is not known."""
+        """Weigh a fact of the evidence; None if the fact is not known."""
         fact = evidence.facts.get(self.fact)
         if fact is None:
             return None
@@ -91,7 +91,7 @@ class Sign:
         return Finding(fact=fact, weight=weight) if weight else None
 
     def _on_ramp(self, fact: Fact) -> float:
-        """The mean over the ends and the middle of the interval, where there is one."""
+        """Return the weight of a figure, averaged over its value and the ends of its interval."""
         assert self.ramp is not None and isinstance(fact.value, float | int)
         points = [float(fact.value)]
         if fact.interval is not None:
@@ -102,13 +102,13 @@ class Sign:
 
     @property
     def spread(self) -> float:
-        """Largest change of the cause's score that knowing the fact could make."""
+        """Largest difference that the fact could make to the cause's score."""
         return abs(self.yes - self.no)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change that helps if the cause is present.
+    """A change that improves speculation if the cause is present.
 
     Attributes:
         change: what to do.
@@ -123,7 +123,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One possible reason why speculation is slow, wrong, or seems so.
+    """A possible reason why speculation is slow, wrong, or only appears so.
 
     Attributes:
         label: its name.
@@ -153,7 +153,7 @@ CAUSES: Mapping[str, Cause] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A test that an operator can run.
+    """A test that distinguishes causes and that an operator can run.
 
     Attributes:
         name: short.
@@ -173,7 +173,7 @@ EXPERIMENTS = msgspec.convert(load_table("experiments")["experiment"], tuple[Exp
 
 
 def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
-    """Return the test with the most evidence on a cause for its time; None if none has any."""
+    """Return the test with the most evidence on a cause per time; None if none tests it."""
     spreads = {sign.fact: sign.spread for sign in cause.signs if sign.fact not in evidence}
     return best_of(lambda item: sum(spreads.get(fact, 0.0) for fact in item.yields))
 
@@ -181,7 +181,7 @@ def experiment_for(cause: Cause, evidence: Evidence) -> Experiment | None:
 def best_experiment(
     weights: Mapping[str, float], causes: Iterable[Cause], evidence: Evidence
 ) -> Experiment | None:
-    """Return the test that separates the causes best for the time it takes.
+    """Return the test that distinguishes the causes best for the time it takes.
 
     A fact is worth the spread between causes of what it would say of them, weighted by how likely
     they are.
@@ -210,7 +210,7 @@ def best_experiment(
 
 
 def best_of(worth: Callable[[Experiment], float]) -> Experiment | None:
-    """Return the test of most information for its time; information counts more than time."""
+    """Return the test with the most information per square root of its time."""
     ranked = [(worth(item) / sqrt(item.minutes), item) for item in EXPERIMENTS]
     value, item = max(ranked, key=lambda pair: pair[0])
     return item if value > 0.0 else None
@@ -245,11 +245,11 @@ class ScoredCause:
 
     @property
     def is_supported(self) -> bool:
-        """Whether enough evidence supports the cause, and more than opposes it."""
+        """Whether the evidence for the cause is sufficient and exceeds the evidence against it."""
         return self.reaches(MIN_SUPPORT)
 
     def reaches(self, support: float) -> bool:
-        """Whether the support reaches a threshold after the prior, and exceeds the opposition."""
+        """Whether support plus a negative prior reaches a threshold and exceeds the opposition."""
         against = -sum(finding.weight for finding in self.evidence_against)
         return self.support + min(0.0, self.cause.prior) >= support and self.support > against
 

@@ -1,4 +1,4 @@
-"""Makes a diagnosis from evidence: attribution, ranked causes, the next test, predicted gains."""
+"""Makes a diagnosis from evidence: attribution, ranked causes, next test and predicted gains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_CAUSES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A remedy and its predicted gain; None where the remedy is not about speed."""
+    """A remedy with its predicted speedup, which is None for remedies that do not affect speed."""
 
     remedy: Remedy
     prediction: Prediction | None
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedCause:
-    """A cause with its score, the test that would confirm it, and what to change.
+    """A cause with its score, the test that would confirm it, and its remedies.
 
     Attributes:
         scored: how it fares.
@@ -116,7 +116,7 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
-    """Derive facts, attribute the time, score every cause and predict the gain of remedies.
+    """Derive facts, attribute the time, score all causes and predict the gains of remedies.
 
     Every figure of the result is a fact of the evidence: readers add those that a source states,
     `derive` and `add_predictions` those that follow.
@@ -159,7 +159,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
 
 
 def add_shares(evidence: Evidence, found: Attribution) -> None:
-    """Add the share of each part in the gap to the ideal as facts."""
+    """Add the share of each part of the cost in the gap to the ideal speedup as a fact."""
     for kind in ("rejection", "draft", "verify", "overhead"):
         evidence.conclude(
             f"gap_share_{kind}", found.share(kind), "attribution of the time per token"
@@ -177,7 +177,7 @@ MIN_SCORE_OF_FEW = 0.5
 
 
 def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
-    """Return the verdict, by the likeliest cause that the evidence supports."""
+    """Return the verdict, which depends on the likeliest supported cause."""
     if not supported:
         return "insufficient evidence"
     likeliest = supported[0]
@@ -198,7 +198,7 @@ def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
 def changes_of(
     item: ScoredCause, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
 ) -> tuple[Change, ...]:
-    """Return the remedies of a cause, those with the largest predicted gain first."""
+    """Return the remedies of a cause, in descending order of predicted gain."""
     changes = [
         Change(remedy=remedy, prediction=predict(remedy.effect, evidence, found, outlook))
         for remedy in item.cause.remedies

@@ -1,4 +1,4 @@
-"""Evidence of a diagnosis: facts with a definition, a source and, if known, an interval."""
+"""Evidence of a diagnosis: named facts with a source and, if known, an interval."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLDER = Path(__file__).with_name("tables")
 
 
 def load_table(name: str) -> dict[str, Any]:
-    """Read a table.
+    """Read a table of definitions from a data file of the package.
 
     Args:
         name: of the file in the folder `tables`, without its suffix.
@@ -43,7 +43,7 @@ def load_table(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactKind:
-    """The definition of one fact.
+    """Definition of a fact: its name, type, unit and bounds.
 
     Attributes:
         name: how files, flags and causes call it.
@@ -79,7 +79,7 @@ FORMER_NAMES: Mapping[str, str] = {
 
 
 def current_name(name: str) -> str:
-    """Return the present name of a fact that was renamed."""
+    """Return the current name of a fact, also for names from older versions."""
     return FORMER_NAMES.get(name, name)
 
 
@@ -95,7 +95,7 @@ MAX_LIST = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One known value of a named fact.
+    """A known value of one kind of fact, with its source and interval.
 
     Attributes:
         name: in the vocabulary, which has its definition.
@@ -111,7 +111,7 @@ class Fact:
 
     @property
     def definition(self) -> str:
-        """What the value means."""
+        """Meaning of the value."""
         return FACTS[self.name].definition
 
     def to_dict(self) -> dict[str, Json]:
@@ -128,7 +128,7 @@ class Fact:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """How one source was read.
+    """Format and completeness of one source that was read.
 
     Attributes:
         source: its name.
@@ -161,7 +161,7 @@ Points = tuple[tuple[str | float, float, float], ...]
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """All facts known about a run, one per name, and how their sources were read.
+    """All known facts about a run, one per name, with a record of the sources read.
 
     The first value of a fact stays: sources are read in the order of trust, and a second value that
     differs is kept as a disagreement. `add` is for facts that a source states, `conclude` for facts
@@ -198,14 +198,14 @@ class Evidence:
     def conclude(
         self, name: str, value: object, source: str, interval: Interval | None = None
     ) -> None:
-        """Add a figure that follows from others; one out of range is noted and left out."""
+        """Add a derived fact; a value out of range is recorded as a note and left out."""
         try:
             self.add(name, value, source, interval)
         except ValueError as error:
             self.notes.append(f"not used: {error} ({source})")
 
     def include(self, other: Evidence) -> None:
-        """Add the facts of another source; facts that are already known stay."""
+        """Add the facts of another source, except facts that are already known."""
         for fact in other.facts.values():
             known = self.facts.setdefault(fact.name, fact)
             if known is not fact and not alike(known.value, fact.value):
@@ -233,7 +233,7 @@ class Evidence:
         return value if isinstance(value, bool) else None
 
     def words(self, name: str) -> tuple[str, ...]:
-        """Return the values of a fact that is one word or several; empty where it is not known."""
+        """Return the values of a fact that is one word or several; empty if it is not known."""
         value = self._value(name)
         if isinstance(value, str):
             return (value,)
@@ -276,7 +276,7 @@ def checked_value(name: str, value: object) -> Value:
 
 
 def similar_facts(name: str) -> str:
-    """Return a sentence with the facts of similar names, or with how facts are named."""
+    """Return a hint that lists facts with similar names, or how to list all facts."""
     words = {word for word in name.lower().split("_") if len(word) > 3}
     near = get_close_matches(name.lower(), FACTS, n=4, cutoff=0.6)
     near += [known for known in FACTS if any(w[:4] in known for w in words) and known not in near]
@@ -287,7 +287,7 @@ def similar_facts(name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Shorten a value for a message, in Python's notation."""
+    """Return a value for a message, in Python's notation and shortened."""
     if isinstance(value, int) and abs(value) >= 10**40:
         return "a number of more than 40 digits"
     if isinstance(value, str | int | float | None):
@@ -319,7 +319,7 @@ def checked_number(name: str, value: object) -> float:
 
 
 def checked_word(name: str, value: object) -> str:
-    """Check a short text, which must be one of the choices where the fact has some."""
+    """Check a short text, which must be one of the fact's choices if it has any."""
     kind = FACTS[name]
     if not isinstance(value, str) or len(value) > MAX_WORD:
         raise ValueError(f"{name} must be a text of at most {MAX_WORD} characters")
@@ -329,7 +329,7 @@ def checked_word(name: str, value: object) -> str:
 
 
 def alike(one: Value, other: Value) -> bool:
-    """Whether two values of a fact agree, numbers to within 2%."""
+    """Whether two values of a fact agree; numbers may differ by 2%."""
     if isinstance(one, bool | str) or isinstance(other, bool | str):
         return one == other
     ones = one if isinstance(one, tuple) else (one,)
@@ -338,7 +338,7 @@ def alike(one: Value, other: Value) -> bool:
 
 
 def same(one: float | str, other: float | str) -> bool:
-    """Whether two entries are equal, numbers to within 2%."""
+    """Whether two list entries are equal; numbers may differ by 2%."""
     if isinstance(one, str) or isinstance(other, str):
         return one == other
     return math.isclose(one, other, rel_tol=0.02)

@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML page without scripts and external files."""
+"""Renders a diagnosis as one HTML page without scripts and external files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A line through points whose coordinates are shares of width and height."""
+    """A line through points given as fractions of the chart's width and height."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ class Curves:
 
 
 def charts_of(diagnosis: Diagnosis) -> tuple[tuple[Bars, ...], tuple[Curves, ...]]:
-    """Return the charts that the evidence has data for."""
+    """Return the charts for which the evidence contains data."""
     found, series = diagnosis.attribution, diagnosis.evidence.series
     bars, curves = [], []
     if found is not None:
@@ -112,7 +112,7 @@ MAX_BARS = 24
 
 
 def parts_shown(found: Attribution) -> list[Part]:
-    """Return the parts of the waterfall, with the rejections at late positions merged."""
+    """Return the bars of the waterfall, with the rejections at late positions merged."""
     rejections = [part for part in found.parts if part.kind == "rejection"]
     late = rejections[MAX_POSITIONS:]
     if not late:
@@ -125,7 +125,7 @@ def parts_shown(found: Attribution) -> list[Part]:
 
 
 def survival(found: Attribution, evidence: Evidence) -> Curves:
-    """Return the chart of acceptance by position, beside constant acceptance of the same tau."""
+    """Return the chart of measured survival by position beside constant acceptance of equal tau."""
     k = found.num_speculative_tokens
     rates = evidence.numbers("acceptance_rate_per_position")[:k]
     measured = rates or survival_of(evidence, k, found.acceptance_length)

@@ -1,4 +1,4 @@
-"""Predicts the speedup that each change would give, from acceptance and step costs."""
+"""Predicts the speedup after each remedy, from acceptance and step costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TYPICAL_OVERHEAD = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Acceptance by position and step costs at any K, on which predictions rest.
+    """Model for predictions: acceptance by position, and step costs at any K.
 
     Attributes:
         survival: P(accepted through i), beyond the drafted K by its last conditional acceptance.
@@ -101,7 +101,7 @@ class Prediction:
 
 
 def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None = None) -> Outlook:
-    """Build the outlook from measured costs, with typical ones where they are not known."""
+    """Build the prediction model from measured costs; typical costs replace unknown ones."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     c, v, o = found.draft_cost, found.verify_cost, found.overhead
     batch, context = evidence.number("batch"), evidence.number("context_tokens")
@@ -129,7 +129,7 @@ def outlook_of(evidence: Evidence, found: Attribution, table: CostTable | None =
 
 
 def typical_draft_cost(evidence: Evidence) -> float:
-    """Return c from the sizes of both models, or the typical c of the kind of draft."""
+    """Return c computed from the sizes of both models, or the typical c for this kind of draft."""
     if (ratio := evidence.number("draft_size_ratio")) is not None:
         return max(0.01, ratio)
     kinds = evidence.words("method")
@@ -137,7 +137,7 @@ def typical_draft_cost(evidence: Evidence) -> float:
 
 
 def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
-    """Extend survival to K by repeating the conditional acceptance of the last known position."""
+    """Extend survival to K positions with the last known conditional acceptance."""
     found = list(survival)
     before = found[-2] if len(found) > 1 else 1.0
     last = found[-1] / before if before > 0.0 else 0.0
@@ -147,7 +147,7 @@ def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
 
 
 def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) -> None:
-    """Add the best K at these costs, and the gain of smaller and larger K.
+    """Add the best K at these costs, and the gains from a smaller and from a larger K.
 
     Facts only where costs were measured: what an assumption implies is no evidence.
     """
@@ -169,7 +169,7 @@ def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) ->
 def predict(
     effect: Effect, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
 ) -> Prediction | None:
-    """Predict the speedup after a remedy; None where tau is not known or speed is not affected."""
+    """Predict the speedup after a remedy; None if tau is unknown or speed is not affected."""
     if found is None or outlook is None or effect == "none":
         return None
     after = EFFECTS[effect](evidence, found, outlook)
@@ -194,12 +194,12 @@ def at_best_k(evidence: Evidence, found: Attribution, outlook: Outlook) -> float
 
 
 def best_drafting_k(outlook: Outlook) -> int:
-    """Return the best K above 0; K = 0 is reported separately."""
+    """Return the best K above 0; the choice K = 0 is reported separately."""
     return max(range(1, MAX_K + 1), key=outlook.speedup)
 
 
 def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """Predict the speedup with the reference's tau, at the current cost of its K."""
+    """Predict the speedup with the reference run's tau, at the current cost of its K."""
     k = int(evidence.number("reference_k") or found.num_speculative_tokens)
     rate = evidence.number("reference_acceptance_rate")
     tau = evidence.number("reference_acceptance_length") or (1 + rate * k if rate else None)
@@ -210,13 +210,13 @@ def with_reference(evidence: Evidence, found: Attribution, outlook: Outlook) -> 
 
 
 def as_before(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """Return the reference's measured speedup, else the one of its acceptance at current costs."""
+    """Return the reference run's measured speedup, or predict it from its tau at current costs."""
     known = evidence.number("reference_speedup")
     return with_reference(evidence, found, outlook) if known is None else known
 
 
 def halved_rejections(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
-    """Predict the speedup with the reference, or with half the rejections where there is none."""
+    """Predict the speedup with the reference's tau, or with half the rejections without one."""
     if (known := with_reference(evidence, found, outlook)) is not None:
         return known
     alpha, k = evidence.number("alpha"), found.num_speculative_tokens
@@ -231,7 +231,7 @@ def kappa_now(found: Attribution, outlook: Outlook) -> float:
 
 
 def less(saved: Callable[[int, Outlook], float]) -> Rule:
-    """Return a rule that predicts the speedup if a step cost less by `saved`."""
+    """Return a rule that predicts the speedup after `saved` is subtracted from the step cost."""
 
     def rule(evidence: Evidence, found: Attribution, outlook: Outlook) -> float | None:
         k = found.num_speculative_tokens

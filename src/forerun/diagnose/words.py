@@ -1,4 +1,4 @@
-"""A diagnosis as text: paragraphs and lists for the terminal and for the page."""
+"""Describes a diagnosis in text: paragraphs and lists for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Section:
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     if diagnosis.verdict == "insufficient evidence":
         speedup = diagnosis.evidence.number("speedup")
         known = "" if speedup is None else f"Decoding runs at {speedup:.2f}x the plain rate. "
@@ -60,7 +60,7 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """Return everything below the headline, with names made safe for a terminal."""
+    """Return all sections after the headline, with unsafe terminal characters escaped."""
     for section in raw_sections(diagnosis):
         yield Section(
             heading=printable(section.heading), lines=tuple(map(printable, section.lines))
@@ -68,7 +68,7 @@ def sections(diagnosis: Diagnosis) -> Iterator[Section]:
 
 
 def raw_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """Return the sections before their text is made safe."""
+    """Return the sections before unsafe terminal characters are escaped."""
     if changes := changes_of(diagnosis):
         lines = tuple(change_line(change) for change in changes)
         yield Section(heading="What to change", lines=lines)
@@ -116,7 +116,7 @@ def step_words(found: Attribution) -> Iterator[str]:
 
 
 def interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
-    """Explain why a parallel pass alone gives no speedup."""
+    """Explain why verification in one parallel pass does not guarantee a speedup."""
     k, tau = found.num_speculative_tokens, found.acceptance_length
     first, kept = evidence.number("alpha_1"), tau - 1.0
     share = "" if first is None else f" Position 1 is accepted in {first:.0%} of the steps;"
@@ -154,7 +154,7 @@ def waterfall(found: Attribution) -> Iterator[str]:
 
 
 def what_if(found: Attribution) -> Iterator[str]:
-    """List the speedups if one part of the cost were ideal."""
+    """List the speedups that would result if one part of the cost were ideal."""
     for other in found.counterfactuals:
         yield f"{other.speedup:5.2f}x  if {other.name}"
 
@@ -177,7 +177,7 @@ def cause_words(ranked: RankedCause) -> Iterator[str]:
 
 
 def changes_of(diagnosis: Diagnosis) -> list[Change]:
-    """Return the changes of the likeliest causes, each once, those of the first cause first."""
+    """Return the remedies of the likeliest causes without repetition, in order of the causes."""
     found: dict[str, Change] = {}
     for ranked in diagnosis.causes:
         for change in ranked.changes:
@@ -186,7 +186,7 @@ def changes_of(diagnosis: Diagnosis) -> list[Change]:
 
 
 def change_line(change: Change) -> str:
-    """Describe a change with its predicted gain and its price."""
+    """Describe a remedy with its predicted gain and its disadvantage."""
     predicted = change.prediction
     if predicted is None:
         gain = "no change of speed, or none that can be predicted from this evidence"
@@ -200,7 +200,7 @@ def change_line(change: Change) -> str:
 
 
 def evidence_words(evidence: Evidence) -> Iterator[str]:
-    """Describe how sources were read, and where they disagree."""
+    """List the sources that were read, and facts on which they disagree."""
     for reading in evidence.readings:
         kinds = ", ".join(sorted(reading.kinds)) or "nothing that is known"
         unknown = f", {reading.num_unknown} not understood" if reading.num_unknown else ""

@@ -1,4 +1,4 @@
-"""An engine for asyncio: requests as asynchronous iterators over an engine on a thread of its own.
+"""Engine for asyncio: requests are asynchronous iterators, and the engine has its own thread.
 
 A reader that is slower than the engine does not slow it: its chunks wait in the request's ticket,
 which holds at most one context of them, and the rows of the request are free as soon as it is
@@ -22,7 +22,7 @@ __all__ = ["AsyncEngine"]
 
 
 class AsyncEngine(EngineThread):
-    """Runs an engine on its own thread for callers in an event loop.
+    """Runs an engine on its own thread, with an interface for callers in an event loop.
 
     Example:
         async with AsyncEngine(engine) as running:
@@ -46,7 +46,7 @@ class AsyncEngine(EngineThread):
         terms: RequestTerms | None = None,
         mask: TokenMask | None = None,
     ) -> Ticket:
-        """Queue a request as `submit` does; its prompt is encoded outside of the event loop.
+        """Queue a request as `submit` does, and tokenise its prompt outside of the event loop.
 
         Raises:
             InvalidRequest: the prompt or a parameter cannot be honoured.
@@ -69,7 +69,7 @@ class AsyncEngine(EngineThread):
         terms: RequestTerms | None = None,
         mask: TokenMask | None = None,
     ) -> AsyncIterator[StreamChunk]:
-        """Yield the chunks of one prompt; an iterator that is closed or cancelled frees its rows.
+        """Yield the chunks of one prompt; closing or cancelling the iterator aborts the request.
 
         Raises:
             InvalidRequest: the prompt or a parameter cannot be honoured.
@@ -85,7 +85,7 @@ class AsyncEngine(EngineThread):
             ticket.abort()
 
     def stats(self) -> BackendStats:
-        """Return counts since the engine was made; those of one moment may be of two steps."""
+        """Return counts since the engine was created; concurrent calls may mix two steps."""
         return self.engine.stats()
 
     def capabilities(self) -> Capabilities:
@@ -94,6 +94,6 @@ class AsyncEngine(EngineThread):
 
 
 def abort_unused(queueing: asyncio.Future[Ticket]) -> None:
-    """Abort a request whose caller was cancelled while it was being queued."""
+    """Abort a request if its caller was cancelled while it was being queued."""
     if not queueing.cancelled() and queueing.exception() is None:
         queueing.result().abort()

@@ -1,4 +1,4 @@
-"""The interface of anything that answers requests: an engine, or a server behind a client."""
+"""Interface of generation backends: an engine, or the client of a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Backend", "BackendStats", "Capabilities"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendStats:
-    """Counts of a backend since it was made.
+    """Counts of a backend since it was created.
 
     Attributes:
         num_running: sequences that are being decoded.
@@ -57,14 +57,14 @@ class Capabilities:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Generates text; `Engine` is one, a client of an OpenAI-compatible server can be another."""
+    """Interface for text generation by an `Engine` or by an OpenAI-compatible server's client."""
 
     def generate(
         self,
         prompts: str | Seq[str | Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Finish all prompts and return one output per prompt, in order."""
+        """Generate for all prompts and return one output per prompt, in order."""
 
     def stream(
         self, prompt: str | Seq[int], params: SamplingParams | None = None
@@ -75,7 +75,7 @@ class Backend(Protocol):
         """End a request and return its output so far; None where the id is unknown."""
 
     def stats(self) -> BackendStats:
-        """Return counts since the backend was made."""
+        """Return counts since the backend was created."""
 
     def capabilities(self) -> Capabilities:
-        """Return the features and limits."""
+        """Return the features and limits of the backend."""

@@ -62,7 +62,7 @@ TERM_RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine; those of a request are in SamplingParams.
+    """Settings of an engine; settings of single requests are in SamplingParams.
 
     Attributes:
         num_speculative_tokens: K, most tokens of a drafted chain (0: plain decoding).
@@ -115,7 +115,7 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every field, and those that depend on each other."""
+        """Check every field, and fields that depend on each other."""
         check_ranges(self, *RANGES)
         if self.runner not in RUNNERS:
             raise InvalidRequest(f"runner {self.runner!r} is unknown; use {', '.join(RUNNERS)}")
@@ -148,7 +148,7 @@ class EngineConfig:
             )
 
     def _fitting(self, tree: Tree) -> Tree:
-        """Return a tree that passes and contexts have room for, with a notice if it was cut."""
+        """Return the tree, cut with a warning to the rows of a pass and the length of a context."""
         room = min(self.max_step_rows // self.max_batch, self.max_context) - 1
         if room < 1:
             return tree  # refused below
@@ -180,12 +180,12 @@ class EngineConfig:
 
     @property
     def max_chain(self) -> int:
-        """Most tokens of a drafted chain: K, or the nodes of the tree that replaces it."""
+        """Maximum length of a drafted chain: K, or the number of nodes of the configured tree."""
         return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
 
     @property
     def max_nodes(self) -> int:
-        """Most draft nodes of one sequence in a step, each of which is a row of the pass."""
+        """Maximum number of draft nodes of one sequence in a step, each a row of the pass."""
         if self.tree is not None or self.num_speculative_tokens == 0:
             return self.max_chain
         room = self.max_step_rows // self.max_batch - 1
@@ -195,11 +195,11 @@ class EngineConfig:
 
     @property
     def num_slots(self) -> int:
-        """Number of sequences that the KV has room for."""
+        """Number of sequences that the KV store has room for."""
         return self.max_batch + self.num_kept
 
     def scope_of(self, tenant: str | None) -> str | None:
-        """Return the scope in which requests of a tenant share tokens; None: no sharing."""
+        """Return the scope in which a tenant's requests share tokens; None if they share none."""
         if self.sharing == "none":
             return None
         return "" if tenant is None or self.sharing == "all" else tenant
@@ -207,7 +207,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTerms:
-    """How a request is scheduled among others; none of it changes the distribution of its text.
+    """Scheduling settings of a request, which do not change the distribution of its text.
 
     Attributes:
         priority: lower goes first, and may take the place of a running sequence that is higher;
@@ -234,7 +234,7 @@ class RequestTerms:
     plan: Plan | None = None
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Check every field and refuse values out of range."""
         check_ranges(self, *TERM_RANGES)
         tenant: object = self.tenant  # callers need not have checked their types
         if tenant is not None and (not isinstance(tenant, str) or tenant == ""):

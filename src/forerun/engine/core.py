@@ -33,7 +33,7 @@ __all__ = ["EngineCore"]
 
 
 class EngineCore:
-    """Adds, steps and ends requests over a loaded target; `Engine` is the public interface.
+    """Adds, advances and ends requests on a loaded target; `Engine` is the public interface.
 
     Attributes:
         drafter: what proposes tokens; None decodes plainly.
@@ -86,7 +86,7 @@ class EngineCore:
         check_features(self.stepper.feature_layers, target)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled.
+        """Raise an error, because an engine cannot be copied or pickled.
 
         Raises:
             TypeError: always.
@@ -98,7 +98,7 @@ class EngineCore:
 
     @property
     def max_context(self) -> int:
-        """Prompt plus output tokens one sequence may have."""
+        """Maximum number of prompt and output tokens of one sequence."""
         return self.intake.max_context
 
     @property
@@ -114,7 +114,7 @@ class EngineCore:
         terms: RequestTerms | None = None,
         mask: TokenMask | None = None,
     ) -> str:
-        """Queue a prompt; its samples join the batch at the next steps with a free place.
+        """Queue a prompt; its samples join the batch at later steps that have free slots.
 
         Args:
             prompt: a text or a list of token ids.
@@ -141,7 +141,7 @@ class EngineCore:
         return request_id
 
     def enlist(self, samples: list[Sequence]) -> None:
-        """Queue the samples of a request, which `intake.sequences` has made.
+        """Queue the samples of a request, created by `intake.sequences`.
 
         Raises:
             InvalidRequest: their id is in use.
@@ -209,7 +209,7 @@ class EngineCore:
             self._emit([s for s in running if s.num_output > s.num_streamed])
 
     def _emit(self, gained: Seq[Sequence]) -> None:
-        """Hand new tokens of sequences to the caller of `step` and to open streams."""
+        """Pass new tokens of sequences to the caller of `step` and to open streams."""
         chunks = [sequence.take_chunk() for sequence in gained]
         self._chunks += chunks
         if self._inboxes:
@@ -236,7 +236,7 @@ class EngineCore:
             self._damage = None
 
     def _arrange(self) -> None:
-        """Preempt and admit sequences; a new one begins with tokens that the KV already holds."""
+        """Preempt and admit sequences; an admitted one reuses a prefix that is in the KV store."""
         store = self.target.store
         if not self.scheduler.running and store.feature_layers != self.stepper.feature_layers:
             self._keep_features()
@@ -249,7 +249,7 @@ class EngineCore:
                 sequence.num_cached = sequence.context.num_cached
 
     def _keep_features(self) -> None:
-        """Have the target's store keep the features that the drafter reads."""
+        """Enable storage of the features that the drafter reads in the target's KV store."""
         try:
             self.target.store.keep_features(self.stepper.feature_layers)
         except ValueError as error:
@@ -259,7 +259,7 @@ class EngineCore:
             ) from error
 
     def _end_late_ones(self) -> bool:
-        """End the sequences that are past their deadline; returns whether there were any."""
+        """End the sequences that are past their deadline; returns whether any was ended."""
         if self._next_deadline_s == math.inf:
             return False
         now_s = time.monotonic()
@@ -275,14 +275,14 @@ class EngineCore:
         return bool(late)
 
     def _end(self, sequence: Sequence, finish_reason: FinishReason, now_s: float) -> None:
-        """End a sequence before it would stop by itself."""
+        """End a sequence before it reaches a stop condition."""
         sequence.stop = Stop(finish_reason=finish_reason)
         sequence.finished_at_s = now_s
         self.scheduler.remove(sequence)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Free the KV slot and the drafter's state of a sequence; its KV may be kept for others."""
+        """Free the KV slot of a sequence, whose rows may stay cached, and its draft state."""
         if sequence.context is not None:
             sequence.context.close(0 if sequence.kv_invalid else sequence.context.num_cached)
             sequence.context = None
@@ -303,7 +303,7 @@ class EngineCore:
         return output_of(self._forget(request_id), self.tokenizer)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a running or waiting request and remove it; its places are free at once.
+        """End a running or waiting request and remove it; its slots are free immediately.
 
         Returns:
             What there was until then; None where the id is unknown.

@@ -1,4 +1,4 @@
-"""Compares a target with the one that the card of a draft names, before the draft is loaded."""
+"""Compares the target with the one named in a draft's card, before the draft is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("forerun.loading")
 
 
 def check_card(draft: Source, target: Source) -> None:
-    """Compare the target with the one that the draft's card names.
+    """Compare the target with the one named in the draft's card.
 
     The text is exact whatever the draft, so a draft model of a target that has changed is only
     warned of. A head on hidden states is refused for other weights unless it has golden rows,
@@ -54,7 +54,7 @@ def check_card(draft: Source, target: Source) -> None:
 
 
 def check_head_card(folder: Path, target: Path) -> None:
-    """Refuse a head without golden rows whose card names other weights than the target's.
+    """Refuse a head without golden rows if its card names other weights than the target's.
 
     Args:
         folder: of the draft; only heads with a card and without golden rows are compared.
@@ -75,5 +75,5 @@ def check_head_card(folder: Path, target: Path) -> None:
 
 
 def is_unproven_head(folder: Path) -> bool:
-    """Whether a draft is a head without golden rows, which would show what it was trained for."""
+    """Whether a draft is a head without golden rows to check it against the target."""
     return not (folder / GOLDEN_FILE).is_file() and is_head(folder)

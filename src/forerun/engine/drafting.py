@@ -1,4 +1,4 @@
-"""Calls the drafter; where it fails, sequences are decoded without a draft.
+"""Calls the drafter; sequences for which it fails are decoded without a draft.
 
 A batch that fails is repeated request by request. A request that fails again is decoded plainly
 from then on, and the log says why once.
@@ -62,7 +62,7 @@ class GuardedDrafter:
             self.required_top_k = drafter.required_top_k
 
     def propose(self, entries: Seq[ScheduledSequence]) -> None:
-        """Give every entry a checked proposal, or none where the sequence is decoded plainly."""
+        """Give every entry a checked proposal, or none if its sequence is decoded plainly."""
         wanted = [entry for entry in entries if not entry.sequence.draft.failed]
         if not wanted:
             return
@@ -102,7 +102,7 @@ class GuardedDrafter:
         logger.warning("request %s decodes plainly: drafter failed: %s", sequence.key, error)
 
     def observe(self, entries: Seq[ScheduledSequence]) -> None:
-        """Report a step to the drafter; one that fails here loses its state, not the text.
+        """Report a step to the drafter; if that fails for a request, its draft state is dropped.
 
         An outcome cannot be reported twice. So the requests of a failing batch are forgotten and
         reported singly from the next step on; the one that fails once more is decoded plainly.
@@ -134,7 +134,7 @@ class GuardedDrafter:
                     self.forget(entry.sequence)
 
     def _outcome(self, entry: ScheduledSequence, num_cached: int) -> StepOutcome:
-        """The rows up to `num_cached` that were not reported before, with the step's verdict."""
+        """Return the rows up to `num_cached` that are not reported yet, with the step's verdict."""
         draft, context = entry.sequence.draft, entry.context
         start, draft.num_observed = draft.num_observed, num_cached
         features = None
@@ -151,7 +151,7 @@ class GuardedDrafter:
         )
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the drafter's state of a sequence that is finished, aborted or given up."""
+        """Drop the drafter's state of a sequence that is finished, aborted or preempted."""
         sequence.draft.request = None
         sequence.draft.num_observed = 0
         try:
@@ -161,7 +161,7 @@ class GuardedDrafter:
 
 
 def request_of(sequence: Sequence) -> DraftRequest:
-    """The drafter's view of a sequence, the same object at every step."""
+    """Return the drafter's view of a sequence, which is the same object at every step."""
     request = sequence.draft.request
     if request is None:
         params = sequence.params
@@ -182,7 +182,7 @@ def request_of(sequence: Sequence) -> DraftRequest:
 def check_proposals(
     entries: Seq[ScheduledSequence], proposals: Seq[Proposal | None], vocab_size: int
 ) -> None:
-    """Refuse proposals that cannot be verified, or not exactly.
+    """Refuse proposals that cannot be verified, or cannot be verified exactly.
 
     Args:
         entries: what was asked for.
@@ -204,7 +204,7 @@ def check_proposals(
 
 
 def check_structure(entry: ScheduledSequence, proposal: Proposal, vocab_size: int) -> None:
-    """Check plan, shapes and dtypes of a proposal, but no values."""
+    """Check plan, shapes and dtypes of a proposal, but not its values."""
     num_nodes, most = proposal.num_drafted, entry.plan.num_speculative_tokens
     if num_nodes > most:
         raise DrafterError(f"{num_nodes} nodes, but K is {most}")
@@ -235,7 +235,7 @@ def check_tree(shape: Tree, tree: TokenTree) -> None:
 
 
 def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> None:
-    """Refuse draft_probs unless they have one row per expanded parent, over the target's ids."""
+    """Refuse draft_probs without one row per expanded parent over the target's vocabulary."""
     num_rows = len(set(proposal.tree.parents))
     if draft_probs.shape != (num_rows, vocab_size):
         raise DrafterError(
@@ -245,7 +245,7 @@ def check_shape(proposal: Proposal, draft_probs: Tensor, vocab_size: int) -> Non
 
 
 def check_ids(tokens: Seq[Tensor], vocab_size: int) -> None:
-    """Refuse token ids that the target does not have."""
+    """Refuse token ids outside the target's vocabulary."""
     if not tokens:
         return
     together = tokens[0] if len(tokens) == 1 else torch.cat([*tokens])
@@ -256,7 +256,7 @@ def check_ids(tokens: Seq[Tensor], vocab_size: int) -> None:
 
 
 def check_probs(proposals: Seq[Proposal]) -> None:
-    """Refuse draft_probs that are no distributions, or that give a drawn token probability 0."""
+    """Refuse draft_probs that are not distributions, or give a drawn token probability 0."""
     if not proposals:
         return
     found: list[list[float]] = torch.stack([probs_figures(p) for p in proposals]).tolist()
@@ -271,7 +271,7 @@ def check_probs(proposals: Seq[Proposal]) -> None:
 
 
 def probs_figures(proposal: Proposal) -> Tensor:
-    """Largest deviation of a row's sum from 1, smallest entry, and smallest entry of a drawn token.
+    """Return the largest error of a row sum, the smallest entry and the smallest drawn probability.
 
     In trees the last is looked at where verification needs it: of siblings that were drawn without
     replacement, and of last children. A token that was drawn twice counts as impossible.
@@ -289,7 +289,7 @@ def probs_figures(proposal: Proposal) -> Tensor:
 
 
 def smallest_drawn(proposal: Proposal, rows: Tensor) -> Tensor:
-    """Smallest probability of a drawn node in a tree; 0 where siblings break their rule."""
+    """Smallest probability of a drawn node in a tree; 0 where siblings violate the drawing rule."""
     tree, tokens = proposal.tree, proposal.tokens.to(rows.device)
     is_top = proposal.choice is Choice.TOP_AND_SAMPLED
     smallest = rows.new_ones(())

@@ -57,11 +57,11 @@ Result = TypeVar("Result")
 
 
 class BrokenReply(Exception):
-    """Raised where a server's answer does not follow the protocol; a retry may help."""
+    """Raised if a server's response violates the protocol; a retry may help."""
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, object]:
-    """Return sampling parameters as the OpenAI API and vLLM name them, without the seed.
+    """Return sampling parameters under the names of the OpenAI API and vLLM, without the seed.
 
     Raises:
         InvalidRequest: there is no limit to the output, or a parameter that no protocol has.
@@ -85,7 +85,7 @@ def sampling_fields(params: SamplingParams) -> dict[str, object]:
 
 
 def client_for(timeout_s: float, max_connections: int) -> httpx.Client:
-    """Return an HTTP client; the environment's OPENAI_API_KEY is sent where it is set."""
+    """Return an HTTP client that sends OPENAI_API_KEY if the environment has it."""
     key = os.environ.get(API_KEY)
     authorization = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(
@@ -97,7 +97,7 @@ def client_for(timeout_s: float, max_connections: int) -> httpx.Client:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Endpoint:
-    """One address that answers requests; several threads may use it at once.
+    """Client of one URL with retries and limits; several threads may use it at once.
 
     Attributes:
         url: where requests are posted.
@@ -122,7 +122,7 @@ class Endpoint:
     def ask(
         self, body: Mapping[str, object], read: Callable[[Any], Result], where: str = "the request"
     ) -> Result:
-        """Post a request and return what `read` makes of the answer's JSON.
+        """Post a request and return the result of `read` on the JSON of the response.
 
         Args:
             body: of the request.
@@ -144,7 +144,7 @@ class Endpoint:
     def events(
         self, body: Mapping[str, object], where: str = "the request"
     ) -> Generator[dict[str, Any], None, None]:
-        """Post a request and yield the JSON of the server-sent events that answer it.
+        """Post a request and yield the JSON objects of the server-sent events in response.
 
         Only the beginning is tried again: a stream that breaks off is an error.
 
@@ -182,7 +182,7 @@ class Endpoint:
         raise ServerUnavailable(f"{self.url} gave no response in {self.num_tries} tries: {problem}")
 
     def _posted(self, body: Mapping[str, object]) -> httpx.Response:
-        """The whole answer; it is asked for without flags for ids if the server refuses them."""
+        """Post a request and read the response; flags for token ids are dropped if refused."""
         for refused in range(self.num_refused_flags, len(ID_FLAGS)):
             with self._sent({**body, **ID_FLAGS[refused]}) as reply:
                 read_whole(reply, self.url, self.timeout_s)
@@ -192,7 +192,7 @@ class Endpoint:
         return reply
 
     def _opened(self, body: Mapping[str, object], where: str) -> httpx.Response:
-        """An answer whose body was not read yet."""
+        """Post a request and return the response before its body is read."""
         for refused in range(self.num_refused_flags, len(ID_FLAGS)):
             with self._kept({**body, **ID_FLAGS[refused]}) as reply:
                 if reply.is_success:
@@ -206,7 +206,7 @@ class Endpoint:
 
     @contextmanager
     def _kept(self, body: Mapping[str, object]) -> Iterator[httpx.Response]:
-        """An answer that is closed unless it is a success."""
+        """Post a request and yield the response, which is closed if an error is raised."""
         request = self.client.build_request("POST", self.url, json=body)
         reply = self.client.send(request, stream=True)
         try:
@@ -226,7 +226,7 @@ class Endpoint:
 
 
 class BusyReply(BrokenReply):
-    """Raised where a server is busy or failing, with the seconds that it asks to wait."""
+    """Raised if a server is busy or failing, with the seconds to wait before a retry."""
 
     def __init__(self, message: str, retry_after: str | None) -> None:
         super().__init__(message)
@@ -242,7 +242,7 @@ class BusyReply(BrokenReply):
 
 
 def check_encoding(reply: httpx.Response, url: str) -> None:
-    """Refuse an encoding that httpx would unpack without a limit, and several at once.
+    """Refuse content encodings that httpx would decompress without a size limit.
 
     Raises:
         UnreadableInput: the body has one.
@@ -253,7 +253,7 @@ def check_encoding(reply: httpx.Response, url: str) -> None:
 
 
 def read_whole(reply: httpx.Response, url: str, max_seconds: float) -> None:
-    """Read the body of an answer into `reply.extensions`, within limits.
+    """Read the body of a response into `reply.extensions`, within size and time limits.
 
     Raises:
         UnreadableInput: it is over a limit.
@@ -263,13 +263,13 @@ def read_whole(reply: httpx.Response, url: str, max_seconds: float) -> None:
 
 
 def start_of(reply: httpx.Response) -> str:
-    """Return the beginning of a body that was read, safe for a terminal."""
+    """Return the start of a response body with unsafe terminal characters escaped."""
     body: bytes = reply.extensions["body"]
     return printable(body[:600].decode(errors="replace"), max_length=300)
 
 
 def check_status(reply: httpx.Response, url: str, where: str) -> None:
-    """Accept an answer of status 200 to 299.
+    """Raise an error unless a response has status 200 to 299.
 
     Raises:
         BusyReply: a retry may help.
@@ -284,7 +284,7 @@ def check_status(reply: httpx.Response, url: str, where: str) -> None:
 
 
 def parsed(reply: httpx.Response) -> Any:
-    """Parse the body of an answer as JSON.
+    """Parse the body of a response as JSON.
 
     Raises:
         BrokenReply: it is not JSON, or nests too deeply.
@@ -296,7 +296,7 @@ def parsed(reply: httpx.Response) -> Any:
 
 
 def events_of(reply: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a stream of events up to the one that ends it.
+    """Yield the JSON objects of a server-sent event stream until its end marker.
 
     Raises:
         ServerUnavailable: the stream is over the limit on bytes, ends early, holds an error, or
@@ -318,7 +318,7 @@ def events_of(reply: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
 
 
 def event_of(data: bytes, url: str) -> dict[str, Any]:
-    """Return the JSON object of one event.
+    """Parse the JSON object of one server-sent event.
 
     Raises:
         ServerUnavailable: it is an error, or no JSON object.

@@ -1,4 +1,4 @@
-"""The public engine: load a pair, generate, stream, or drive it step by step."""
+"""Public engine interface: load target and draft, generate, stream, or run single steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Engine"]
 
 
 class Engine(EngineCore):
-    """Speculative decoding of one target; every method must be called from one thread.
+    """Speculative decoding with one target; all methods must be called from one thread.
 
     For requests from several threads there is `EngineThread`. An interrupt from the keyboard is
     raised between two steps, after which the engine can be used further.
@@ -56,7 +56,7 @@ class Engine(EngineCore):
         costs: Mapping[str, CostSource] | None = None,
         **settings: Any,
     ) -> Engine:
-        """Load a target, and a draft if one is given, from a local folder, the hub or the zoo.
+        """Load a target, and optionally a draft, from a local folder, the hub or the zoo.
 
         Args:
             target: folder, hub name, "zoo:target", or a model that transformers has loaded, whose
@@ -141,7 +141,7 @@ class Engine(EngineCore):
         *,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts together; requests that were added before are stepped too.
+        """Generate for all prompts together; requests added before are advanced too.
 
         There may be more prompts than `max_waiting`: they are queued as places become free.
 
@@ -233,7 +233,7 @@ class Engine(EngineCore):
         return self.generate([ids], params, terms, sampling_params=sampling_params)[0]
 
     def stats(self) -> BackendStats:
-        """Return counts since the engine was made."""
+        """Return counts since the engine was created."""
         stepper = self.stepper
         return BackendStats(
             num_running=len(self.scheduler.running),

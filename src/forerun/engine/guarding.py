@@ -1,4 +1,4 @@
-"""Protects the state of an engine from second threads, forks and interrupts within a step."""
+"""Protects the state of an engine against use by other threads, forks and interrupts in a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGINT = int(signal.SIGINT)
 
 
 class EngineGuard:
-    """A context manager around every change of an engine's state; it may be nested.
+    """Context manager for every change of an engine's state; it can be nested.
 
     It refuses a second thread and a forked process. An interrupt from the keyboard (SIGINT with
     Python's own handler) is raised when the outermost block ends, so that a step is taken as a
@@ -64,7 +64,7 @@ class EngineGuard:
             self._end_deferring(error)
 
     def _begin_deferring(self) -> None:
-        """Replace Python's own handler, unless another one is in place or it is done already."""
+        """Replace Python's interrupt handler, unless a custom handler is installed."""
         if self._defers or threading.get_ident() != self._main_thread:
             return
         if _signal.getsignal(SIGINT) is signal.default_int_handler:
@@ -73,7 +73,7 @@ class EngineGuard:
             self._defers = True
 
     def _end_deferring(self, error: BaseException | None) -> None:
-        """Put Python's own handler back, and raise the interrupt that came meanwhile."""
+        """Restore Python's interrupt handler, and raise an interrupt that was deferred."""
         if not self._defers or threading.get_ident() != self._main_thread:
             return
         self._defers = False
@@ -83,7 +83,7 @@ class EngineGuard:
             raise KeyboardInterrupt from error
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first interrupt; raise the second."""
+        """Defer the first interrupt; raise the second."""
         if self._interrupted:
             signal.default_int_handler(number, frame)
         self._interrupted = True

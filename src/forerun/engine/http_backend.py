@@ -1,4 +1,4 @@
-"""A backend over HTTP: any server that speaks the OpenAI API, asked by streams of completions."""
+"""Backend over HTTP for servers with the OpenAI API, through streamed completions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "abort": "abor
 
 @dataclass(slots=True, kw_only=True)
 class Arriving:
-    """One sample while its events arrive.
+    """One sample of a request while its events are received.
 
     Attributes:
         started_s: when its request was posted.
@@ -63,7 +63,7 @@ class Arriving:
         self.last = chunk
 
     def completion(self, ended_s: float) -> Completion:
-        """Return the finished sample; one that was cut off ends with "abort"."""
+        """Return the finished sample; an incomplete one has the finish reason "abort"."""
         ttft_s = None if self.first_s is None else self.first_s - self.started_s
         last = self.last
         return Completion(
@@ -84,7 +84,7 @@ class Arriving:
 
 
 class HttpBackend:
-    """Generates text on a server; a `Backend` as `Engine` is one.
+    """Generates text on a server, with the `Backend` interface that `Engine` has too.
 
     Token ids are those of the server where it returns them (vLLM, forerun), and otherwise those
     that the tokenizer makes of the text. One sample per prompt is asked for, without
@@ -131,7 +131,7 @@ class HttpBackend:
         self._acceptance = AcceptanceCounts()
 
     def __enter__(self) -> HttpBackend:
-        """Return itself."""
+        """Return the backend, whose connections are closed at the end of the block."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -139,7 +139,7 @@ class HttpBackend:
         self.close()
 
     def close(self) -> None:
-        """Close the connections to the server; the backend is of no use afterwards."""
+        """Close the connections to the server; the backend cannot be used afterwards."""
         self.endpoint.closing.set()
         self.client.close()
 
@@ -162,7 +162,7 @@ class HttpBackend:
         prompts: str | Seq[str | Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Finish all prompts, at most 64 at once, and return one output per prompt, in order.
+        """Generate for all prompts, at most 64 at once, and return one output per prompt, in order.
 
         Raises:
             InvalidRequest: the server refuses a request, or a parameter has no name in its API.
@@ -193,7 +193,7 @@ class HttpBackend:
             self._end(request_id)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at its next event and return what arrived; None where it is unknown."""
+        """End a request at its next event and return its output; None if its id is unknown."""
         with self._lock:
             ended, arriving = self._ended.get(request_id), self._arriving.get(request_id)
         if ended is None or arriving is None:
@@ -206,7 +206,7 @@ class HttpBackend:
         )
 
     def stats(self) -> BackendStats:
-        """Return counts of the requests of this client alone, those that run included."""
+        """Return counts of this client's requests, including running ones."""
         with self._lock:
             counts = self._acceptance
             return BackendStats(
@@ -219,7 +219,7 @@ class HttpBackend:
             )
 
     def capabilities(self) -> Capabilities:
-        """Return the features and limits that the server names."""
+        """Return the features and limits that the server reports."""
         return self._capabilities
 
     def _body(self, prompt: str | Seq[int], params: SamplingParams) -> dict[str, object]:
@@ -290,7 +290,7 @@ class HttpBackend:
     def _read(
         self, event: Mapping[str, Any], arriving: Arriving, request_id: str
     ) -> list[StreamChunk]:
-        """Return the chunks of an event, and keep the counts of its usage."""
+        """Return the chunks of an event, and store the token counts of its `usage` object."""
         try:
             if event.get("usage"):
                 note_usage(event["usage"], arriving)
@@ -302,7 +302,7 @@ class HttpBackend:
 
 
 def capabilities_of(card: Mapping[str, Any]) -> Capabilities:
-    """Return the features that the entry of `/v1/models` names."""
+    """Return the features that the server's entry in `/v1/models` names."""
     length = card.get("max_model_len")
     methods = card.get("drafters")
     return Capabilities(
@@ -314,7 +314,7 @@ def capabilities_of(card: Mapping[str, Any]) -> Capabilities:
 
 
 def chunk_of(choice: Mapping[str, Any], request_id: str) -> StreamChunk:
-    """Return the chunk that one choice of an event holds."""
+    """Return the chunk in one choice of an event."""
     ended = choice.get("finish_reason")
     return StreamChunk(
         request_id=request_id,
@@ -328,7 +328,7 @@ def chunk_of(choice: Mapping[str, Any], request_id: str) -> StreamChunk:
 
 
 def note_usage(usage: Mapping[str, Any], arriving: Arriving) -> None:
-    """Keep the counts of a usage."""
+    """Store the token counts of a response's `usage` object."""
     arriving.num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
     tokens = usage.get("completion_tokens")
     arriving.num_tokens = None if tokens is None else int(tokens)
@@ -337,7 +337,7 @@ def note_usage(usage: Mapping[str, Any], arriving: Arriving) -> None:
 
 
 def counts_of(figures: Mapping[str, Any]) -> AcceptanceCounts:
-    """Return counts whose figures per position are those that a server of forerun reports.
+    """Return acceptance counts that reproduce the figures per position of a forerun server.
 
     A server reports how many steps drafted and accepted each position, and not both together. The
     steps that drafted most are taken for those that accepted most, which leaves tau and every rate

@@ -1,4 +1,4 @@
-"""Checks of requests, and the sequences made from them."""
+"""Checks requests and creates their sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Prompt = str | Seq[int]
 
 
 class Intake:
-    """Checks requests and makes their sequences; it changes nothing, so any thread may use it.
+    """Checks requests and creates their sequences without changing state, from any thread.
 
     Args:
         target: the model that will read the prompts.
@@ -50,18 +50,18 @@ class Intake:
 
     @property
     def max_context(self) -> int:
-        """Prompt plus output tokens one sequence may have."""
+        """Maximum number of prompt and output tokens of one sequence."""
         return min(self.config.max_context, self.target.max_context)
 
     @property
     def max_unfinished(self) -> int:
-        """Sequences that may run and wait at once."""
+        """Maximum number of sequences that run or wait."""
         return self.config.max_batch + self.config.max_waiting
 
     def check(
         self, prompt: Prompt, params: SamplingParams, mask: TokenMask | None = None
     ) -> list[int]:
-        """Return the ids of a prompt after checking it, its parameters and its mask.
+        """Check a prompt with its parameters and mask, and return the token ids.
 
         Raises:
             InvalidRequest: the prompt cannot be continued; the message says why and what to do.
@@ -98,7 +98,7 @@ class Intake:
             )
 
     def _check_possible(self, params: SamplingParams) -> None:
-        """Refuse parameters that forbid every token, even if only before min_tokens are reached."""
+        """Refuse parameters that forbid every token, at all positions or before min_tokens."""
         ends = params.ending_tokens(self.eos_token_ids) if params.min_tokens else frozenset()
         forbidden = ends.union(params.bad_token_ids)
         allowed: Iterable[int] = range(self.target.vocab_size)
@@ -117,7 +117,7 @@ class Intake:
         )
 
     def _check_mask(self, mask: TokenMask) -> None:
-        """Refuse a mask that lacks a method, has another width, or allows no first token."""
+        """Refuse a mask with missing methods, a wrong width, or no allowed first token."""
         if not isinstance(mask, TokenMask):
             raise InvalidRequest(f"the mask is {mask!r}; it needs fork, advance and allowed")
         try:
@@ -138,7 +138,7 @@ class Intake:
             )
 
     def check_terms(self, terms: RequestTerms | None) -> RequestTerms:
-        """Return the terms of a request, or the default ones.
+        """Return the scheduling settings of a request after a check, or the default ones.
 
         Raises:
             InvalidRequest: they are something else than RequestTerms.
@@ -152,7 +152,7 @@ class Intake:
         return terms
 
     def check_open(self, n: int, num_unfinished: int) -> None:
-        """Refuse `n` more sequences where too many are running and waiting.
+        """Refuse `n` more sequences if too many are running and waiting.
 
         Raises:
             QueueFull: there is no place for all of them.
@@ -188,7 +188,7 @@ class Intake:
         terms: RequestTerms,
         mask: TokenMask | None = None,
     ) -> list[Sequence]:
-        """Make one sequence per sample of a checked request; each has its own fork of the mask."""
+        """Create one sequence per sample of a checked request, each with its fork of the mask."""
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         room = self.max_context - len(ids)
         max_new = room if params.max_tokens is None else min(room, params.max_tokens)
@@ -221,7 +221,7 @@ class Intake:
     def _history(
         self, params: SamplingParams, ids: list[int], mask: TokenMask | None
     ) -> History | None:
-        """Token counts and the mask of a request, or None where no processor needs them."""
+        """Return token counts and mask of a request; None if no logits processor needs them."""
         if mask is None and not params.needs_history:
             return None
         return History.of(
@@ -293,13 +293,13 @@ def as_ids(prompt: object) -> list[int]:
 
 
 def chat_hint(value: object) -> str:
-    """Where messages of a conversation belong, as the end of an error; empty for other values."""
+    """Return a hint for errors on how to pass conversations; empty for other values."""
     is_message = isinstance(value, Mapping) and "role" in value
     return "; for the messages of a conversation call chat" if is_message else ""
 
 
 def is_id(value: object) -> bool:
-    """Whether a value is an integer; those of numpy and torch are included."""
+    """Whether a value is an integer, including those of numpy and torch."""
     try:
         index(value)  # type: ignore[arg-type]  # whether it may be one is the question
     except (TypeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Load target and draft for an engine and check that they fit each other."""
+"""Loads target and draft for an engine, and checks that they are compatible."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ Source: TypeAlias = "str | Path | PreTrainedModel"
 
 
 def as_sources(drafts: Source | Sequence[Source]) -> Sequence[Source]:
-    """Return one draft or several as a list."""
+    """Return a list of drafts from one draft or several."""
     if isinstance(drafts, Sequence) and not isinstance(drafts, str):
         return drafts
     return [drafts]
 
 
 def is_source(value: object) -> TypeGuard[Source]:
-    """Whether a value is a model, or the name of one."""
+    """Whether a value is a loaded model or the name of a model."""
     # A loaded model implies that transformers was imported, which takes seconds.
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(value, transformers.PreTrainedModel):
@@ -73,7 +73,7 @@ def is_source(value: object) -> TypeGuard[Source]:
 def load_target(
     source: Source, tokenizer: object, *, dtype: str, device: str, config: EngineConfig
 ) -> tuple[LanguageModel, Tokenizer, frozenset[int]]:
-    """Load or take over the target, its tokenizer and the ids that end a text.
+    """Load a target or use a loaded one, with its tokenizer and end-of-text token ids.
 
     Raises:
         InvalidRequest: a loaded model without a tokenizer, or something that is no model.
@@ -104,7 +104,7 @@ def load_target(
 
 
 def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageModel:
-    """Return a model that transformers has loaded, with KV for the configured batch.
+    """Wrap a model that transformers loaded, with a KV store for the configured batch.
 
     Raises:
         InvalidModel: its architecture is not supported.
@@ -120,7 +120,7 @@ def adapt_loaded(network: PreTrainedModel, config: EngineConfig) -> LanguageMode
 
 
 def as_tokenizer(tokenizer: object) -> Tokenizer:
-    """Return our tokenizer for one of transformers, a folder or a name.
+    """Return a forerun tokenizer for a transformers tokenizer, a folder or a name.
 
     Raises:
         InvalidRequest: the argument is something else.
@@ -142,7 +142,7 @@ def as_tokenizer(tokenizer: object) -> Tokenizer:
 
 
 def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None:
-    """Refuse a K that the model's context has no room for.
+    """Refuse a K that does not fit into the model's context.
 
     Raises:
         InvalidRequest: naming both.
@@ -156,7 +156,7 @@ def check_room(name: object, model: LanguageModel, config: EngineConfig) -> None
 
 
 def load_pair_member(name: str | Path, *, dtype: str, device: str, config: EngineConfig) -> Loaded:
-    """Load a model with KV for the configured batch and its staged rows, and its tokenizer."""
+    """Load a model with its tokenizer and a KV store for the configured batch and staged rows."""
     model = load_model(
         name,
         dtype=dtype,
@@ -212,7 +212,7 @@ def load_drafters(
     dtype: str,
     config: EngineConfig,
 ) -> Drafter:
-    """Load one drafter per name and join them; a plan names the one it uses.
+    """Load one drafter per name and combine them into one drafter that plans choose from.
 
     Raises:
         InvalidRequest: the list is empty, or as for `load_drafter`.
@@ -224,7 +224,7 @@ def load_drafters(
 
 
 def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Collect the ids that end a text from generation settings, configuration and tokenizer.
+    """Collect the end-of-text ids from generation settings, configuration and tokenizer.
 
     Raises:
         InvalidModel: one of the files cannot be read.
@@ -240,7 +240,7 @@ def eos_token_ids(name: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> None:
-    """Refuse a draft with another vocabulary; warn about one as large as the target.
+    """Refuse a draft with another vocabulary, and warn if it is as large as the target.
 
     Raises:
         IncompatibleDraft: some token id means different text to the two.
@@ -255,7 +255,7 @@ def check_pair(target: LanguageModel, tokenizer: Tokenizer, draft: Loaded) -> No
 
 
 def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:
-    """Refuse a drafter that reads layers which the target does not have.
+    """Refuse a drafter that reads layers beyond those of the target.
 
     Raises:
         UnsupportedFeatures: naming the first such layer.
@@ -289,7 +289,7 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
 def default_controller(
     config: EngineConfig, drafter: Drafter | None, costs: Mapping[str, CostSource]
 ) -> Controller:
-    """Build the controller that the settings name; without a drafter it always decodes plainly.
+    """Build the controller that the settings select; without a drafter it plans plain steps.
 
     Args:
         config: of the engine.
@@ -317,12 +317,12 @@ def default_controller(
 
 
 def method_names(drafter: Drafter) -> tuple[str, ...]:
-    """Return the method of a drafter, or those of several behind one interface."""
+    """Return the method of a drafter, or the methods of all drafters that it combines."""
     return tuple(drafter.drafters) if isinstance(drafter, SeveralDrafters) else (drafter.method,)
 
 
 def tree_method(drafter: Drafter, tree: Tree) -> str:
-    """Return the method of plans for a tree; it names all drafters, whose trees are merged.
+    """Return the method name of tree plans, which joins the names of all drafters.
 
     Raises:
         InvalidRequest: a drafter proposes chains only; the message names it.

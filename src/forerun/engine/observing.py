@@ -1,4 +1,4 @@
-"""The interface of observers, which see every step of an engine."""
+"""Interface of observers, which receive every step of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EmittedRecords", "ObservedStep", "StepObserver"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ObservedStep:
-    """One finished step: its tokens are committed, and observers must not change anything.
+    """A finished step with committed tokens, which observers must not modify.
 
     Attributes:
         records: one per sequence that emitted tokens.
@@ -39,11 +39,11 @@ class StepObserver(Protocol):
 
     @property
     def is_required(self) -> bool:
-        """Whether results are wrong without the observer, as a trace that lacks steps is."""
+        """Whether results are wrong if the observer fails, as in a trace that lacks steps."""
 
     @property
     def wants_logits(self) -> bool:
-        """Whether the logits of every emitting row must be kept until the observer has seen them.
+        """Whether the logits of every emitting row must be kept until the observer has run.
 
         They take rows x vocabulary numbers of memory during the step.
         """
@@ -53,7 +53,7 @@ class StepObserver(Protocol):
 
 
 class EmittedRecords:
-    """An observer that passes the step records to a function, one by one.
+    """Observer that passes single step records to a function.
 
     Example:
         records: list[StepRecord] = []
@@ -70,6 +70,6 @@ class EmittedRecords:
         self.receive = receive
 
     def observe(self, step: ObservedStep) -> None:
-        """Hand over the records."""
+        """Pass the step's records to the function."""
         for record in step.records:
             self.receive(record)

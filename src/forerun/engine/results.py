@@ -1,4 +1,4 @@
-"""Results of requests, and the conditions that end them.
+"""Results of requests, and their stop conditions.
 
 Tokens of an accepted block are checked one at a time, as plain decoding would do, so that a
 stop inside the block drops what follows it.
@@ -34,14 +34,14 @@ FinishReason = Literal["stop", "length", "deadline", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Reason for the end of a sequence: finish reason, and the matched token or string."""
+    """The reason that a sequence ended, and the stop token or string that matched."""
 
     finish_reason: FinishReason
     stop_reason: str | int | None = None
 
 
 class TokenStops:
-    """The stop conditions that depend on ids and counts alone."""
+    """Stop conditions that depend on token ids and counts only."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_new: int) -> None:
         self.eos = params.heeded_eos(eos_token_ids)
@@ -50,7 +50,7 @@ class TokenStops:
         self.min_tokens = params.min_tokens
 
     def check(self, token: int, num_output: int) -> Stop | None:
-        """Return the stop that `token`, the `num_output`-th output token, causes."""
+        """Return the stop that output token number `num_output` causes; None if it causes none."""
         if num_output > self.min_tokens:
             if token in self.eos:
                 return Stop(finish_reason="stop")
@@ -83,7 +83,7 @@ def find_stop_string(text: str, start: int, stops: tuple[str, ...]) -> tuple[int
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Return how many characters at the end of `text` may be the start of a stop string."""
+    """Return how many characters at the end of `text` could be the start of a stop string."""
     longest = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -100,7 +100,7 @@ def sample_key(request_id: str, index: int, num_samples: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one emitted token, before any processing.
+    """Log-probabilities at one emitted token, before any sampling parameter is applied.
 
     Attributes:
         token_id: the emitted token.
@@ -163,7 +163,7 @@ class RequestOutput:
 
     @property
     def outputs(self) -> tuple[Completion, ...]:
-        """The samples, by the name that vLLM uses."""
+        """The samples, under the name that vLLM uses."""
         return self.completions
 
     @property
@@ -209,7 +209,7 @@ def request_records(
     *,
     with_tokens: bool = False,
 ) -> list[RequestRecord]:
-    """Return one record per sample of a finished request, named as in its steps.
+    """Return one trace record per sample of a finished request.
 
     Args:
         output: of the request.
@@ -235,7 +235,7 @@ def request_records(
 
 
 def plain(value: object) -> Json:
-    """Convert the value of a parameter to what JSON can hold."""
+    """Convert the value of a parameter to a JSON value."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

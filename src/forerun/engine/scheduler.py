@@ -46,7 +46,7 @@ PLAIN = Plan()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScheduledSequence:
-    """What one running sequence drafts, feeds and emits in one step, filled in by the step.
+    """A running sequence in one step: what it drafts, feeds and emits.
 
     Attributes:
         sequence: the committed state of the sequence.
@@ -84,56 +84,56 @@ class ScheduledSequence:
 
     @property
     def context(self) -> Context:
-        """The target's view of the sequence."""
+        """The sequence's rows in the target's KV store."""
         context = self.sequence.context
         assert context is not None
         return context
 
     @property
     def decodes(self) -> bool:
-        """Whether a single token is pending, so that the sequence may draft."""
+        """Whether a single token is pending, so that the sequence can draft."""
         return self.num_pending == 1
 
     @property
     def prefills(self) -> bool:
-        """Whether it feeds prompt tokens, or reads its output again after a preemption."""
+        """Whether the sequence feeds its prompt, or its output again after a preemption."""
         # The last chunk of a prompt may be one row, as decoding always is.
         return self.num_chain > 1 or self.sequence.num_output == self.num_emitted
 
     @property
     def completes(self) -> bool:
-        """Whether all pending tokens are fed, so that the pass yields tokens."""
+        """Whether all pending tokens are fed in this step, so that the pass yields tokens."""
         return self.num_chain == self.num_pending
 
     @property
     def tree(self) -> TokenTree:
-        """Draft nodes; empty for a plain step."""
+        """Tree of the draft nodes; empty for a plain step."""
         return NO_TREE if self.proposal is None else self.proposal.tree
 
     @property
     def num_drafted(self) -> int:
-        """Draft nodes, each a row of the pass."""
+        """Number of draft nodes, each of which is a row of the pass."""
         return 0 if self.proposal is None else len(self.proposal.tree.parents)
 
     @property
     def num_logit_rows(self) -> int:
-        """Rows whose logits yield tokens: the last pending token's, then one per draft node."""
+        """Number of rows with logits: the last pending token's row and one row per draft node."""
         return 1 + self.num_drafted
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest draft node, 0 without any."""
+        """Depth of the deepest draft node; 0 without draft nodes."""
         return max(self.tree.depths, default=0)
 
     @property
     def params(self) -> SamplingParams:
-        """Parameters of the request, with the plan's verification where it has one."""
+        """Sampling parameters of the request, with the plan's verification method if it has one."""
         params, verification = self.sequence.params, self.plan.verification
         return params if verification is None else replace(params, verification=verification)
 
     @property
     def rule(self) -> Rule:
-        """Name of the verifier; "greedy" where the argmax of the raw logits decides."""
+        """Name of the verifier; "greedy" if the argmax of the raw logits decides."""
         params = self.params
         if params.greedy and self.sequence.history is None:
             return "greedy"
@@ -143,7 +143,7 @@ class ScheduledSequence:
         return "walk" if method == "coupled" else method
 
     def pending(self) -> list[int]:
-        """Return the pending tokens, which are fed before the draft nodes."""
+        """Return the pending tokens, whose rows precede those of the draft nodes."""
         return self.context.pending(self.num_chain)
 
     def span(self) -> Span:
@@ -151,7 +151,7 @@ class ScheduledSequence:
         return self.context.span(self.num_chain, self.tree)
 
     def row_histories(self, drafted: list[int], vocab_size: int) -> list[RowHistory | None]:
-        """History of every row, extended along its path in the tree of `drafted` ids.
+        """Return the history of every row, extended along its path in the tree of `drafted` ids.
 
         Raises:
             MaskError: the token mask of the request raised, or returned something else than one
@@ -170,7 +170,7 @@ class ScheduledSequence:
         return list(rows)
 
     def _mask_error(self, problem: str) -> MaskError:
-        """The error for a token mask of this request."""
+        """Return the error for an exception in this request's token mask."""
         return MaskError(
             f"request {self.sequence.key}: its token mask {problem}; nothing of this step was "
             "emitted: abort it, the others go on",
@@ -198,7 +198,7 @@ class ScheduledSequence:
             self.context.commit([*range(self.num_chain), *(self.num_chain + n for n in path)])
 
     def _note_times(self) -> None:
-        """Note when the first token came, and when the sequence ended."""
+        """Record the times of the first token and of the sequence's end."""
         sequence = self.sequence
         if sequence.first_token_at_s is not None and sequence.stop is None:
             return
@@ -209,7 +209,7 @@ class ScheduledSequence:
             sequence.finished_at_s = now_s
 
     def token_logprobs(self) -> list[TokenLogprobs]:
-        """Raw log-probabilities of the emitted tokens; the logits must have been kept."""
+        """Return raw log-probabilities of the emitted tokens, whose logits must have been kept."""
         verdict, logits = self.verdict, self.logits
         assert verdict is not None
         assert logits is not None
@@ -230,7 +230,7 @@ MAX_LOOKED_AT = 32
 
 
 class Scheduler:
-    """The waiting and the running sequences; it holds no state of a model.
+    """Queue of waiting sequences and batch of running ones, without any model state.
 
     Attributes:
         waiting: those without a place, the next one first.
@@ -244,12 +244,12 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that wait or run."""
+        """Number of sequences that wait or run."""
         return len(self.waiting) + len(self.running)
 
     @property
@@ -262,7 +262,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=rank)
 
     def preempt(self, num_free_slots: int) -> list[Sequence]:
-        """Move sequences from the batch back to the queue; returns them, still with their context.
+        """Move sequences back to the queue; returns them before their KV slots are freed.
 
         The last in order gives way where the KV holds too many rows, and where a waiting sequence
         with a lower priority number would have no room otherwise. One sequence always stays.
@@ -285,13 +285,13 @@ class Scheduler:
         return most is not None and len(self.running) > 1 and self._num_kv_tokens() > most
 
     def _outranks(self, last: Sequence, num_free_slots: int) -> bool:
-        """Whether the next in the queue needs, and may take, the place of `last`."""
+        """Whether the next waiting sequence must and may preempt the running sequence `last`."""
         if not self.waiting or self.waiting[0].rank[0] >= last.rank[0]:
             return False
         return not self._has_room(self.waiting[0], num_free_slots)
 
     def admit(self, num_free_slots: int) -> Iterator[Sequence]:
-        """Move waiting sequences into the batch while there is room, one at a time.
+        """Move waiting sequences into the batch one at a time while there is room.
 
         Give each its context before asking for the next: the next may begin with its tokens.
         """
@@ -316,14 +316,14 @@ class Scheduler:
         return self._num_kv_tokens() + self._kv_tokens(sequence) <= most
 
     def _kv_tokens(self, sequence: Sequence) -> int:
-        """Rows a sequence may have in the KV at the end of the next pass."""
+        """Number of KV rows that a sequence may have after the next pass."""
         return len(sequence.ids) + self.config.max_nodes
 
     def _num_kv_tokens(self) -> int:
         return sum(map(self._kv_tokens, self.running))
 
     def _is_being_read(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is reading a prefix that this one could then reuse."""
+        """Whether a running sequence is feeding a prefix that `sequence` could reuse afterwards."""
         return sequence.scope is not None and any(
             num_unread(reader, sequence) >= MIN_SHARED_TOKENS
             for reader in self.running
@@ -338,14 +338,14 @@ class Scheduler:
             self.running.remove(sequence)
 
     def drop_finished(self) -> list[Sequence]:
-        """Remove the sequences that have stopped from the batch, and return them."""
+        """Remove finished sequences from the batch and return them."""
         finished = [s for s in self.running if s.stop is not None]
         if finished:
             self.running = [s for s in self.running if s.stop is None]
         return finished
 
     def assign_rows(self, scheduled: Seq[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Decide how many pending tokens every running sequence feeds in this pass.
+        """Decide how many pending tokens each running sequence feeds in this pass.
 
         Args:
             scheduled: all running sequences, with proposals already within the budget.
@@ -368,12 +368,12 @@ class Scheduler:
 
 
 def rank(sequence: Sequence) -> tuple[int, int]:
-    """Sort key: priority, then order of arrival."""
+    """Return the sort key of a sequence: priority, then order of arrival."""
     return sequence.rank
 
 
 def num_unread(reader: Sequence, sequence: Sequence) -> int:
-    """Number of tokens of the common prefix that `reader` has yet to feed after its next one."""
+    """Number of shared prefix tokens that `reader` has not fed yet; 0 if it decodes."""
     if reader.context is None or reader.context.num_pending <= 1:
         return 0
     num_common = min(common_length(reader.ids, sequence.ids), len(sequence.ids) - 1)

@@ -1,4 +1,4 @@
-"""A sequence: the committed state of one sample, with its ids, text, stops and counts."""
+"""Sequence: the committed state of one sample, with its token ids, text and counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Sequence", "output_of"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DraftState:
-    """Drafter-related state that the engine keeps of a sequence.
+    """State of a sequence that concerns its drafter.
 
     Attributes:
         request: the drafter's view of the sequence; None until the drafter has seen it.
@@ -107,17 +107,17 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Emitted tokens."""
+        """Number of emitted tokens."""
         return len(self.ids) - self.num_prompt
 
     @property
     def may_draft(self) -> bool:
-        """Whether the drafter's pause is over."""
+        """Whether the drafter is not paused for this sequence."""
         return self.draft.paused_until <= len(self.ids)
 
     @property
     def max_new(self) -> int:
-        """Tokens that may still be emitted."""
+        """Number of tokens that may still be emitted."""
         return self.stops.max_new - self.num_output
 
     @property
@@ -161,7 +161,7 @@ class Sequence:
         return by_token
 
     def take_chunk(self) -> StreamChunk:
-        """Return what is new since the last call, without text that a stop string may yet cut."""
+        """Return what is new since the last call, except a possible start of a stop string."""
         if self.stop is not None and self.text_end is None:
             self.detokenizer.finish()
         text = self.text
@@ -207,7 +207,7 @@ class Sequence:
         )
 
     def _readable_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...] | None:
-        """The log-probabilities with the texts of their tokens; None unless they were asked for."""
+        """Return log-probabilities with token texts; None if the request did not ask for them."""
         if self.params.logprobs is None:
             return None
 
@@ -225,7 +225,7 @@ class Sequence:
 
 
 def output_of(samples: list[Sequence], tokenizer: Tokenizer) -> RequestOutput:
-    """Return the result of a request whose samples have all ended."""
+    """Return the output of a request after all of its samples have ended."""
     first = samples[0]
     return RequestOutput(
         request_id=first.request_id,

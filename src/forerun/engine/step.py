@@ -34,7 +34,7 @@ logger = logging.getLogger("forerun.engine")
 
 
 class StepClock:
-    """Seconds of drafting, of the target pass, and of everything else in one step.
+    """Measures the seconds of drafting, of the target pass, and of the rest of one step.
 
     On the CPU these are clock readings. A CUDA device runs behind the host, so there the two passes
     are timed by events in its own stream; they are read once the step's tokens have been waited for
@@ -51,7 +51,7 @@ class StepClock:
         self._marks: list[float | torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Record the start or end of drafting or of the target pass; called four times a step."""
+        """Record the start or end of drafting or of the target pass; called four times per step."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotations here
             event.record()
@@ -60,7 +60,7 @@ class StepClock:
             self._marks.append(time.monotonic())
 
     def durations(self) -> tuple[float, float, float]:
-        """Seconds of drafting, of the target pass, and of the rest of the step up to now."""
+        """Seconds of drafting, of the target pass, and of the rest of the step so far."""
         total_s = max(0.0, time.monotonic() - self.started_s)
         draft_s, verify_s = self._between(0), self._between(2)
         return draft_s, verify_s, max(0.0, total_s - draft_s - verify_s)
@@ -80,7 +80,7 @@ Verify = Callable[
 
 
 class Stepper:
-    """Runs engine steps; all state of requests is in the scheduler's sequences.
+    """Runs engine steps; all request state is in the scheduler's sequences.
 
     Attributes:
         verify: verifies all emitting sequences of a pass; experiments may replace it.
@@ -151,7 +151,7 @@ class Stepper:
         self._notify_observers(fed, emitting, records)
 
     def _decide_plans(self, scheduled: Seq[ScheduledSequence], now_s: float) -> None:
-        """Plan for the sequences that may draft: the prompt is read and the drafter not paused."""
+        """Request plans for sequences that may draft: prompt fully fed and drafter not paused."""
         if self.drafter is None:
             return
         free = [entry for entry in scheduled if entry.decodes and entry.sequence.may_draft]
@@ -164,7 +164,7 @@ class Stepper:
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
 
     def _propose(self, scheduled: Seq[ScheduledSequence]) -> None:
-        """Ask the drafter for the proposals that plans allow."""
+        """Request proposals from the drafter within the limits of the plans."""
         drafting = [entry for entry in scheduled if entry.plan.num_speculative_tokens]
         if self.drafter is not None and drafting:
             self.drafter.propose(drafting)
@@ -173,7 +173,7 @@ class Stepper:
     def _forward_and_verify(
         self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
     ) -> None:
-        """Run the one target pass and verify the sequences that it yields tokens for."""
+        """Run the target once and verify all sequences whose pending tokens are fed."""
         clock.mark()
         batch = self._batch(fed)
         output = self.target.forward(batch)
@@ -195,7 +195,7 @@ class Stepper:
             note_top_tokens(emitting, output.logits, tokens, min(top_k, output.logits.shape[1]))
 
     def _batch(self, fed: Seq[ScheduledSequence]) -> RowBatch:
-        """Rows of all entries: pending tokens, then draft nodes; logits where tokens come out."""
+        """Return the rows of the pass, with logits requested where tokens are emitted."""
         device = self.target.device
         wanted: list[int] = []
         row = 0
@@ -210,7 +210,7 @@ class Stepper:
     def _stage_features(
         self, fed: Seq[ScheduledSequence], features: Float[Tensor, "rows layers width"]
     ) -> None:
-        """Keep the features of all rows beside their KV, where the commit finds them."""
+        """Stage the features of all rows in the KV store until the commit."""
         row = 0
         for entry in fed:
             end = row + entry.num_chain + entry.num_drafted
@@ -221,7 +221,7 @@ class Stepper:
     def _records(
         self, emitting: Seq[ScheduledSequence], fed: Seq[ScheduledSequence], clock: StepClock
     ) -> list[StepRecord]:
-        """One trace record per sequence that emitted; durations belong to the whole cycle."""
+        """Return one trace record per emitting sequence; durations refer to the whole cycle."""
         num_prefill = sum(entry.num_chain for entry in fed if entry.prefills)
         batch_rows = sum(entry.num_chain + entry.num_drafted for entry in fed)
         draft_s, verify_s, other_s = clock.durations()
@@ -256,7 +256,7 @@ class Stepper:
         ]
 
     def _count(self, emitting: Seq[ScheduledSequence]) -> None:
-        """Add the step to the counts."""
+        """Add the step to the engine's counts."""
         self.cycle_id += 1
         for entry in emitting:
             assert entry.verdict is not None
@@ -270,7 +270,7 @@ class Stepper:
         emitting: Seq[ScheduledSequence],
         records: Seq[StepRecord],
     ) -> None:
-        """Pass the step to the observers, in the order in which they were added."""
+        """Pass the step to the observers in the order in which they were added."""
         if not self.observers:
             return
         prefilling = [entry for entry in fed if not entry.completes]
@@ -292,7 +292,7 @@ def note_top_tokens(
     tokens: Int64[Tensor, " rows"],
     top_k: int,
 ) -> None:
-    """Keep the most likely tokens of every row, by the token that was fed there."""
+    """Store the most likely next tokens of every row, under the token that was fed there."""
     likely, fed = logits.topk(top_k, dim=-1).indices.tolist(), tokens.tolist()
     row = 0
     for entry in emitting:
@@ -302,7 +302,7 @@ def note_top_tokens(
 
 
 def bounded(plan: Plan, max_nodes: int, max_depth: int) -> Plan:
-    """Return the plan, cut to the rows per sequence and to the tokens that may be emitted.
+    """Return the plan, limited to the available rows and to the tokens that may be emitted.
 
     The pass itself yields one token more than are accepted.
     """
@@ -329,7 +329,7 @@ def path_in_tree(
 
 
 def state_of(sequence: Sequence, now_s: float) -> RequestState:
-    """Return the state of a sequence that controllers get."""
+    """Return the state of a sequence in the form that controllers receive."""
     ends_at_s = sequence.ends_at_s
     return RequestState(
         request_id=sequence.key,
@@ -344,7 +344,7 @@ def state_of(sequence: Sequence, now_s: float) -> RequestState:
 
 
 def tokens_of(fed: Seq[ScheduledSequence], device: torch.device) -> list[int] | Tensor:
-    """Return the tokens of a pass: of each entry, the pending tokens, then the draft nodes.
+    """Return the input tokens of a pass: for each entry its pending tokens, then its draft nodes.
 
     Nodes that are on a device are copied there without waiting for them.
     """

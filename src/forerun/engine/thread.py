@@ -1,4 +1,4 @@
-"""An engine on a thread of its own: requests from any thread, results through queues.
+"""Runs an engine on its own thread; other threads submit requests and read queues of results.
 
 One thread owns the engine and steps it. Others leave calls in an inbox, which it empties between
 two steps, never within one: a call waits for the step that is going on, and no step ever waits for
@@ -54,7 +54,7 @@ class Ticket:
         self._error: ForerunError | None = None
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        """Yield chunks until the request ends; raises what `result` would raise."""
+        """Yield chunks until the request ends; raises the same errors as `result`."""
         while (chunk := self._chunks.get()) is not None:
             yield chunk
         self._chunks.put(None)  # for a second iteration
@@ -77,7 +77,7 @@ class Ticket:
             await ready.wait()
 
     async def wait(self) -> RequestOutput:
-        """Return what `result` returns, without blocking the event loop; chunks are left alone.
+        """Return the same as `result` without blocking the event loop; no chunk is consumed.
 
         Raises:
             NumericalError: the target returned NaN for the request.
@@ -90,7 +90,7 @@ class Ticket:
         return self.result()
 
     def result(self, timeout_s: float | None = None) -> RequestOutput:
-        """Wait for the request to end and return its output, which an abort may have cut short.
+        """Wait for the request to end and return its output, which is partial after an abort.
 
         Raises:
             TimeoutError: it has not ended after `timeout_s` seconds.
@@ -105,12 +105,12 @@ class Ticket:
         return self._output
 
     def abort(self) -> None:
-        """End the request after the current step; no effect once it has ended."""
+        """End the request after the current step; without effect if it has ended."""
         if not self._ended.is_set():
             self._abort()
 
     def put(self, chunk: StreamChunk) -> bool:
-        """Pass a chunk on; returns whether it was the request's last."""
+        """Queue a chunk; returns whether it was the last one of the request."""
         self._chunks.put(chunk)
         if self._wake is not None:
             self._wake()
@@ -118,7 +118,7 @@ class Ticket:
         return self._num_left == 0
 
     def end(self, outcome: RequestOutput | ForerunError) -> None:
-        """Wake the threads that wait for the request."""
+        """Set the result or the error of the request and wake its readers."""
         if isinstance(outcome, ForerunError):
             self._error = outcome
         else:
@@ -142,7 +142,7 @@ def waker(ready: asyncio.Event) -> Callable[[], None]:
 
 
 class EngineThread:
-    """Runs an engine on its own thread from `start` to `close`; use it only through this class.
+    """Runs an engine on its own thread; the engine must not be used directly meanwhile.
 
     Example:
         with EngineThread(engine) as running:
@@ -190,7 +190,7 @@ class EngineThread:
         self._owner.start()
 
     def close(self) -> None:
-        """Abort what goes on and wait for the thread to end; tickets raise EngineStopped.
+        """Abort unfinished requests and wait for the thread to end; tickets raise EngineStopped.
 
         To close it before it was started, or more than once, does nothing further. In a forked
         process there is no thread to wait for.
@@ -211,7 +211,7 @@ class EngineThread:
         terms: RequestTerms | None = None,
         mask: TokenMask | None = None,
     ) -> Ticket:
-        """Queue a request from any thread; its prompt is checked on the caller's thread.
+        """Queue a request from any thread; its prompt is checked on the calling thread.
 
         Raises:
             InvalidRequest: as `Engine.add_request`.
@@ -250,11 +250,11 @@ class EngineThread:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the engine's thread, if one did."""
+        """The error that ended the engine's thread; None if there was none."""
         return self._cause
 
     def check_running(self) -> None:
-        """Raise where a request could not be queued.
+        """Raise an error if the thread does not accept requests.
 
         Raises:
             EngineStopped: the engine was closed or not started, or an error ended it.
@@ -285,7 +285,7 @@ class EngineThread:
         self._stop()
 
     def _take_calls(self) -> bool:
-        """Run the calls left by other threads; wait for one where nothing is unfinished."""
+        """Run calls that other threads have queued; wait for one if no request is unfinished."""
         try:
             call = self._inbox.get(block=not self.engine.has_unfinished)
             while call is not None:
@@ -327,7 +327,7 @@ class EngineThread:
         ticket.end(outcome)
 
     def _stop(self) -> None:
-        """End every ticket; after an error the engine is not touched any more."""
+        """End every ticket; requests are aborted unless the engine failed."""
         with self._lock:
             self._is_open = False
             tickets = list(self._tickets.values())
@@ -339,7 +339,7 @@ class EngineThread:
             self._end(ticket, stopped)
 
     def _abort_quietly(self, request_id: str) -> None:
-        """Abort a request; an error must not keep the tickets of others waiting."""
+        """Abort a request and ignore errors, so that other tickets still end."""
         try:
             self.engine.abort(request_id)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the engine

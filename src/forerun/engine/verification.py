@@ -1,4 +1,4 @@
-"""Verification of all sequences of a pass, batched by the verifier that applies to each.
+"""Verifies all sequences of a pass in batches, one batch per verifier.
 
 Each batch waits for the device once: what verdicts are made of comes over together, the drafted
 tokens included.
@@ -42,7 +42,7 @@ __all__ = ["verify"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifyBatch:
-    """The scheduled sequences of a pass that the same verifier applies to.
+    """Scheduled sequences of a pass that are verified by the same method.
 
     Attributes:
         entries: the sequences.
@@ -99,7 +99,7 @@ def verify(
 
 
 def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
-    """Verify the sequences of a batch under one rule and return their verdicts."""
+    """Verify the sequences of a batch with one method and return their verdicts."""
     if rule == "greedy":
         return verify_greedy(batch)
     if rule == "walk":
@@ -110,7 +110,7 @@ def verify_batch(rule: Rule, batch: VerifyBatch) -> list[Verdict]:
 
 
 def refuse(entry: ScheduledSequence) -> None:
-    """Raise the error for a request whose logits cannot be used."""
+    """Raise NumericalError for a request whose logits or processed probabilities are invalid."""
     raise NumericalError(
         f"request {entry.sequence.key}: the target's logits are NaN or infinite, or its parameters "
         "leave no possible token; nothing was emitted: abort it, and check dtype and weights",
@@ -119,7 +119,7 @@ def refuse(entry: ScheduledSequence) -> None:
 
 
 def check_visited(entry: ScheduledSequence, path: tuple[int, ...], failed: Seq[bool]) -> None:
-    """Refuse a sequence if a token was taken from a row whose probabilities are not valid."""
+    """Refuse a sequence if a token was drawn from a row with invalid probabilities."""
     if failed[0] or any(failed[node + 1] for node in path):
         refuse(entry)
 
@@ -127,7 +127,7 @@ def check_visited(entry: ScheduledSequence, path: tuple[int, ...], failed: Seq[b
 def verdict_of(
     entry: ScheduledSequence, path: tuple[int, ...], emitted: tuple[int, ...], expected: float
 ) -> Verdict:
-    """Make the verdict of an accepted path; a bonus token follows a path that ends at a leaf."""
+    """Build the verdict of an accepted path, with a bonus token if the path ends at a leaf."""
     at_leaf = not entry.tree.children(path[-1] if path else -1)
     last = TokenSource.BONUS if at_leaf else TokenSource.RECOVERED
     return Verdict(
@@ -142,7 +142,7 @@ def verdict_of(
 
 
 def verify_greedy(batch: VerifyBatch) -> list[Verdict]:
-    """Walk along the raw argmax; the outcome is certain, so expected_accepted equals num_accepted.
+    """Accept nodes that equal the raw argmax, so that expected_accepted equals num_accepted.
 
     A row whose largest logit is not finite has no valid probabilities, as in `target_probs`.
     """
@@ -158,7 +158,7 @@ def verify_greedy(batch: VerifyBatch) -> list[Verdict]:
 
 
 def verify_walked(batch: VerifyBatch) -> list[Verdict]:
-    """Draw a token at every row and follow the tree as far as its nodes agree.
+    """Draw a target token at every row, and follow the tree while its nodes match.
 
     A row without valid probabilities matters only on the walked path: plain decoding would never
     have reached the rows of rejected nodes.
@@ -183,7 +183,7 @@ def verify_walked(batch: VerifyBatch) -> list[Verdict]:
 
 
 def match_probs(batch: VerifyBatch, probs: Tensor) -> Float[Tensor, " rows"]:
-    """Return the probability that each node is accepted if its parent was; 0 for the first row."""
+    """Return the probability that each node is accepted given its parent; 0 for the first row."""
     matches = []
     for entry, rows in batch.rows():
         rows_probs, tokens, proposal = probs[rows], batch.tokens[rows][1:], entry.proposal
@@ -236,7 +236,7 @@ def verify_sampled(batch: VerifyBatch, rule: Rule) -> list[Verdict]:
 
 
 def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
-    """The drafted chain of a sequence with its noise keys; empty for a plain step."""
+    """Return the drafted chain of a sequence with its noise keys; empty for a plain step."""
     sequence, proposal = entry.sequence, entry.proposal
     return DrawnChain(
         draft_probs=None if proposal is None else proposal.draft_probs,
@@ -250,7 +250,7 @@ def drawn_chain(entry: ScheduledSequence) -> DrawnChain:
 def verify_drawn_trees(
     batch: VerifyBatch, rule: Literal["traversal", "greedy_coupling"]
 ) -> list[Verdict]:
-    """Verify trees whose nodes were drawn from the draft, one after the other."""
+    """Verify trees whose nodes were drawn from the draft, one tree after another."""
     probs = probabilities(batch)
     proposals = [entry.proposal for entry in batch.entries]
     draft_probs = [p.draft_probs for p in proposals if p and p.draft_probs is not None]

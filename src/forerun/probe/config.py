@@ -1,4 +1,4 @@
-"""Settings of profiles and probes, and the measurements of a profile; torch-free."""
+"""Settings of profiles and probes, and the list of measurements in a profile; torch-free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeConfig:
-    """Settings of a profile: what is measured, and for how long.
+    """Settings of a profile: which times are measured, and for how long.
 
     Attributes:
         rows: rows per sequence of a target pass; a verify pass at K has K + 1.
@@ -93,7 +93,7 @@ THOROUGH = ProbeConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceConfig:
-    """Settings of a probe: how much is generated and timed.
+    """Settings of a probe: how many requests are generated and how long passes are timed.
 
     Attributes:
         num_prompts: prompts used, evenly from all that are given.
@@ -130,7 +130,7 @@ QUICK = EvidenceConfig(
 
 
 class Quantity(StrEnum):
-    """Kinds of times that a profile measures."""
+    """Kind of time that a profile measures."""
 
     TARGET_PASS = "target_pass"
     """A forward of the target; size: rows per sequence."""
@@ -180,7 +180,7 @@ class ProfileCell:
     size: int
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return a description of the cell for messages."""
         name = self.quantity.replace("_", " ")
         return f"{name} of size {self.size} at batch {self.batch}, context {self.context}"
 
@@ -198,7 +198,7 @@ def pass_cells(config: ProbeConfig, context: int) -> Iterator[ProfileCell]:
 def chain_cells(
     config: ProbeConfig, context: int, *, catches_up: bool = False
 ) -> Iterator[ProfileCell]:
-    """Draft chains at one context, and the single pass that sampled drafting repeats.
+    """Yield draft chains at one context, and the single pass that sampled drafting repeats.
 
     Args:
         config: of the profile.
@@ -217,13 +217,13 @@ def chain_cells(
 
 
 def read_cells(config: ProbeConfig, quantity: Quantity) -> Iterator[ProfileCell]:
-    """Passes of one model that read, at the shortest context."""
+    """Yield passes of one model over prompt rows, at the shortest context."""
     for size in config.read:
         yield ProfileCell(quantity=quantity, batch=1, context=config.contexts[0], size=size)
 
 
 def step_cells(config: ProbeConfig) -> Iterator[ProfileCell]:
-    """Engine steps, plain and speculative, and their overhead, at the shortest context."""
+    """Yield plain and speculative engine steps and their overhead, at the shortest context."""
     for quantity in OVERHEAD_OF:
         for batch in config.batches:
             for k in (0, *config.drafted):
@@ -235,7 +235,7 @@ def step_cells(config: ProbeConfig) -> Iterator[ProfileCell]:
 
 
 def without(cells: Collection[ProfileCell], failed: ProfileCell) -> list[ProfileCell]:
-    """The cells that remain when one does not fit into memory.
+    """Return the cells that remain after one has run out of memory.
 
     Larger sizes of the same kind go with it. Where the batch cannot even do its smallest size it
     goes altogether, and larger batches with it, so that what remains is still a grid.
@@ -247,11 +247,11 @@ def without(cells: Collection[ProfileCell], failed: ProfileCell) -> list[Profile
 
 
 def alike(one: ProfileCell, other: ProfileCell) -> bool:
-    """Whether two cells differ in nothing but size."""
+    """Whether two cells differ only in size."""
     return (one.quantity, one.batch, one.context) == (other.quantity, other.batch, other.context)
 
 
 def sizes(cells: Iterable[ProfileCell], quantity: Quantity, batch: int, context: int) -> list[int]:
-    """Measured sizes of one kind, ascending."""
+    """Return the measured sizes of one kind of cell in ascending order."""
     wanted = ProfileCell(quantity=quantity, batch=batch, context=context, size=0)
     return sorted(c.size for c in cells if alike(c, wanted))

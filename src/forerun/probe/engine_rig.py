@@ -1,4 +1,4 @@
-"""Measures whole engine steps and the part of them that is spent outside both models."""
+"""Measures whole engine steps and their overhead outside both models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLED = (Quantity.SAMPLED_STEP, Quantity.SAMPLED_OVERHEAD)
 
 
 class EngineRig:
-    """Measures short generations by the engine.
+    """Measures steps of short generations by the engine.
 
     Args:
         target: the target, timed.
@@ -65,7 +65,7 @@ class EngineRig:
 
     @property
     def rounds_per_visit(self) -> int:
-        """Every fifth round measures steps, because a visit takes long and yields many of them."""
+        """Steps are measured every fifth round, because a visit is slow and yields many samples."""
         return 5
 
     @contextmanager
@@ -74,7 +74,7 @@ class EngineRig:
         yield
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Return the seconds of whole steps and of their part outside both models.
+        """Return the seconds of whole steps and of their overhead outside both models.
 
         Costs of speculative steps are reported in plain steps, so plain steps are measured
         directly after them: the speed of the machine drifts.
@@ -104,7 +104,7 @@ class EngineRig:
         return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
 
     def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
-        """Steps until caches hold what steps of this kind use, or while there is room for them."""
+        """Run steps until memory and kernel caches are warm, within the room of the context."""
         room = min(self.target.max_context, self.draft.max_context) - cell.context
         most = max(NUM_WARM_STEPS, room // (cell.size + 1) - NUM_STEPS - SPARE_STEPS)
         clock = self.target.stopwatch.clock
@@ -126,7 +126,7 @@ class EngineRig:
         )
 
     def _timed_step(self, engine: Engine) -> tuple[float, float]:
-        """One step, and the same less what both models took of it."""
+        """Return the seconds of one step, and of its overhead outside both models."""
         before_s = self.target.inside_s + self.draft.inside_s
         step_s = self.target.stopwatch.seconds(engine.step)
         return step_s, step_s - (self.target.inside_s + self.draft.inside_s - before_s)

@@ -18,7 +18,7 @@ Estimates = Mapping[ProfileCell, Interval]
 
 
 def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
-    """Return the cost table of greedy or of sampled decoding.
+    """Return the cost table of greedy or of sampled decoding from measured cells.
 
     A plain step is measured whole at the shortest context; at others it grows as its pass does. Of
     a speculative step, what is beyond its passes measured alone (the engine's own work, and passes
@@ -48,7 +48,7 @@ def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
 def without_overhead(
     found: Estimates, batch: int, context: int, shortest: int, *, sampled: bool
 ) -> CostLine:
-    """Return the line of one batch size and context, without overhead."""
+    """Return the costs at one batch size and context, without the overhead outside both models."""
     plain, steps = whole_steps(found, batch, shortest, sampled=sampled)
     passes = readings(found, Quantity.TARGET_PASS, batch, context)
     short_passes = readings(found, Quantity.TARGET_PASS, batch, shortest)
@@ -77,7 +77,7 @@ def without_overhead(
 def with_overhead(
     line: CostLine, shortest: CostLine, found: Estimates, *, sampled: bool
 ) -> CostLine:
-    """Return the line with the time of steps beyond drafting and passes.
+    """Return the costs at one context with the overhead outside both models added.
 
     At other contexts than the shortest, the chains of those take the place of its own. The error is
     that of the step: those of drafting and of the pass are counted with drafting and the pass. The
@@ -103,13 +103,13 @@ def with_overhead(
 
 
 def catch_up_s(found: Estimates, batch: int, context: int, k: int) -> float:
-    """Return the seconds of reading half of K tokens again, 0 where that was not measured."""
+    """Return the seconds of feeding K / 2 tokens again, 0 if that was not measured."""
     passes = readings(found, Quantity.DRAFT_PASS, batch, context)
     return max(0.0, at_size(passes, 1 + k / 2).s - passes[1].s) if len(passes) > 1 else 0.0
 
 
 def reading_cost(found: Estimates) -> ReadingCost | None:
-    """Return the reading cost; None where fewer than two sizes of both models were measured."""
+    """Return the prompt reading cost; None unless two sizes were measured for both models."""
     target, draft = (
         {cell.size: interval.estimate for cell, interval in found.items() if cell.quantity is kind}
         for kind in (Quantity.TARGET_READ, Quantity.DRAFT_READ)
@@ -127,7 +127,7 @@ def reading_cost(found: Estimates) -> ReadingCost | None:
 def whole_steps(
     found: Estimates, batch: int, context: int, *, sampled: bool
 ) -> tuple[CostReading, dict[int, CostReading]]:
-    """Return the times of the plain step, and of the speculative ones by K."""
+    """Return the times of the plain step and of speculative steps by K."""
     quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
     steps = readings(found, quantity, batch, context)
     return steps.pop(0), steps
@@ -136,7 +136,7 @@ def whole_steps(
 def drafting(
     found: Estimates, batch: int, context: int, ks: Iterable[int], *, sampled: bool
 ) -> dict[int, CostReading]:
-    """Return the draft time of a cycle by K, measured alone."""
+    """Return the draft time of a cycle by K, as measured without a target pass."""
     if sampled:
         one = readings(found, Quantity.DRAFT_PASS, batch, context)[1]
         return {k: one.times(k) for k in ks}
@@ -161,7 +161,7 @@ def readings(
 
 
 def total(*times: CostReading) -> CostReading:
-    """Sum independent times, with their errors."""
+    """Add independent times and propagate their errors."""
     return CostReading(
         s=math.fsum(reading.s for reading in times),
         error_s=math.hypot(*(reading.error_s for reading in times)),
@@ -169,12 +169,12 @@ def total(*times: CostReading) -> CostReading:
 
 
 def less(time: CostReading) -> CostReading:
-    """Return the negative of a time, with the same error."""
+    """Return the negative of a time, to subtract it, with the same error."""
     return CostReading(-time.s, time.error_s)
 
 
 def slope_of(points: Mapping[int, CostReading]) -> CostReading:
-    """Return the time that each unit of size adds, by least squares.
+    """Return the additional time per unit of size, by least squares.
 
     A single point, or a line that would start below 0, goes through the origin; a falling one is
     flat. Where even the mean is below 0 there is nothing at all.

@@ -1,4 +1,4 @@
-"""Measures passes of an EAGLE-3 head, whose committed rows continue from the target's features."""
+"""Measures passes of an EAGLE-3 head over the target's features."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FeatureShape = tuple[int, int]
 
 
 class HeadRig(PassRig):
-    """Sequences with a committed prefix, for passes and chains of a head.
+    """Measures passes and chains of a head after a committed prefix.
 
     What a pass takes includes the projection of the target's features. Their values are arbitrary:
     no time depends on them.
@@ -62,7 +62,7 @@ class HeadRig(PassRig):
 def head_prefixes(
     model: AttachedModel, contexts: Sequence[int], shape: FeatureShape
 ) -> Mapping[int, KVPrefix]:
-    """Return prefixes of one sequence, by length.
+    """Return KV prefixes of one sequence for a head, by length.
 
     Args:
         model: the head.
@@ -78,6 +78,6 @@ def head_prefixes(
 
 
 def some_features(model: AttachedModel, num_rows: int, shape: FeatureShape) -> Tensor:
-    """Return features of rows [rows, layers, width]."""
+    """Return arbitrary features [rows, layers, width]."""
     dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=model.device)).dtype
     return torch.ones((num_rows, *shape), dtype=dtype, device=model.device)

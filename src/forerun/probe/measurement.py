@@ -1,4 +1,4 @@
-"""Measures a pair: read limit, rounds over all cells, cost tables."""
+"""Measures a target and its draft: memory read rate, all cells in rounds, and cost tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure_pair(
     clock: Callable[[], float],
     notify: Callable[[int, float], None],
 ) -> Profile:
-    """Measure a loaded pair.
+    """Measure a loaded target with its draft and return the profile.
 
     Args:
         pair: target and draft.
@@ -70,7 +70,7 @@ def measure_pair(
 
 
 class SampleEstimates(TypedDict):
-    """The parts of a profile that follow from its samples alone."""
+    """Fields of a profile that are computed from its samples."""
 
     measured: tuple[MeasuredCell, ...]
     greedy: CostTable
@@ -79,7 +79,7 @@ class SampleEstimates(TypedDict):
 
 
 def estimates_of(samples: Samples) -> SampleEstimates:
-    """Estimates from the samples of one session or of several; drift is divided out by rounds."""
+    """Compute estimates from samples; machine drift is divided out round by round."""
     found = estimates(samples)
     return SampleEstimates(
         measured=tuple(
@@ -93,7 +93,7 @@ def estimates_of(samples: Samples) -> SampleEstimates:
 
 
 def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
-    """Return all measurements, grouped by the set-up that they need."""
+    """Return all measurements, grouped by the models and sequences they need."""
     pair.target.store.keep_features(())
     target_prefixes = prefixes(pair.target, config.contexts)
     shortest = config.contexts[0]
@@ -116,7 +116,7 @@ def rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Sequenc
 
 
 def draft_rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
-    """Yield the measurements of the draft's own passes, by context, and of its reading."""
+    """Yield the measurements of the draft's passes by context, and of its prompt reading."""
     drafter, shortest = pair.drafter, config.contexts[0]
     rig: Callable[..., PassRig]
     if isinstance(drafter, Eagle3Drafter):
@@ -137,7 +137,7 @@ def draft_rigs(pair: LoadedPair, config: ProbeConfig, stopwatch: Stopwatch) -> I
 def read_limit(
     before: Bandwidth, after: Bandwidth, target: ModelFacts, draft: ModelFacts
 ) -> ReadLimit:
-    """Return the better of two read rates, and the bytes of a pass."""
+    """Return the higher of two read rates, with the bytes that a pass of each model reads."""
     best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
     return ReadLimit(
         bytes_per_s=best.bytes_per_s,

@@ -1,4 +1,4 @@
-"""The loaded pair that is measured, and facts about its models."""
+"""Target and draft as loaded for measurements, and facts about both models."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class LoadedPair:
 
     @property
     def draft(self) -> LanguageModel:
-        """The draft's model."""
+        """The draft model."""
         return self.drafter.model
 
 
 def load_pair(
     target: str, draft: str, *, dtype: str, device: str, engine: EngineConfig, config: ProbeConfig
 ) -> tuple[LoadedPair, ProbeConfig]:
-    """Load target and draft, with room for all measurements.
+    """Load target and draft, with KV stores large enough for all measurements.
 
     Args:
         target: folder, hub name or "zoo:" name.
@@ -118,7 +118,7 @@ def load_pair(
 
 
 def held(names: Sequence[str], config: ProbeConfig) -> ProbeConfig:
-    """Return settings without the contexts and texts that do not fit into both models."""
+    """Return the settings without contexts and prompt sizes that exceed either model's context."""
     checkpoints = [read_checkpoint(model_folder(name)) for name in names]
     most = min(read_config(checkpoint)[1].max_positions for checkpoint in checkpoints)
     contexts = tuple(context for context in config.contexts if context + config.rows[-1] <= most)
@@ -151,7 +151,7 @@ def with_room(engine: EngineConfig, config: ProbeConfig) -> EngineConfig:
 def facts_of(
     name: str, model: LanguageModel, dtype: str, *, known_hash: str | None = None
 ) -> ModelFacts:
-    """Read the facts from a model's files; hashes the weights unless their hash is known."""
+    """Read facts from a model's files; the weights are hashed unless their hash is known."""
     if is_eagle3(read_object(model_folder(name) / "config.json")):
         return facts_of_head(name, model, known_hash or content_hash(name))
     checkpoint = read_checkpoint(model_folder(name))
@@ -171,7 +171,7 @@ def facts_of(
 
 
 def facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
-    """Return the facts of an EAGLE-3 head; the embedding that it reads is the target's."""
+    """Return the facts of an EAGLE-3 head, which reads the target's embedding."""
     assert isinstance(model, StoredModel)
     sizes, num_bytes = model.architecture, model.dtype.itemsize
     return ModelFacts(
@@ -184,7 +184,7 @@ def facts_of_head(name: str, model: LanguageModel, hashed: str) -> ModelFacts:
 
 
 def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> ProfileSetup:
-    """Return the set-up of a pair in this process."""
+    """Return machine, models and settings of a measurement in this process."""
     return ProfileSetup(
         cpu=cpu_model(),
         num_cores=num_cores(),
@@ -199,12 +199,12 @@ def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> Profile
 
 
 def num_threads_of(engine: EngineConfig) -> int:
-    """Return the number of threads that run the passes."""
+    """Return the number of threads used in passes."""
     return engine.num_threads or torch.get_num_threads()
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device; every CPU is "cpu"."""
+    """Return the name of a device; it is "cpu" for every CPU."""
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_name(device)}"
     return device.type

@@ -21,7 +21,7 @@ STRIDE = 7919
 
 
 class PassRig:
-    """Sequences with a committed prefix; every measurement leaves them as they were.
+    """Measures passes after a committed prefix, and restores the sequences afterwards.
 
     Args:
         model: whose passes.
@@ -96,7 +96,7 @@ class PassRig:
         return lambda: self.model.forward(batch)
 
     def _rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
-        """The pending token of every sequence and a drafted chain after it, logits for all."""
+        """Return rows of the pending token and a drafted chain per sequence, all with logits."""
         tree = TokenTree.chain(num_nodes)
         start = self.prefix.num_tokens
         spans = [Span(slot=slot, start=start, num_chain=1, tree=tree) for slot in slots]
@@ -106,7 +106,7 @@ class PassRig:
 
 
 def rows_of(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
-    """Return a pass over the next tokens of every slot; logits for the last one of each."""
+    """Return a pass over the next tokens of every slot, with logits for each slot's last token."""
     spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
     tokens = torch.tensor(some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
     last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
@@ -118,7 +118,7 @@ def prefixes(
     contexts: Sequence[int],
     forward: Callable[[RowBatch], object] | None = None,
 ) -> Mapping[int, KVPrefix]:
-    """Return prefixes of one sequence, by length.
+    """Return KV prefixes of one sequence, by length.
 
     Args:
         model: whose keys and values they hold.
@@ -141,5 +141,5 @@ def prefixes(
 
 
 def some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
-    """Return token ids from the whole vocabulary."""
+    """Return arbitrary token ids from the whole vocabulary."""
     return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]

@@ -24,7 +24,7 @@ WIDTH, HEIGHT = 6.4, 4.0
 
 
 def plot(profiles: Sequence[Profile], paths: Sequence[Path]) -> None:
-    """Draw v(n) with error bars beside its two limits, and write the picture to every path.
+    """Draw v(n) with error bars between its two limits, and write the plot to every path.
 
     Args:
         profiles: what was measured, one panel each.
@@ -64,7 +64,7 @@ def draw_costs(axes: Axes, profile: Profile) -> None:
 
 
 def points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
-    """Return measured passes in plain steps; the plain step is taken as known."""
+    """Return measured passes in plain steps, with the plain step's error ignored."""
     for rows in line.rows:
         found = profile.seconds(Quantity.TARGET_PASS, line.batch, line.context, rows)
         yield Interval(
@@ -75,7 +75,7 @@ def points_of(profile: Profile, line: CostLine) -> Iterator[Interval]:
 
 
 def draw_limits(axes: Axes, profile: Profile) -> None:
-    """Draw both limits: every row its own pass, and all weights read once."""
+    """Draw the two limits of v(n): one pass per row, and a single read of all weights."""
     line = min(profile.greedy.lines, key=lambda line: (line.batch, line.context))
     floor = profile.limit.pass_s(line.batch, line.context) / line.plain_s
     axes.axhline(floor, color="black", linewidth=1, linestyle=(0, (1, 2)))

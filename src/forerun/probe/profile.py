@@ -38,7 +38,7 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSetup:
-    """Machine, models and settings that must be the same for a profile to be valid.
+    """Machine, models and settings that must match for a profile to be valid.
 
     Attributes:
         cpu: processor model.
@@ -63,7 +63,7 @@ class ProfileSetup:
     draft_hash: str
 
     def differences(self, other: ProfileSetup) -> list[str]:
-        """Every field in which two set-ups differ, with both values."""
+        """Return every field in which two set-ups differ, with both values."""
         return [
             f"{item.name} {getattr(self, item.name)!r} instead of {getattr(other, item.name)!r}"
             for item in fields(self)
@@ -73,7 +73,7 @@ class ProfileSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimit:
-    """The least times of passes, from reading their weights and KV alone.
+    """Lower bounds of pass times from reading weights and KV at the memory read rate.
 
     Attributes:
         bytes_per_s: read rate of the device over a buffer of `buffer_bytes`.
@@ -90,11 +90,11 @@ class ReadLimit:
     kv_token_bytes: int
 
     def pass_s(self, batch: int, context: int) -> float:
-        """Return the least seconds of a target pass: weights once, and KV of every row."""
+        """Return the least seconds of a target pass: read all weights and every sequence's KV."""
         return (self.target_bytes + batch * context * self.kv_token_bytes) / self.bytes_per_s
 
     def draft_s(self) -> float:
-        """Return the least seconds of a draft pass."""
+        """Return the least seconds of a draft pass: read all weights."""
         return self.draft_bytes / self.bytes_per_s
 
 
@@ -113,7 +113,7 @@ class MeasuredCell:
     samples_s: tuple[tuple[float, ...], ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-ready values; samples have five digits."""
+        """Return JSON-ready values, with samples rounded to five digits."""
         return asdict(self.cell) | {
             "seconds": asdict(self.seconds),
             "samples_s": [[float(f"{s:.{DIGITS}g}") for s in visit] for visit in self.samples_s],
@@ -131,7 +131,7 @@ class MeasuredCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Everything that `forerun profile` measured.
+    """Results of `forerun profile`.
 
     Attributes:
         target: name of the target as it was given.
@@ -179,7 +179,7 @@ class Profile:
         return {measured.cell: measured.seconds for measured in self.measured}[wanted]
 
     def among_work_s(self, batch: int) -> float:
-        """Return how much longer the pass of a plain step takes than the same pass alone."""
+        """Return how much slower the pass in a plain step is than the same pass measured alone."""
         at = (batch, self.greedy.contexts[0])
         step = self.seconds(Quantity.GREEDY_STEP, *at, 0).estimate
         outside = self.seconds(Quantity.GREEDY_OVERHEAD, *at, 0).estimate
@@ -228,7 +228,7 @@ class Profile:
 
 
 def table_from(values: Mapping[str, Any], version: int) -> CostTable:
-    """Build a cost table from JSON; before format 3 the overhead was the same at every K."""
+    """Build a cost table from JSON; before format 3, overhead did not depend on K."""
     if version >= 3:
         return CostTable.from_dict(values)
     names = "overhead_s", "overhead_error_s"
@@ -297,7 +297,7 @@ def load_profile(path: Path, *, expect: ProfileSetup | None = None) -> Profile:
 
 
 def check_setup(profile: Profile, expect: ProfileSetup) -> None:
-    """Refuse a profile of another machine, pair or set-up.
+    """Refuse a profile of another machine, other models or other settings.
 
     Raises:
         InvalidProfile: they differ; the message names every difference.

@@ -1,4 +1,4 @@
-"""Measures all cells in interleaved rounds until the medians are steady or time is up.
+"""Measures all cells in interleaved rounds until medians are stable or the time is over.
 
 A machine's speed drifts by more than the difference between two cells. So no cell is measured
 alone: a round visits all of them, in an order that rotates, and what a round did to all its cells
@@ -36,7 +36,7 @@ Samples = Mapping[ProfileCell, Sequence[Sequence[float]]]
 
 @runtime_checkable
 class Rig(Protocol):
-    """Loaded models and sequences with which several cells of a profile are measured."""
+    """Interface of measurements of several cells with the same models and sequences."""
 
     @property
     def cells(self) -> Sequence[ProfileCell]:
@@ -47,10 +47,10 @@ class Rig(Protocol):
         """Rounds per visit of a cell; more than 1 where a visit takes long."""
 
     def ready(self) -> AbstractContextManager[None]:
-        """Set the rig up while the block runs."""
+        """Prepare models and sequences for the measurements in the block."""
 
     def visit(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
-        """Measure a cell once, inside `ready`; returns seconds by cell.
+        """Measure a cell once in a `ready` block; returns seconds by cell.
 
         A cell that is measured together with several others has the seconds of all visits.
         """
@@ -77,7 +77,7 @@ def measure(
     clock: Callable[[], float],
     notify: Callable[[int, float], None],
 ) -> Rounds:
-    """Visit every cell once per round.
+    """Measure all cells in rounds, one visit per cell and round.
 
     Args:
         rigs: which between them have every cell.
@@ -111,7 +111,7 @@ def measure(
 
 
 def say_left_out(left_out: Sequence[ProfileCell], num_asked: int) -> None:
-    """Log one warning for all cells that were left out."""
+    """Log one warning with the number of cells left out for lack of memory."""
     if left_out:
         logger.warning(
             "%d of %d measurements do not fit into memory and were left out; the first is the %s",
@@ -124,7 +124,7 @@ def say_left_out(left_out: Sequence[ProfileCell], num_asked: int) -> None:
 def one_round(
     rigs: Sequence[Rig], cells: Collection[ProfileCell], num_rounds: int
 ) -> dict[ProfileCell, Sequence[float]]:
-    """Run one round: a visit to every cell that is due.
+    """Run one round, with a visit to every cell that is due.
 
     Returns:
         What was found, nothing for the others; without cells that do not fit into memory.
@@ -150,7 +150,7 @@ def one_round(
 def fitting(
     cells: Collection[ProfileCell], failed: ProfileCell, error: Exception
 ) -> set[ProfileCell]:
-    """Return the cells that remain without one that ran out of memory."""
+    """Return the cells that remain after one ran out of memory."""
     left = set(without(cells, failed))
     if not left:
         raise NotEnoughMemory(f"{failed} does not fit into memory: {error}") from error
@@ -158,7 +158,7 @@ def fitting(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that an allocation failed, on any device."""
+    """Whether an error is a failed memory allocation on any device."""
     if isinstance(error, NotEnoughMemory | MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
@@ -196,7 +196,7 @@ def estimates(samples: Samples) -> dict[ProfileCell, Interval]:
 
 
 def widest(samples: Samples) -> float:
-    """Return half of the widest interval, as a share of its estimate.
+    """Return half of the widest interval, relative to its estimate.
 
     For overheads and drafts smaller than a plain target pass it is a share of that pass, because a
     relative error of a small part hardly changes the time of a step. Infinite while there are too

@@ -34,14 +34,14 @@ class Stopwatch:
         return self.clock()
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds that some work takes, device work included."""
+        """Return the seconds that a function takes, device work included."""
         start_s = self.now_s()
         work()
         return self.now_s() - start_s
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that was queued; a CPU never has a queue."""
+    """Wait until the device has finished all queued work; without effect on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -49,7 +49,7 @@ def synchronise(device: torch.device) -> None:
 
 
 class TimedModel(ObservedModel):
-    """A LanguageModel whose passes are timed.
+    """LanguageModel wrapper that measures the time of its passes.
 
     Args:
         model: what does the work.
@@ -75,7 +75,7 @@ class TimedModel(ObservedModel):
 
 
 class TimedSampledModel(ObservedSampler, TimedModel):
-    """A TimedModel for models that draw whole chains."""
+    """LanguageModel wrapper with timing, for models that sample whole chains."""
 
 
 def timed(model: LanguageModel, stopwatch: Stopwatch) -> TimedModel:
@@ -89,7 +89,7 @@ NUM_PASSES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """A read rate, and the bytes and threads that it was measured with.
+    """Memory read rate, with the buffer size and threads of its measurement.
 
     Attributes:
         buffer_bytes: size of the buffer; one that fits into a cache is read at the cache's rate,
@@ -102,7 +102,7 @@ class Bandwidth:
 
 
 def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Bandwidth:
-    """Read a buffer again and again, with as many threads as the passes, and keep the best time.
+    """Read a buffer repeatedly with the threads of the passes, and return the best rate.
 
     Two reductions of 64-bit integers compete, because which of them keeps up with the memory
     depends on the device.
@@ -125,7 +125,7 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Ba
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """Set the number of torch's threads while the block runs."""
+    """Set the number of torch's threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

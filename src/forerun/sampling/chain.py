@@ -53,7 +53,7 @@ SMALLEST = 1e-300
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainOutcome:
-    """Verdicts on a batch of chains.
+    """Result of verifying a batch of chains.
 
     Attributes:
         num_accepted: leading draft tokens to emit.
@@ -115,7 +115,7 @@ def accept_probs(
     rule: Rule,
     ratios: Ratios | None = None,
 ) -> PerNode:
-    """Acceptance probability of every node under `rule`; 0 in padding.
+    """Acceptance probability of every node under `rule`; 0 for padding nodes.
 
     Args:
         target_probs: as for `verify_chains`, like the next three.
@@ -135,7 +135,7 @@ def accept_probs(
 def token_accept_probs(
     target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
 ) -> PerNode:
-    """min(1, target / draft) at each drawn token (2211.17192, algorithm 1)."""
+    """Return min(1, target / draft) at each drawn token (2211.17192, algorithm 1)."""
     ratios = _drawn(target_probs, tokens) / _drawn(draft_probs, tokens).clamp(min=SMALLEST)
     return ratios.clamp(max=1).masked_fill_(_places(tokens) > num_drafted[:, None], 0.0)
 
@@ -143,7 +143,7 @@ def token_accept_probs(
 def block_accept_probs(
     target_probs: TargetProbs, draft_probs: DraftProbs, num_drafted: Counts, ratios: Ratios
 ) -> PerNode:
-    """Acceptance probabilities h_i of block verification (2403.10444, algorithm 2).
+    """Return the acceptance probabilities h_i of block verification (2403.10444, algorithm 2).
 
     h_i = Z_i / (Z_i + 1 - p_i) with Z_i the mass of the residual after node i and p_i the prefix
     ratio; at the last drafted node h = p. Where nothing is left on either side (0 / 0) h = 1.
@@ -162,7 +162,7 @@ def block_accept_probs(
 def prefix_ratios(
     target_probs: TargetProbs, draft_probs: DraftProbs, tokens: Tokens, num_drafted: Counts
 ) -> Ratios:
-    """Prefix ratios of block verification: p_0 = 1, p_i = min(1, p_{i-1} * target_i / draft_i).
+    """Return the prefix ratios p_0 = 1, p_i = min(1, p_{i-1} * target_i / draft_i) of each block.
 
     In logs the recursion is S_i - max(0, S_1 .. S_i), S the running sum of log ratios: a handful of
     operations for any K, and no underflow on the way. 0 in padding.
@@ -180,7 +180,7 @@ def residual_weights(
     draft_row: Float[Tensor, "batch vocab"],
     prefix_ratio: Float64[Tensor, " batch"],
 ) -> Float[Tensor, "batch vocab"]:
-    """Unnormalised distribution of the final token: [prefix_ratio * target - draft]+.
+    """Return the unnormalised residual distribution [prefix_ratio * target - draft]+ of each row.
 
     The token rule has ratio 1. Where nothing remains the two distributions agree up to rounding,
     and the target's own row is the limit.
@@ -199,7 +199,7 @@ def final_weights(  # noqa: PLR0913 (what a chain is made of)
     rule: Rule,
     ratios: Ratios | None = None,
 ) -> Float[Tensor, "batch vocab"]:
-    """Return the weights of the final token: the residual row, or the bonus row after all nodes."""
+    """Return the weights of the final token: a residual row, or the bonus row after all nodes."""
     num_chains, num_nodes = tokens.shape
     target_row = _rows(target_probs, num_accepted)
     if num_nodes == 0:
@@ -217,7 +217,7 @@ def final_weights(  # noqa: PLR0913 (what a chain is made of)
 
 
 def expected_accepted(accept_probs: PerNode, rule: Rule) -> Float64[Tensor, " batch"]:
-    """E[num_accepted] over the accept noise, given the draft tokens."""
+    """Return E[num_accepted] over the acceptance noise, given the draft tokens."""
     if rule == "token":
         return accept_probs.cumprod(-1).sum(-1)
     # P(num_accepted >= i) = 1 - P(no test from i on passes)
@@ -229,7 +229,7 @@ def expected_accepted(accept_probs: PerNode, rule: Rule) -> Float64[Tensor, " ba
 
 
 def num_accepted(accept_probs: PerNode, uniforms: PerNode, rule: Rule) -> Counts:
-    """Count accepted tokens: up to the first failed test (token), the last passed one (block)."""
+    """Count tokens before the first failed test (rule "token") or up to the last passed one."""
     passed = uniforms < accept_probs
     if rule == "token":
         return passed.cumprod(-1).sum(-1)
@@ -242,17 +242,17 @@ def num_accepted(accept_probs: PerNode, uniforms: PerNode, rule: Rule) -> Counts
 
 
 def _drawn(probs: Float[Tensor, "batch rows vocab"], tokens: Tokens) -> PerNode:
-    """Probability of each drawn token, in fp64 from here on: these are few numbers."""
+    """Return the probability of each drawn token in fp64."""
     return probs[:, : tokens.shape[1]].gather(-1, tokens[..., None])[..., 0].to(torch.float64)
 
 
 def _places(nodes: Tensor) -> Int64[Tensor, " nodes"]:
-    """1, 2, ... for the nodes of a chain: those above `num_drafted` are padding."""
+    """Return the numbers 1, 2, ... of the nodes of a chain, for comparison with `num_drafted`."""
     return torch.arange(1, nodes.shape[1] + 1, device=nodes.device)
 
 
 def _rows(probs: Float[Tensor, "batch rows vocab"], index: Counts) -> Float[Tensor, "batch vocab"]:
-    """A copy of one row of every chain."""
+    """Return one row of every chain, selected by its index in the chain."""
     num_chains, num_rows, vocab_size = probs.shape
     first = torch.arange(0, num_chains * num_rows, num_rows, device=probs.device)
     return probs.reshape(-1, vocab_size).index_select(0, index + first)

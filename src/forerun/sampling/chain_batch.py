@@ -1,4 +1,4 @@
-"""Verification of all sampled chains of one pass, which may differ in length."""
+"""Verifies all sampled chains of one pass, which can have different lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ChainVerdicts", "DrawnChain", "verify_chain_batch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnChain:
-    """The distributions that a chain was drawn from, and the noise keys of its verification.
+    """A chain with the distributions that it was drawn from and its verification's noise keys.
 
     Attributes:
         draft_probs: distribution of every node; None for a chain of none.
@@ -39,7 +39,7 @@ class DrawnChain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainVerdicts:
-    """Verdicts on the chains of a pass, one entry each.
+    """Verdicts on the chains of a pass, with one entry per chain in each column.
 
     A chain ends where the target has no distribution: the tokens before decide that, so it is no
     bias. Where all of `num_valid` rows are accepted there is no final token.
@@ -149,7 +149,7 @@ def _padded(
 
 
 def _padded_keys(keys: Sequence[int], num_nodes: int) -> list[int]:
-    """RECOVERED and BONUS stay last; padding is never drawn with."""
+    """Pad the acceptance keys with zeros before the keys of RECOVERED and BONUS."""
     return [*keys[:-2], *[0] * (num_nodes + 2 - len(keys)), *keys[-2:]]
 
 

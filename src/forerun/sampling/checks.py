@@ -1,4 +1,4 @@
-"""Checks of single sampling parameters: lists, token ids, biases; an error names the value."""
+"""Checks single sampling parameters (lists, token ids, biases) with errors that name the value."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_BIAS = 100.0
 
 
 def is_token(token: object) -> bool:
-    """Whether a value could be a token id."""
+    """Whether a value has the form of a token id."""
     return isinstance(token, int) and not isinstance(token, bool) and token >= 0
 
 
 def is_stop(text: object) -> bool:
-    """Whether a value could be a stop string."""
+    """Whether a value has the form of a stop string."""
     return isinstance(text, str) and text != ""
 
 
 def as_tuple(name: str, values: object) -> tuple[Any, ...]:
-    """Return a list given by a caller or by JSON as a tuple; its entries are not checked.
+    """Convert a list from a caller or from JSON to a tuple without checking its entries.
 
     Raises:
         InvalidRequest: it is no list.
@@ -37,7 +37,7 @@ def as_tuple(name: str, values: object) -> tuple[Any, ...]:
 
 
 def as_bias(bias: object) -> dict[int, float]:
-    """Return a logit bias as token ids and floats in range; JSON keys may be strings.
+    """Convert a logit bias to token ids and floats in range; JSON keys may be strings.
 
     Raises:
         InvalidRequest: a key is no id or comes twice, or a number is out of range.
@@ -63,7 +63,7 @@ def as_bias(bias: object) -> dict[int, float]:
 
 
 def as_token(key: object) -> int | None:
-    """Return the token id that a key stands for; keys from JSON are strings."""
+    """Convert a key to a token id; keys from JSON are strings."""
     if isinstance(key, str):
         try:
             return int(key)

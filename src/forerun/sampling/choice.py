@@ -8,7 +8,7 @@ __all__ = ["Choice", "TokenSource"]
 
 
 class Choice(StrEnum):
-    """How the nodes of a proposal were chosen."""
+    """Method by which the nodes of a proposal were chosen."""
 
     DETERMINISTIC = "deterministic"
     """A function of committed tokens alone: argmax, top-k, n-gram."""
@@ -25,12 +25,12 @@ class Choice(StrEnum):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether verification needs the rows that tokens were drawn from."""
+        """Whether verification needs the distributions that tokens were drawn from."""
         return self in (Choice.SAMPLED, Choice.WITHOUT_REPLACEMENT, Choice.TOP_AND_SAMPLED)
 
 
 class TokenSource(StrEnum):
-    """Where an emitted token came from."""
+    """Origin of an emitted token: accepted draft token, recovered token or bonus token."""
 
     ACCEPTED = "accepted"
     RECOVERED = "recovered"

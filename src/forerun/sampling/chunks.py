@@ -1,4 +1,4 @@
-"""Splits full-vocabulary work into row chunks, so that temporary memory stays bounded."""
+"""Splits work over the full vocabulary into row chunks, which bounds temporary memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_ELEMENTS = 1 << 22
 
 
 def row_chunks(num_rows: int, width: int, max_elements: int = MAX_ELEMENTS) -> Iterator[slice]:
-    """Consecutive slices of `num_rows` rows, each at most `max_elements` wide in total.
+    """Yield consecutive slices of rows with at most `max_elements` elements each.
 
     A single row is never split: processors, races and residuals need it whole.
     """

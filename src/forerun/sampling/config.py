@@ -44,7 +44,7 @@ RANGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Parameters that decide how the tokens of one request are chosen.
 
     Names and meanings are those of the OpenAI API and vLLM. Processors act in this order: allowed
     tokens, logit bias, bad tokens, min_tokens, repetition, frequency and presence penalty,
@@ -103,7 +103,7 @@ class SamplingParams:
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        """Bring collections to their declared types, then refuse what cannot be honoured."""
+        """Convert collections to their declared types, then refuse unsupported values."""
         self._normalise()
         check_ranges(self, *RANGES)
         for name in ("ignore_eos", "include_stop_str_in_output"):
@@ -124,7 +124,7 @@ class SamplingParams:
             )
 
     def _normalise(self) -> None:
-        """Convert what JSON has (lists, nulls, string keys, one stop string) to field types."""
+        """Convert JSON values (lists, nulls, string keys, one stop string) to field types."""
 
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)  # the one place a frozen instance is written
@@ -180,24 +180,24 @@ class SamplingParams:
             )
 
     def named_tokens(self) -> Iterator[tuple[str, int]]:
-        """Every token id a parameter names, with that parameter's name."""
+        """Every token id that a parameter contains, with the parameter's name."""
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             for token in getattr(self, name) or ():
                 yield name, token
 
     @property
     def allows_trees(self) -> bool:
-        """Whether the verification that is asked for takes trees, however they were drafted."""
+        """Whether the selected verification method accepts trees of any drafter."""
         return self.verification not in ("block", "token")
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on which tokens occurred."""
+        """Whether logits depend on which tokens occurred before."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -205,16 +205,16 @@ class SamplingParams:
         )
 
     def heeded_eos(self, eos_token_ids: Collection[int]) -> frozenset[int]:
-        """Return the model's end-of-text ids that end this request's text."""
+        """Return the model's end-of-text ids, or none if the request ignores them."""
         return frozenset() if self.ignore_eos else frozenset(eos_token_ids)
 
     def ending_tokens(self, eos_token_ids: Collection[int]) -> frozenset[int]:
-        """Every token that ends the text, once min_tokens are out."""
+        """Return every token that ends the text once min_tokens are emitted."""
         return self.heeded_eos(eos_token_ids).union(self.stop_token_ids)
 
     @property
     def needs_history(self) -> bool:
-        """Whether processing needs a `History`: penalties, per-request masks, min_tokens."""
+        """Whether logits processing needs a `History`: for penalties, masks or min_tokens."""
         return (
             self.has_penalties
             or bool(self.logit_bias)
@@ -225,12 +225,12 @@ class SamplingParams:
 
     @property
     def has_processors(self) -> bool:
-        """Whether anything but the temperature shapes the distribution."""
+        """Whether any parameter except the temperature changes the distribution."""
         return self.needs_history or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def draft_params(params: SamplingParams) -> SamplingParams:
-    """Return the request's parameters at `draft_temperature` if given, under which drafts sample.
+    """Return the parameters that drafts sample with: the request's, at `draft_temperature` if set.
 
     A greedy request is drafted greedily whatever `draft_temperature` says: one guess is right, and
     the most likely token is the best bet for it.
@@ -243,7 +243,7 @@ def draft_params(params: SamplingParams) -> SamplingParams:
 def resolve_verification(
     params: SamplingParams, choice: Choice, *, is_chain: bool = True
 ) -> Method:
-    """The verifier for a proposal chosen like `choice`.
+    """Return the verification method for a proposal whose nodes were chosen by `choice`.
 
     Ask with `Choice.SAMPLED` before drafting: "coupled" says the draft should share the target's
     noise. Every answer is exact; they differ in what is accepted and in what a seed reproduces. A
@@ -290,7 +290,7 @@ DRAWN_ALIKE: Mapping[Verification, Choice | None] = MappingProxyType(
 
 
 def check_exact_for(asked: Verification, choice: Choice, *, is_chain: bool) -> None:
-    """Refuse a verifier of drawn tokens for a proposal it is not exact for.
+    """Refuse a verification method that is not exact for a proposal's choice of nodes.
 
     Raises:
         InvalidRequest: naming both.

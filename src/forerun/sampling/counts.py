@@ -1,4 +1,4 @@
-"""Counts of the distinct tokens of a text, as penalties need them.
+"""Counts the distinct tokens of a text for penalties.
 
 A penalty changes the logits of tokens that occurred, so each row is given as the few places it
 changes. Counts of the committed output grow by one entry per new token; a draft node adds its path.
@@ -21,7 +21,7 @@ FIRST_ROOM = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Occurrences:
-    """The tokens that occurred before each of some rows, each pair of row and token once.
+    """Tokens that occurred before each of some rows, with one entry per row and distinct token.
 
     Attributes:
         rows: row of each entry.
@@ -46,7 +46,7 @@ class Occurrences:
 
 
 class TokenCounts:
-    """The distinct tokens of one sample and their counts; 12 bytes each beside a dictionary entry.
+    """Distinct tokens of one sample with their counts, in compact arrays.
 
     Args:
         prompt_ids: tokens that count as seen though the output has none of them.
@@ -69,7 +69,7 @@ class TokenCounts:
         return self._counts[: len(self._places)]
 
     def add(self, token: int) -> None:
-        """Count one more output token, in amortised constant time."""
+        """Count one more output token in amortised constant time."""
         place = self._places.get(token)
         if place is None:
             place = self._places[token] = len(self._places)
@@ -114,5 +114,5 @@ class TokenCounts:
 
 
 def with_room(values: Tensor) -> Tensor:
-    """Return a tensor twice as long with the same values in front."""
+    """Return a tensor of twice the length that starts with the same values."""
     return torch.cat([values, values.new_zeros(max(FIRST_ROOM, len(values)))])

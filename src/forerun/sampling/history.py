@@ -1,4 +1,4 @@
-"""State that logits processors need beside a request's parameters: masks and token counts."""
+"""State of logits processors in addition to a request's parameters: masks and token counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Path = tuple[int, ...]
 
 
 class History:
-    """State of one sample of a request, kept by the engine as tokens are committed.
+    """Masks and token counts of one sample, updated when the engine commits tokens.
 
     Needed only where `params.needs_history` or a mask says so; for all other requests use None in
     its place.
@@ -62,7 +62,7 @@ class History:
         device: torch.device | str = "cpu",
         mask: TokenMask | None = None,
     ) -> History:
-        """The history of a request that has put out nothing yet.
+        """Create the history of a request without output tokens.
 
         Args:
             params: of the request; its token ids must lie inside the vocabulary.
@@ -92,7 +92,7 @@ class History:
             self._advance(self.mask, token)
 
     def _advance(self, mask: TokenMask, token: int) -> None:
-        """Advance the mask by a committed token; an exception is kept and raised at the next step.
+        """Advance the mask by a committed token; an exception is stored until the next step.
 
         Most tokens were draft nodes, whose masks are there.
         """
@@ -108,7 +108,7 @@ class History:
             self._failure = error
 
     def at(self, path: Sequence[int] = ()) -> RowHistory:
-        """Return the history of the row after `path`, draft tokens from the root down.
+        """Return the history at the row after `path`, the draft tokens from the root down.
 
         Raises:
             Exception: whatever the mask raised, now or while the text was committed.
@@ -130,14 +130,14 @@ class History:
         return root
 
     def masked(self, parent: RowHistory, path: Path) -> RowHistory:
-        """Return the row at `path`, a child of `parent`; its mask is computed once."""
+        """Return the history at `path`, a child of `parent`, and cache it with its mask."""
         row = self._masked.get(path)
         if row is None:
             row = self._masked[path] = parent.fork_to(path)
         return row
 
     def along(self, tree: TokenTree, tokens: Sequence[int]) -> list[RowHistory]:
-        """Yield the histories of the root row and of every node's row.
+        """Yield the histories of the root row and of the rows of all nodes.
 
         Args:
             tree: of a proposal.
@@ -151,7 +151,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowHistory:
-    """The history at one row of logits: the committed one, extended along the row's path.
+    """History at one row of logits: committed tokens, extended by the draft tokens on its path.
 
     Attributes:
         base: the history of the committed tokens.
@@ -167,14 +167,14 @@ class RowHistory:
     allowed: Bool[Tensor, " vocab"] | None = None
 
     def then(self, token: int) -> RowHistory:
-        """Return the history of the child that carries `token`."""
+        """Return the history of the row after one more draft token."""
         path = (*self.path, token)
         if self.mask is None:
             return RowHistory(base=self.base, path=path)
         return self.base.masked(self, path)
 
     def fork_to(self, path: Path) -> RowHistory:
-        """Return the history of the child at `path`, its mask a copy advanced by its token."""
+        """Return the history of the child at `path`, with an advanced copy of the mask."""
         assert self.mask is not None
         assert self.allowed is not None
         token = path[-1]
@@ -186,7 +186,7 @@ class RowHistory:
 
     @property
     def held_back(self) -> tuple[int, ...]:
-        """Return ids that are not allowed yet because they would end the text before min_tokens."""
+        """Return ids that would end the text and are forbidden until min_tokens are emitted."""
         too_short = self.base.num_output + len(self.path) < self.base.min_tokens
         return self.base.stop_ids if too_short else ()
 
@@ -194,7 +194,7 @@ class RowHistory:
 def runs(
     histories: Sequence[RowHistory | None],
 ) -> Iterator[tuple[History, int, Sequence[RowHistory]]]:
-    """Group consecutive rows of one request: its history, first row and row histories."""
+    """Group consecutive rows of one request with its history and the index of its first row."""
     run: list[RowHistory] = []
     for row, history in enumerate([*histories, None]):
         if run and (history is None or history.base is not run[0].base):
@@ -205,7 +205,7 @@ def runs(
 
 
 def occurrences(histories: Sequence[RowHistory | None]) -> Occurrences | None:
-    """Tokens that occurred before each row, for the rows that count them; None if none does."""
+    """Return tokens that occurred before each row with penalties; None without such rows."""
     found = [
         base.counts.before_rows(first, [row.path for row in rows])
         for base, first, rows in runs(histories)
@@ -217,7 +217,7 @@ def occurrences(histories: Sequence[RowHistory | None]) -> Occurrences | None:
 def _bias_row(
     params: SamplingParams, vocab_size: int, device: torch.device | str
 ) -> Float32[Tensor, " vocab"] | None:
-    """Allowed, bias and bad tokens commute once a forbidden token is -inf, so one row holds all."""
+    """Return allowed tokens, logit bias and bad tokens as one row that is added to logits."""
     if not params.logit_bias and params.allowed_token_ids is None and not params.bad_token_ids:
         return None
     row = torch.zeros(vocab_size)

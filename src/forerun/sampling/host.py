@@ -1,4 +1,4 @@
-"""Copies numbers from a device to Python."""
+"""Copies numbers from a device to the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["on_host"]
 
 
 def on_host(*columns: Tensor) -> list[list[Any]]:
-    """Return the numbers of all columns, waiting for the device once; token ids fit fp64."""
+    """Copy all columns to the host with a single synchronisation; token ids fit fp64."""
     if columns[0].is_cpu:
         return [column.tolist() for column in columns]
     together: list[float] = torch.cat([column.to(torch.float64) for column in columns]).tolist()

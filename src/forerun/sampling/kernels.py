@@ -1,4 +1,4 @@
-"""CPU kernels of the sampling functions, with the results of their torch versions.
+"""CPU kernels of the sampling functions, equivalent to their torch versions.
 
 A torch operation over a few rows takes longer to start than to do, and verification is dozens of
 them; each kernel does in one call what its caller's torch code defines. They run on the calling
@@ -43,7 +43,7 @@ def kernels_for(*rows: Tensor) -> SamplingKernels | None:
 
 @cache
 def sampling_kernels() -> SamplingKernels | None:
-    """Return the kernels; None where they cannot be compiled, which was logged on loading."""
+    """Return the kernels; None if they cannot be compiled, which is logged at loading."""
     try:
         return SamplingKernels(open_library())
     except RunnerUnavailable:
@@ -51,7 +51,7 @@ def sampling_kernels() -> SamplingKernels | None:
 
 
 class SamplingKernels:
-    """CPU kernels of the sampling functions; shapes are not checked here.
+    """CPU kernels of the sampling functions, which do not check shapes.
 
     Args:
         library: with its signatures declared.
@@ -250,7 +250,7 @@ class SamplingKernels:
         *,
         is_block: bool,
     ) -> Float64[Tensor, "batch nodes"]:
-        """The acceptance probabilities of `verify_chains` in fp64, for the enumeration."""
+        """Return the acceptance probabilities of `verify_chains` in fp64, for the enumeration."""
         probs = torch.empty(tokens.shape, dtype=torch.float64)
         given = [part.contiguous() for part in (target_probs, draft_probs, tokens, num_drafted)]
         self.library.forerun_chain_accept(
@@ -280,14 +280,14 @@ class SamplingKernels:
 
 @lru_cache(maxsize=1024)
 def tree_shape(tree: TokenTree) -> array[int]:
-    """Return the parents of a tree, then of every target row its draft row, -1 of leaves."""
+    """Return the parent of every node, then the draft row of every target row (-1 for leaves)."""
     rows = {parent: row for row, parent in enumerate(expanded(tree))}
     draft_rows = (rows.get(node, -1) for node in range(-1, len(tree.parents)))
     return array("q", (*tree.parents, *draft_rows))
 
 
 def chain_probs_struct(given: Sequence[Tensor], is_block: bool) -> ChainProbsStruct:
-    """Build the struct of pointers to target and draft distributions, which must outlive it."""
+    """Build the struct of pointers to target and draft distributions, which must stay alive."""
     target_probs, _, tokens, _ = given
     return ChainProbsStruct(
         *tokens.shape, target_probs.shape[-1], is_block, *(part.data_ptr() for part in given)

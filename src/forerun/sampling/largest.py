@@ -1,4 +1,4 @@
-"""The most likely token of every row."""
+"""Finds the most likely token of every row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 256
 def largest(
     scores: Float[Tensor, "rows vocab"],
 ) -> tuple[Float[Tensor, " rows"], Int64[Tensor, " rows"]]:
-    """Return each row's largest score and its lowest token id; NaN where a row has one.
+    """Return each row's largest score and lowest token id with it; NaN if the row contains NaN.
 
     A maximum without its place is many times cheaper on the CPU than one with it. So the row is
     halved, as it were: the first block that holds the maximum, then the first place in that block.

@@ -1,4 +1,4 @@
-"""Log-probabilities of the model itself, before any processing."""
+"""Log-probabilities of the model before any sampling parameter is applied."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RawLogprobs:
 def raw_logprobs(
     logits: Float[Tensor, "rows vocab"], tokens: Int64[Tensor, " rows"], top_n: int
 ) -> RawLogprobs:
-    """Log-probabilities under the softmax of `logits`, in fp32.
+    """Return log-probabilities under the softmax of `logits`, in fp32.
 
     Args:
         logits: rows the tokens were drawn from, as the model gave them.

@@ -1,4 +1,4 @@
-"""Constraints that follow the text: which tokens may come next, along every path of a tree."""
+"""Interface of token masks, which restrict the next token given the text before it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TokenMask(Protocol):
     """
 
     def fork(self) -> TokenMask:
-        """An independent copy, made once per draft node: share what does not change."""
+        """Return an independent copy for a draft node; immutable parts should be shared."""
 
     def advance(self, token: int) -> None:
-        """Advance by one allowed token; the end-of-sequence token at most once."""
+        """Advance by one allowed token, which is the end-of-sequence token at most once."""
 
     def allowed(self) -> Bool[Tensor, " vocab"]:
         """Return True for every token that may come next, at least one.
@@ -35,7 +35,7 @@ class TokenMask(Protocol):
 
 
 def problem_of_allowed(allowed: object, vocab_size: int) -> str | None:
-    """Describe what a mask allows where it is not one boolean per token; None where it is.
+    """Describe what is wrong with a mask's `allowed` tensor; None if it is valid.
 
     Args:
         allowed: what `TokenMask.allowed` returned.

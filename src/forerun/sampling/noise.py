@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Purpose(IntEnum):
-    """Purpose of a random draw, which is part of its key."""
+    """Purpose of a random draw, which is part of its noise key."""
 
     TARGET = 0
     DRAFT = 1
@@ -48,7 +48,7 @@ PURPOSE_BITS = 3
 
 
 def request_key(seed: int, sample_index: int) -> int:
-    """Return the key of one sample of one request, which fits int64.
+    """Return the noise key of one sample of one request, which fits int64.
 
     Args:
         seed: any integer, taken modulo 2^64.
@@ -58,7 +58,7 @@ def request_key(seed: int, sample_index: int) -> int:
 
 
 def position_key(request_key: int, position: int) -> int:
-    """Return the key of the target's (or coupled draft's) draw for the token at `position`.
+    """Return the key for drawing the target's (or a coupled draft's) token at `position`.
 
     Args:
         request_key: of the sample.
@@ -68,7 +68,7 @@ def position_key(request_key: int, position: int) -> int:
 
 
 def step_key(request_key: int, num_committed: int, node: int, purpose: Purpose) -> int:
-    """Return the noise key of a draw of one step, of any purpose but the target's own draw.
+    """Return the key of a draw in one step, for any purpose except the target's own draw.
 
     Args:
         request_key: of the sample.
@@ -88,7 +88,7 @@ def chain_keys(request_key: int, num_committed: int, num_nodes: int) -> list[int
 
 
 def uniform(keys: Int64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """Return one uniform in [0, 1) per key, from its upper 53 bits."""
+    """Return one uniform number in [0, 1) per key, from the upper 53 bits of its hash."""
     return _logical_shift(keys, 11).to(torch.float64).mul_(2.0**-53)
 
 
@@ -110,7 +110,7 @@ def exponential(keys: Int64[Tensor, " rows"], num_clocks: int) -> Float32[Tensor
 def draw(
     weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]
 ) -> Int64[Tensor, " rows"]:
-    """Draw by the inverse CDF from unnormalised weights, one token per row.
+    """Draw one token per row from unnormalised weights by the inverse CDF.
 
     Token x is drawn when u * total lies in [W(x - 1), W(x)), W the running sum, so that only tokens
     of positive weight can be: u * total rounds to less than total, for u is at most 1 - 2^-53.
@@ -132,27 +132,27 @@ def draw(
 
 
 def scans_in_order(device: torch.device) -> bool:
-    """Whether the device computes cumulative sums in order, so that they never decrease."""
+    """Whether the device computes cumulative sums sequentially, so that they never decrease."""
     return device.type == "cpu"
 
 
 def _absorb(key: int, word: int) -> int:
-    """Return a new key, mixed from a key and one more 64-bit number."""
+    """Return a new key that mixes a key with one more 64-bit number."""
     return finalise(key + (word + 1) * INCREMENT)
 
 
 def _signed(bits: int) -> int:
-    """The int64 with these 64 bits."""
+    """Convert an unsigned 64-bit number to the int64 with the same bits."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _logical_shift(bits: Int64[Tensor, "*shape"], count: int) -> Int64[Tensor, "*shape"]:
-    """Shift right, filling with zeros; torch's shift copies the sign."""
+    """Shift right and fill with zeros, unlike torch's shift, which copies the sign."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """`finalise` on tensors, in place; int64 products wrap."""
+    """Apply `finalise` to tensors in place, with int64 overflow that wraps."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits.bitwise_xor_(_logical_shift(bits, shift)).mul_(_signed(factor))
     return bits.bitwise_xor_(_logical_shift(bits, SHIFTS[-1]))

@@ -1,4 +1,4 @@
-"""From logits to probabilities, every row under the parameters of its own request.
+"""Converts logits to probabilities, each row with the parameters of its request.
 
 Order: allowed tokens, logit bias, bad tokens, min_tokens, token masks; repetition, frequency and
 presence penalty; temperature; min_p, top_k, top_p. The warpers keep what transformers' warpers keep
@@ -34,7 +34,7 @@ FIRST_LOOK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowParams:
-    """Parameters of logits rows as columns; None where no row uses a processor.
+    """Sampling parameters of logits rows as columns; None for parameters that no row uses.
 
     Attributes:
         greedy: rows at temperature 0.
@@ -66,7 +66,7 @@ class RowParams:
     warps: bool
 
     def rows(self, chosen: slice) -> RowParams:
-        """The parameters of some of the rows."""
+        """Return the parameters of a subset of the rows."""
         columns: dict[str, Any] = {
             field.name: value[chosen]
             for field in fields(self)
@@ -80,7 +80,7 @@ def pack_params(
     device: torch.device | str = "cpu",
     rows: Sequence[int] | None = None,
 ) -> RowParams:
-    """Columns of parameters, once per step.
+    """Pack the sampling parameters of all rows into columns, once per step.
 
     Args:
         params: of the requests.
@@ -95,7 +95,7 @@ def pack_params(
 
 @lru_cache(maxsize=1024)
 def _only_temperatures(temperatures: tuple[float, ...], device: torch.device) -> RowParams:
-    """The columns of most steps, which are those of the step before."""
+    """Return cached columns for rows whose only sampling parameter is the temperature."""
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     return _pack(params, device, range(len(params)))
 
@@ -139,7 +139,7 @@ def target_probs(
     *,
     out: Float[Tensor, "rows vocab"] | None = None,
 ) -> Float[Tensor, "rows vocab"]:
-    """The distribution every row is drawn from. `logits` are left as they are.
+    """Return the distribution that every row is sampled from, without changing `logits`.
 
     It is worked out in fp32; in fp64 where the logits are, as when distributions are enumerated.
 
@@ -166,7 +166,7 @@ def target_probs(
 
 
 def failed_rows(probs: Float[Tensor, "*rows vocab"]) -> Bool[Tensor, "*rows"]:
-    """Return which rows `target_probs` could not compute: those that are NaN throughout."""
+    """Return which rows of `target_probs` are NaN, because they could not be computed."""
     return probs[..., 0].isnan()
 
 
@@ -200,7 +200,7 @@ def _write_probs(
 
 
 def _kept(scores: Logits, row_params: RowParams) -> Logits:
-    """Scores before temperature, -inf where warpers drop a token; greedy rows as they are."""
+    """Return scores before temperature, -inf at tokens that truncation drops in sampled rows."""
     if not row_params.warps:
         return scores
     tempered = scores
@@ -219,14 +219,14 @@ def _one_hot(scores: Tensor) -> Logits:
 
 
 def _write_one_hot(scores: Tensor, out: Logits) -> None:
-    """All mass on the largest score, the first of equals; NaN rows where it is not finite."""
+    """Put all mass on the largest score's first token; NaN if that score is not finite."""
     best, token = largest(scores)
     out.zero_().scatter_(-1, token[:, None], 1.0)
     out.masked_fill_(~best.isfinite()[:, None], torch.nan)
 
 
 def _mask_and_bias(scores: Logits, histories: Sequence[RowHistory | None]) -> None:
-    """Allowed tokens, logit bias, bad tokens, min_tokens, then masks, in place."""
+    """Apply allowed tokens, logit bias, bad tokens, min_tokens and masks in place."""
     for base, first, rows in runs(histories):
         if base.bias is not None:
             scores[first : first + len(rows)] += base.bias.to(scores.device)
@@ -242,7 +242,7 @@ def _mask_and_bias(scores: Logits, histories: Sequence[RowHistory | None]) -> No
 def _penalise(
     scores: Logits, row_params: RowParams, histories: Sequence[RowHistory | None]
 ) -> None:
-    """Repetition, then frequency and presence penalty, in place where tokens occurred."""
+    """Apply repetition, frequency and presence penalties in place to tokens that occurred."""
     found = occurrences(histories)
     if found is None:
         return
@@ -261,7 +261,7 @@ def _penalise(
 
 
 def _warp(scores: Logits, row_params: RowParams) -> Logits:
-    """min_p, top_k, top_p: drop unlikely tokens."""
+    """Apply min_p, top_k and top_p truncation."""
     if row_params.min_p is not None:
         probs = scores.softmax(-1)
         unlikely = probs < row_params.min_p * probs.amax(-1, keepdim=True)
@@ -274,7 +274,7 @@ def _warp(scores: Logits, row_params: RowParams) -> Logits:
 
 
 def _top_k(scores: Logits, top_k: Int64[Tensor, "rows 1"], max_top_k: int) -> Logits:
-    """Drop tokens below the k-th largest score; ties with it stay."""
+    """Drop tokens below the k-th largest score, but keep ties with it."""
     most = min(max_top_k, scores.shape[-1])
     largest = scores.topk(most, dim=-1).values
     lowest = largest.gather(-1, (top_k - 1).clamp(min=0, max=most - 1))
@@ -282,7 +282,7 @@ def _top_k(scores: Logits, top_k: Int64[Tensor, "rows 1"], max_top_k: int) -> Lo
 
 
 def _top_p(scores: Logits, excluded_mass: Float32[Tensor, "rows 1"]) -> Logits:
-    """Keep the most likely tokens until they have the mass 1 - excluded_mass; at least one.
+    """Keep the fewest most likely tokens with mass 1 - excluded_mass; at least one.
 
     A row's result depends neither on the other rows nor on how far they made us look: sums run from
     the most likely token down. Of equal scores at the edge the higher ids stay.
@@ -300,7 +300,7 @@ def _top_p(scores: Logits, excluded_mass: Float32[Tensor, "rows 1"]) -> Logits:
 
 
 def _most_likely(scores: Logits, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest scores of every row, and the mass of those before each of them.
+    """Return the largest scores of every row, and the total probability before each of them.
 
     On the CPU, where reading a result costs nothing, they are as few as have the wanted mass in
     every row; elsewhere all.

@@ -1,4 +1,4 @@
-"""The proposal that a drafter makes and the verdict that verification returns."""
+"""Proposals of drafters, and the verdicts of verification on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Assurance", "Choice", "Proposal", "TokenSource", "Verdict"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assurance:
-    """A drafter's guarantee that a proposal's values are valid, so that no check is needed.
+    """A drafter's guarantee that the values of a proposal are valid and need no check.
 
     It says: every id is an argmax of, or a draw from, a row over the target's vocabulary; every row
     is a softmax in fp32 without NaN. It holds for these very tensors: a proposal with any other
@@ -30,13 +30,13 @@ class Assurance:
     draft_probs: Float[Tensor, "parents vocab"] | None
 
     def covers(self, proposal: Proposal) -> bool:
-        """Whether the guarantee was given for the tensors of this proposal."""
+        """Whether the guarantee refers to the tensors of this proposal."""
         return self.tokens is proposal.tokens and self.draft_probs is proposal.draft_probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
-    """The token tree one drafter proposes for one sequence.
+    """Token tree that one drafter proposes for one sequence in a step.
 
     Attributes:
         tokens: token id of every node, in the order of `tree.parents`.
@@ -65,7 +65,7 @@ class Proposal:
 
     @property
     def is_assured(self) -> bool:
-        """Whether the drafter guarantees the values of this very proposal."""
+        """Whether the drafter guarantees that the proposal's values are valid."""
         return self.assurance is not None and self.assurance.covers(self)
 
     @property
@@ -76,7 +76,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome of verifying one proposal.
+    """Result of verifying one proposal.
 
     Attributes:
         path: accepted nodes from the root down (indices into the proposal).
@@ -92,5 +92,5 @@ class Verdict:
 
     @property
     def num_accepted(self) -> int:
-        """Accepted draft tokens; one fewer than emitted."""
+        """Number of accepted draft tokens, one fewer than emitted."""
         return len(self.path)

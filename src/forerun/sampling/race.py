@@ -1,4 +1,4 @@
-"""Draws by exponential race (Gumbel-max), so that similar distributions draw alike from one noise.
+"""Draws tokens by exponential race (Gumbel-max), which couples draws with the same noise.
 
 Clocks of rates p ring first with probabilities p (the Gumbel-max trick in the exponential domain),
 and of two distributions racing on the same clocks the likelier token of one tends to be that of
@@ -61,7 +61,7 @@ def coupled_match_probs(
     draft_rows: Float[Tensor, "nodes vocab"],
     tokens: Int64[Tensor, " nodes"],
 ) -> Float[Tensor, " nodes"]:
-    """Return the probability that the target draws the drafted token, given the draft did.
+    """Return the probability that the target's draw is the drafted token, given the draft's draw.
 
     The two must agree on the group and, on other clocks, on the member.
     """
@@ -80,7 +80,7 @@ def coupled_match_probs(
 
 
 def _same_winner(target: Tensor, draft: Tensor, winner: Tensor) -> Tensor:
-    """Probability that the target's race has this winner, given that the draft's has it.
+    """Return the probability that both races have the same winner, given the draft's winner.
 
     Both races choose x with probability 1 / sum_y max(target_y / target_x, draft_y / draft_x), for
     x must ring before every y in the two of them; dividing by draft_x conditions on the draft. The
@@ -95,13 +95,13 @@ def _same_winner(target: Tensor, draft: Tensor, winner: Tensor) -> Tensor:
 
 
 def _members(probs: Tensor) -> Float[Tensor, "rows members groups"]:
-    """Tokens by group: token x belongs to group x modulo the number of groups."""
+    """Group tokens: token x is in the group x modulo the number of groups."""
     padded = F.pad(probs, (0, -probs.shape[1] % NUM_MEMBERS))
     return padded.view(len(probs), NUM_MEMBERS, -1)
 
 
 def _group_probs(members: Tensor) -> Float[Tensor, "rows groups"]:
-    """Added by halves, element by element: the sum of a group depends on nothing else in the pass.
+    """Sum probabilities by group pairwise, in an order that does not depend on the batch.
 
     A reduction may add in another order when there are more rows, and a text drawn by plain passes
     would not be the one drawn by verifying ones.
@@ -113,6 +113,6 @@ def _group_probs(members: Tensor) -> Float[Tensor, "rows groups"]:
 
 
 def _of_group(members: Tensor, group: Int64[Tensor, " rows"]) -> Float[Tensor, "rows members"]:
-    """The probabilities of one group's tokens in every row."""
+    """Return the probabilities of the tokens of one group per row."""
     index = group[:, None, None].expand(-1, NUM_MEMBERS, 1)
     return members.gather(2, index)[:, :, 0]

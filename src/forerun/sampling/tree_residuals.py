@@ -1,4 +1,4 @@
-"""Acceptance probabilities and residual distributions of drawn trees, all trees at once.
+"""Computes acceptance probabilities and residual distributions for a batch of drawn trees.
 
 Every rule rejects the children of a node one after the other. With P the target's row at the node,
 Q the draft's and w the node's weight, a rejection of x leaves
@@ -48,7 +48,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forest:
-    """Where the nodes of some trees are among the rows of a pass; inner nodes level by level.
+    """Row indices of the nodes of several trees in one pass, with inner nodes by level.
 
     Attributes:
         levels: the inner nodes, the roots first.
@@ -76,7 +76,7 @@ class Forest:
 
 
 class Inner(NamedTuple):
-    """An inner node of one of some trees: what it is sorted by, its children, and its places."""
+    """An inner node of one of several trees: depth, tested children and row indices."""
 
     depth: int
     num_untested: int
@@ -113,7 +113,7 @@ def inner_nodes(trees: Sequence[TokenTree], rule: TreeRule) -> list[Inner]:
 def forest_of(
     trees: tuple[TokenTree, ...], rule: TreeRule, *, device: torch.device, copies: int = 1
 ) -> Forest:
-    """Return the places of the nodes of some trees, or of many copies of one.
+    """Return the row indices of the nodes of several trees, or of many copies of them.
 
     Args:
         trees: in the order of their rows.
@@ -127,7 +127,7 @@ def forest_of(
     offsets = torch.arange(copies, device=device)
 
     def spread(numbers: Sequence[int], stride: int) -> Tensor:
-        """Return the numbers, each followed by those of its copies."""
+        """Return the indices, each followed by those of its copies."""
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         return (own[:, None] + stride * offsets).flatten()
 
@@ -167,7 +167,7 @@ def forest_of(
 
 
 class Residuals:
-    """The rows of the inner nodes of some trees while their children are rejected in turn.
+    """Distributions of inner nodes, updated as their children are rejected one after another.
 
     Args:
         forest: where the nodes are.
@@ -201,7 +201,7 @@ class Residuals:
         self.shares = torch.zeros_like(self.accept)
 
     def reject(self, first: int, rank: int, nodes: Tensor, tokens: Tensor) -> None:
-        """Test and reject one child each of the inner nodes from `first` on."""
+        """Test and reject one child of each inner node from number `first` on."""
         at = slice(first, first + len(nodes))
         target, draft, scale = self._target[at], self._draft[at], self._scale[at]
         valid, left, tokens = self._valid[at], self._left[at], tokens[:, None]
@@ -226,16 +226,16 @@ class Residuals:
         self._left[at] = draft.sum(-1)
 
     def enter(self, places: slice) -> None:
-        """Give inner nodes the weights that they have been reached with."""
+        """Set the initial weights of inner nodes to their own acceptance probabilities."""
         weight = self.accept[self.forest.nodes[places]]
         self._weight[places] = self._scale[places] = weight
 
     def leave(self, places: slice) -> None:
-        """Let inner nodes be accepted with the weights that they are left with."""
+        """Set the acceptance probabilities of inner nodes to their remaining weights."""
         self.accept[self.forest.nodes[places]] = self._weight[places]
 
     def share(self, tokens: Int64[Tensor, " nodes"]) -> None:
-        """Fill in `shares`."""
+        """Compute `shares`, the residual weights of the children that are not tested."""
         nodes, places = self.forest.untested, self.forest.places[self.forest.above]
         ids = tokens[nodes]
         target, draft = self._target[places, ids], self._draft[places, ids]
@@ -243,7 +243,7 @@ class Residuals:
         self.shares[nodes] = share.clamp_(min=0)
 
     def final(self, rows: Int64[Tensor, " some"]) -> Float[Tensor, "some vocab"]:
-        """Return unnormalised distributions of the token after a row whose children are rejected.
+        """Return unnormalised distributions of the token after rows whose children are rejected.
 
         Where nothing is left, both rows agree: it is the target's.
         """
@@ -263,7 +263,7 @@ def residuals_of(
     draft_probs: Float[Tensor, "parents vocab"],
     tokens: Int64[Tensor, " nodes"],
 ) -> Residuals:
-    """Reject all children of all inner nodes, and note what each was accepted with.
+    """Reject all children of all inner nodes in turn and store each acceptance probability.
 
     Nothing is accepted after a row without a distribution.
 

@@ -1,4 +1,4 @@
-"""Verification of draft trees: traversal, recursive rejection and greedy coupling.
+"""Verifies draft trees by traversal, recursive rejection or greedy coupling.
 
 Each rule has a probability stage, which turns probabilities and drawn tokens into the acceptance
 probability of every node and the distribution of the token that follows it, and a draw stage, which
@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TreeWeights:
-    """What the draw stage compares noise with, for a batch of trees of one topology.
+    """Probabilities that noise is compared with, for a batch of trees of one topology.
 
     Attributes:
         accept: acceptance probability of every node, given that the tests before its own failed.
@@ -68,7 +68,7 @@ class TreeWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeOutcome:
-    """The verdict on one tree.
+    """Verdict on one tree.
 
     Attributes:
         path: accepted nodes from the root down.
@@ -91,7 +91,7 @@ def verify_trees(
     tokens: Int64[Tensor, " rows"],
     keys: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> list[TreeOutcome]:
-    """Accept a path of every tree and draw the token after it; waits for the device once.
+    """Accept a path of every tree and draw the token after it; synchronises with the device once.
 
     Nothing is accepted after a node where the target has no distribution: the tokens up to it
     decide that, so it biases nothing.
@@ -133,7 +133,7 @@ def by_kernels(
     tokens: Int64[Tensor, " rows"],
     verdicts: Sequence[tuple[int, int, int, float]],
 ) -> list[TreeOutcome]:
-    """Return the outcomes that the kernels found."""
+    """Return the outcomes of tree verification by the CPU kernels."""
     fed, found, row = tokens.tolist(), [], 0
     for tree, (last, token, is_valid, expected) in zip(trees, verdicts, strict=True):
         path = tree.path(last)
@@ -150,7 +150,7 @@ def by_kernels(
 
 
 def first_passed(forest: Forest, passed: Bool[Tensor, " nodes"]) -> Int64[Tensor, " trees"]:
-    """Return the row of the first node in post-order that passes, of the root where none does."""
+    """Return the row of the first node in post-order that passes its test; else the root's."""
     behind = torch.cat([passed, passed.new_zeros(1)])[forest.post_order]
     first = behind.view(torch.uint8).argmax(-1, keepdim=True)
     nodes = forest.post_order.gather(1, first)[:, 0]
@@ -159,7 +159,7 @@ def first_passed(forest: Forest, passed: Bool[Tensor, " nodes"]) -> Int64[Tensor
 
 
 class Numbers(NamedTuple):
-    """What outcomes are made of, of all trees one after the other.
+    """Results of the draw stage for all trees, concatenated and copied to the host.
 
     Attributes:
         passed: whether u < accept, by node.
@@ -218,7 +218,7 @@ def tree_weights(
     draft_probs: Float[Tensor, "batch parents vocab"],
     tokens: Int64[Tensor, "batch nodes"],
 ) -> TreeWeights:
-    """Return acceptance probabilities and final distributions of a batch of one topology.
+    """Return acceptance probabilities and final distributions for trees of one topology.
 
     Args:
         rule: one of `TreeRule`; the module says for which proposals it is exact.
@@ -293,7 +293,7 @@ def accepted_node(
     drafted: Sequence[int] = (),
     drawn: Sequence[int] = (),
 ) -> int:
-    """Return the last accepted node, -1 where all were rejected.
+    """Return the last accepted node; -1 if all nodes were rejected.
 
     Args:
         rule: one of `TreeRule`.

@@ -1,4 +1,4 @@
-"""The target walk: draws the target's own tokens and follows the draft while it agrees.
+"""Target walk: draws the target's tokens and follows the draft as long as it matches.
 
 Every emitted token is a draw from the target's distribution given the tokens before it, whatever
 was drafted, so the output distribution is the target's for deterministic, sampled and coupled
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def target_keys(request_key: int, num_committed: int, tree: TokenTree) -> list[int]:
-    """Return the keys of the target's draws at the root row and at the row of every node.
+    """Return the keys of the target's draws at the rows of the root and of every node.
 
     Args:
         request_key: of the sample.
@@ -61,7 +61,7 @@ def target_tokens(
 def walk(
     tree: TokenTree, draft_tokens: Sequence[int], target_tokens: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
-    """Follow the target's tokens down the tree.
+    """Follow the target's drawn tokens down the tree.
 
     Args:
         tree: topology of the proposal; may be empty.
@@ -95,7 +95,7 @@ def edge_probs(
 
 
 def expected_accepted(tree: TokenTree, edge_probs: Sequence[float]) -> float:
-    """Return E[num_accepted | proposal], the sum over nodes of their paths' probabilities.
+    """Return E[num_accepted | proposal], the sum of path probabilities over all nodes.
 
     For a coupled chain hand in `coupled_match_probs` instead of the target's edge probabilities:
     given its draft, the target's draw is no longer independent of it.

@@ -1,4 +1,4 @@
-"""A conformance suite for drafters of third parties: `check_drafter`.
+"""Conformance suite for third-party drafters: `check_drafter`.
 
 A drafter is code that the engine calls in the middle of every step, so that a small
 misunderstanding of the contract can bias a text, leak memory or cost speed without an error. The
@@ -48,7 +48,7 @@ def check_drafter(  # noqa: PLR0913 (keyword-only sizes)
     num_speculative_tokens: int = 4,
     num_sampled: int = 32,
 ) -> None:
-    """Check that a drafter keeps the contract of `forerun.drafters.base.Drafter`.
+    """Check that a drafter fulfils the contract of `forerun.drafters.base.Drafter`.
 
     The suite checks that texts are those of plain decoding (greedy, seeded, with penalties, with
     plans for trees, after a preemption, an abort and the loss of the drafter's state), that the
@@ -84,7 +84,7 @@ def check_drafter(  # noqa: PLR0913 (keyword-only sizes)
 
 
 def parameters(max_tokens: int) -> dict[str, SamplingParams]:
-    """Return sampling parameters under which the text is a function of prompt and seed."""
+    """Return sampling parameters under which prompt and seed determine the text."""
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     seeded = replace(greedy, temperature=1.0, seed=5)
     return {
@@ -96,7 +96,7 @@ def parameters(max_tokens: int) -> dict[str, SamplingParams]:
 
 
 def random_prompts(vocab_size: int) -> list[list[int]]:
-    """Return prompts of several lengths; the same ids for the same vocabulary."""
+    """Return prompts of several lengths, always the same for a given vocabulary."""
     return [
         [finalise(1000 * prompt + place) % vocab_size for place in range(length)]
         for prompt, length in enumerate((3, 1, 12, 30))
@@ -105,7 +105,7 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 
 @dataclass(slots=True, eq=False)
 class Check:
-    """Runs all checks of one drafter.
+    """Runs all conformance checks on one drafter.
 
     Attributes:
         factory: makes a fresh drafter.
@@ -124,7 +124,7 @@ class Check:
     k: int
 
     def check_interface(self) -> None:
-        """Names and layers have the right types, and unknown requests can be forgotten."""
+        """Check the types of names and layers, and that `forget` accepts unknown requests."""
         drafter: Any = self.factory()
         if not isinstance(drafter, Drafter):
             missing = [
@@ -147,13 +147,13 @@ class Check:
             ) from error
 
     def check_text(self, name: str, params: SamplingParams) -> None:
-        """Check that the text is that of plain decoding."""
+        """Check that the text equals that of plain decoding."""
         recorder = Recorder(self.factory())
         found = self.decode(recorder, params)
         self.compare(name, found, self.decode(None, params))
 
     def check_tree_plans(self) -> None:
-        """Check that a plan for a tree is followed or undercut, with the same text."""
+        """Check that proposals stay within a tree plan and that the text does not change."""
         recorder = Recorder(self.factory())
         for name, params in [*parameters(self.max_tokens).items()][:2]:
             found = self.decode(recorder, params, controller=TreePlans(recorder.method))
@@ -196,7 +196,7 @@ class Check:
         self.compare("seeded, one request aborted", found, [plain[index] for index in kept])
 
     def check_reproducible(self) -> None:
-        """Check that two new drafters propose the same in the same situation."""
+        """Check that two new drafters make the same proposals for the same requests."""
         for name, params in parameters(self.max_tokens).items():
             first, second = Recorder(self.factory()), Recorder(self.factory())
             self.decode(first, params)
@@ -210,7 +210,7 @@ class Check:
                     )
 
     def check_draws(self, num_sampled: int) -> None:
-        """Check that sampled tokens follow the distributions that are returned with them.
+        """Check that sampled tokens follow the `draft_probs` of their proposals.
 
         Under `draft_probs` the log-probability of a drawn token has a known mean and variance.
         Their sum over all drawn tokens shows both rows that are not those drawn from and drafts
@@ -247,7 +247,7 @@ class Check:
         controller: TreePlans | None = None,
         **limits: Any,
     ) -> Texts:
-        """Return the texts of all prompts; raises AssertionError where the drafter failed."""
+        """Return the texts of all prompts; raises AssertionError if the drafter failed."""
         with self.watched(recorder):
             engine = self.engine(recorder, controller, **limits)
             outputs = engine.generate(prompts or self.prompts, params)
@@ -256,7 +256,7 @@ class Check:
     def engine(
         self, recorder: Recorder | None, controller: TreePlans | None = None, **limits: Any
     ) -> Engine:
-        """Return an engine over the target, with the drafter or without."""
+        """Return an engine over the target, with or without the drafter."""
         longest = max(map(len, self.prompts)) + self.max_tokens
         sizes = {"max_batch": len(self.prompts), "max_context": longest} | limits
         nodes = self.k if controller is None else max(self.k, TREE.num_nodes)
@@ -273,7 +273,7 @@ class Check:
 
     @contextmanager
     def watched(self, recorder: Recorder | None) -> Any:
-        """Raise errors for failures that the engine would otherwise only log."""
+        """Raise errors for drafter failures, which the engine itself only logs."""
         logger, failures = logging.getLogger("forerun.drafting"), Failures()
         level = logger.level
         logger.addHandler(failures)
@@ -288,7 +288,7 @@ class Check:
             raise AssertionError(problems[-1])
 
     def compare(self, name: str, found: Texts, plain: Texts) -> None:
-        """Refuse texts that are not those of plain decoding."""
+        """Raise an error unless the texts equal those of plain decoding."""
         for index, (ours, expected) in enumerate(zip(found, plain, strict=True)):
             if ours != expected:
                 places = range(min(len(ours), len(expected)))
@@ -300,7 +300,7 @@ class Check:
 
 
 def same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
-    """Whether two proposals agree; probabilities up to rounding."""
+    """Whether two proposals are equal, with probabilities compared up to rounding."""
     if one is None or other is None:
         return one is other
     if one.tree != other.tree or one.choice is not other.choice:
@@ -313,7 +313,7 @@ def same_proposal(one: Proposal | None, other: Proposal | None) -> bool:
 
 
 def log_excess(proposal: Proposal) -> tuple[float, float]:
-    """Return how far the drawn tokens' log-probability is above its mean, and its variance.
+    """Return how far the drawn tokens' log-probability exceeds its expectation, and its variance.
 
     Of every node one child is looked at: the first, or the only one that was drawn.
     """

@@ -1,4 +1,4 @@
-"""A drafter wrapper that records proposals, for the conformance suite."""
+"""Drafter wrapper that records proposals for the conformance suite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TREE = Tree(num_nodes=6, depth=3, width=3)
 
 
 class Recorder:
-    """Passes every call on to a drafter, and records its proposals and changed inputs.
+    """Forwards all calls to a drafter, and records its proposals and any changed inputs.
 
     Args:
         inner: the drafter under test.
@@ -37,7 +37,7 @@ class Recorder:
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> Sequence[Proposal | Pause | None]:
-        """Ask the drafter, and note its proposals by request and committed length."""
+        """Forward to the drafter, and record its proposals by request and committed length."""
         before = [list(request.ids) for request in requests]
         answers = self.inner.propose(requests, plans)
         self.num_calls += 1
@@ -55,30 +55,30 @@ class Recorder:
         return answers
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Pass the outcomes on to the drafter."""
+        """Forward the outcomes to the drafter."""
         self.inner.observe(outcomes)
 
     def forget(self, request_id: str) -> None:
-        """Pass the end of a request on."""
+        """Forward the end of a request to the drafter."""
         self.inner.forget(request_id)
 
 
 class PlannedFailure(Exception):
-    """Raised by the suite itself to make the engine drop a drafter's state."""
+    """Raised by the conformance suite to make the engine drop a drafter's state."""
 
 
 class TreePlans:
-    """A controller that plans a tree for every request."""
+    """Controller that plans the same tree for every request."""
 
     def __init__(self, method: str) -> None:
         self.plan = Plan(method=method, shape=TREE)
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return the same plan for all."""
+        """Return the same tree plan for all requests."""
         return [self.plan] * len(states)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
-        """Learn nothing."""
+        """Ignore the outcomes."""
 
 
 class Failures(logging.Handler):
@@ -89,7 +89,7 @@ class Failures(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message of everything but a planned failure."""
+        """Store the message, unless it reports a planned failure."""
         if PlannedFailure.__name__ not in repr(record.args) and not any(
             isinstance(argument, PlannedFailure) for argument in record.args or ()
         ):

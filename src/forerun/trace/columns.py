@@ -1,4 +1,4 @@
-"""Reads the steps of a trace as columns, for figures over many steps.
+"""Reads the steps of a trace as columns, for statistics over many steps.
 
 The same files as `read_trace`, checked alike, in tables of some ten thousand steps. Only the
 columns that figures need are read.
@@ -57,7 +57,7 @@ Piece: TypeAlias = pa.Table | TraceHeader | RequestRecord | Damage
 
 
 def read_columns(path: Path) -> Iterator[Piece]:
-    """Tables of steps, headers, requests and damage of a trace, read lazily.
+    """Yield the content of a trace lazily: tables of steps, headers, requests and damage.
 
     Args:
         path: a folder is Parquet, a file JSON lines.
@@ -101,7 +101,7 @@ def json_pieces(path: Path) -> Iterator[Piece]:
 
 
 def cut(data: bytes) -> tuple[bytes, bytes]:
-    """Split data into whole lines and the beginning of the next line."""
+    """Split data into complete lines and the incomplete last line."""
     end = data.rfind(b"\n") + 1
     if not end and len(data) > CHUNK_BYTES:
         return data, b""
@@ -113,7 +113,7 @@ STEP = b'{"record":"step",'
 
 
 def lines_pieces(lines: Sequence[bytes], first_line: int) -> Iterator[Piece]:
-    """Yield the records of whole lines: steps as tables, other records one by one."""
+    """Yield the records in complete lines: steps as tables, other records one by one."""
     numbered = enumerate(lines, start=first_line)
     yield from one_by_one([(n, line) for n, line in numbered if not line.startswith(STEP)])
     steps = [line for line in lines if line.startswith(STEP)]
@@ -154,7 +154,7 @@ def table_of(steps: Sequence[StepRecord]) -> Iterator[pa.Table]:
 
 
 def checked(table: pa.Table, where: str) -> Iterator[Piece]:
-    """Yield the rows with possible values as a table, and damage for the others."""
+    """Yield the rows with valid values as a table, and `Damage` for all other rows."""
     good = pc.is_valid(table["cycle_id"])
     for name in STEP_TYPES:
         if name not in OPTIONAL:

@@ -1,4 +1,4 @@
-"""Costs of steps computed from the durations in a trace."""
+"""Computes costs of steps from the durations in a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_PLAIN_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCycleCost:
-    """kappa over the drafting steps that can be compared with plain steps.
+    """kappa over the drafting steps for which plain steps at the same batch size exist.
 
     Attributes:
         estimate: seconds of drafting steps over those of as many plain steps.
@@ -38,13 +38,13 @@ class MeasuredCycleCost:
 
 @dataclass(slots=True, kw_only=True)
 class Total:
-    """Sums of steps and of the seconds of their cycles."""
+    """Number of steps, and total seconds of their cycles."""
 
     num_steps: int = 0
     seconds: float = 0.0
 
     def add(self, num_steps: int, seconds: float) -> None:
-        """Add to the counts."""
+        """Add steps and seconds to the totals."""
         self.num_steps += num_steps
         self.seconds += seconds
 
@@ -55,7 +55,7 @@ Totals = dict[int, Total]
 
 @dataclass(slots=True, kw_only=True)
 class StepCosts:
-    """Decode steps and their seconds, without cycles that also read prompts.
+    """Number and seconds of decode steps, without cycles that include prefills.
 
     Attributes:
         drafting: steps that drafted.
@@ -66,7 +66,7 @@ class StepCosts:
     plain: Totals = field(default_factory=dict)
 
     def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
-        """Count a step of a cycle; plain steps in a cycle that drafts are left out."""
+        """Count a decode step, except plain steps in a cycle with drafting steps."""
         if record.num_prefill_rows:
             return
         if record.num_drafted:
@@ -79,14 +79,14 @@ class StepCosts:
         totals.setdefault(len(cycle), Total()).add(1, seconds)
 
     def include(self, other: StepCosts) -> None:
-        """Add the steps of another group."""
+        """Add the totals of another group of steps."""
         for own, others in ((self.drafting, other.drafting), (self.plain, other.plain)):
             for size, total in others.items():
                 own.setdefault(size, Total()).add(total.num_steps, total.seconds)
 
     @property
     def plain_step_s(self) -> Mapping[int, float]:
-        """Return the mean plain step by cycle size, where there are enough plain steps."""
+        """Return mean seconds of a plain step by batch size, where there are enough plain steps."""
         return {
             size: total.seconds / total.num_steps
             for size, total in self.plain.items()
@@ -94,7 +94,7 @@ class StepCosts:
         }
 
     def cycle_cost(self, plain_step_s: Mapping[int, float]) -> MeasuredCycleCost | None:
-        """kappa of the drafting steps; None where no plain step is of their size.
+        """Return kappa of the drafting steps; None if no plain step has the same batch size.
 
         Args:
             plain_step_s: seconds of a plain step by size of the cycle.

@@ -1,4 +1,4 @@
-"""Opens trace files: the suffix chooses the format, and pyarrow is loaded for Parquet only."""
+"""Opens trace files, whose suffix selects the format; pyarrow is imported for Parquet only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a path whose suffix names no trace format.
+    """Refuse a path whose suffix does not belong to a trace format.
 
     Raises:
         InvalidRequest: it ends in something else.

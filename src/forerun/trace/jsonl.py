@@ -1,4 +1,4 @@
-"""Traces as JSON lines: one object per record, whose field "record" names its kind."""
+"""Traces as JSON lines, one object per record with its kind in the field "record"."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class JsonLines:
 
 
 def line_of(row: Row) -> str:
-    """Return the line of a row."""
+    """Return the JSON line of a row."""
     if row.kind == "step":
         return STEP_FORM % (*numbers_of(row.values), text_of(words_of(row.values)))
     values = dict(zip(FIELDS[row.kind], row.values, strict=True))
@@ -77,12 +77,12 @@ def line_of(row: Row) -> str:
 
 @lru_cache(maxsize=256)
 def text_of(words: tuple[Json, ...]) -> str:
-    """Return the part of a step's line that holds no numbers."""
+    """Return the part of a step's JSON line that contains the fields that are not numbers."""
     return ENCODER.encode(dict(zip(WORD_NAMES, words, strict=True)))[1:-1]
 
 
 def read_json_lines(path: Path) -> Iterator[Item]:
-    """Yield the records of a file in order, and the damage between them.
+    """Yield the records of a file in order, with `Damage` for unreadable lines.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -112,7 +112,7 @@ def skip_line(file: BufferedReader) -> int:
 
 
 def item_of(line: bytes, where: str) -> Item:
-    """Parse a line to its record, or to a description of the damage."""
+    """Parse a line to a record, or to `Damage` if it is not valid."""
     try:
         values = parse_json(line, "the line")
     except UnreadableInput as error:

@@ -1,4 +1,4 @@
-"""Traces as folders of Parquet files, since a Parquet file is readable only once it is closed.
+"""Traces as folders of small Parquet files, each complete and readable once it is written.
 
     trace.parquet/headers.jsonl            one header per line
     trace.parquet/steps/00000.parquet      step records, a part per flush
@@ -53,7 +53,7 @@ TYPES: Mapping[str, pa.DataType] = {
 
 
 class ParquetParts:
-    """Writes records as numbered Parquet files of a folder.
+    """Writes records as numbered Parquet files in a folder.
 
     Args:
         folder: of the trace; it exists.
@@ -101,7 +101,7 @@ def table_of(kind: str, rows: Sequence[Row]) -> pa.Table:
 
 
 def read_parquet(folder: Path, *, without: Sequence[str] = ()) -> Iterator[Item]:
-    """Yield headers, steps, requests, and the damage among them.
+    """Yield headers, steps, requests, and `Damage` for unreadable parts.
 
     Args:
         folder: of the trace.
@@ -133,7 +133,7 @@ MAX_MISSING = 100
 
 
 def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
-    """Yield a `Damage` for every gap in the numbers of the files."""
+    """Yield a `Damage` for every gap in the numbering of the files."""
     numbers = {
         int(path.stem)
         for path in found
@@ -145,7 +145,7 @@ def missing_parts(name: str, found: Sequence[Path]) -> Iterator[Damage]:
 
 
 def read_part(path: Path, where: str) -> Iterator[Item]:
-    """Yield the readable records of one file, and the damage in it."""
+    """Yield the valid records of one file, with `Damage` for others."""
     if path.suffix == UNFINISHED:
         yield Damage(where=where, what="was being written when the process ended")
         return
@@ -161,7 +161,7 @@ def read_part(path: Path, where: str) -> Iterator[Item]:
 
 
 def item_of(kind: str, row: dict[str, object], where: str) -> Item:
-    """Convert a row to its record, or to a description of the damage."""
+    """Convert a row to a record, or to `Damage` if it is not valid."""
     try:
         if kind == "request":
             row["parameters"] = parse_json(str(row.get("parameters")), "parameters")

@@ -1,4 +1,4 @@
-"""Conversion of records to rows of plain values and back, with checks."""
+"""Converts records to rows of plain values and back, with validation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GETTERS = {kind: attrgetter(*names) for kind, names in FIELDS.items()}
 
 
 class Row(NamedTuple):
-    """The values of one record in the order of `FIELDS`, as files store them."""
+    """Values of one record in the order of `FIELDS`, in the types that files store."""
 
     kind: str
     values: list[Json]
@@ -79,7 +79,7 @@ def kind_of(record: Record) -> str:
 
 
 def row_of(record: Record, changes: Mapping[str, Json] | None = None) -> Row:
-    """Convert a record to a row; `changes` replace values by field name."""
+    """Convert a record to a row, with some values replaced by field name (`changes`)."""
     kind = kind_of(record)
     values = list(GETTERS[kind](record))
     if changes is not None:
@@ -89,7 +89,7 @@ def row_of(record: Record, changes: Mapping[str, Json] | None = None) -> Row:
 
 
 def record_from(kind: object, values: Mapping[str, object]) -> Record:
-    """Build the record of a kind from its values.
+    """Build a record of the given kind from its values.
 
     Raises:
         ValueError: the kind is unknown, a field is missing, unknown or of another type, or counts
@@ -120,7 +120,7 @@ def record_from(kind: object, values: Mapping[str, object]) -> Record:
 
 
 def value_of(annotation: str, name: str, value: object) -> object:
-    """Check and convert a value by the annotation of its field."""
+    """Check and convert a value according to the type annotation of its field."""
     wanted = annotation.removesuffix(" | None")
     if value is None and wanted != annotation:
         return None
@@ -131,7 +131,7 @@ def value_of(annotation: str, name: str, value: object) -> object:
 
 
 def check_request(record: RequestRecord) -> None:
-    """Refuse lengths and times that no request can have."""
+    """Refuse impossible lengths and times in a request record."""
     for name in ("num_prompt_tokens", "num_output_tokens", "ttft_s", "prefill_s"):
         value = getattr(record, name)
         if value is not None and not 0 <= value <= MAX_SECONDS:
@@ -150,7 +150,7 @@ DURATIONS = ("draft_s", "verify_s", "other_s")
 
 
 def check_counts(record: StepRecord) -> None:
-    """Refuse counts and times that no step can have."""
+    """Refuse impossible counts and times in a step record."""
     if not 0 <= record.num_accepted <= record.depth_drafted <= record.num_drafted:
         raise ValueError(
             f"{record.num_accepted} accepted of {record.num_drafted} nodes, "
@@ -185,7 +185,7 @@ def as_number(value: object) -> float | None:
 
 
 def as_text(value: object) -> str | None:
-    """Return a text; None for any other value."""
+    """Return a string; None for any other value."""
     return value if isinstance(value, str) else None
 
 
@@ -195,21 +195,21 @@ def as_flag(value: object) -> bool | None:
 
 
 def as_object(value: object) -> dict[str, object] | None:
-    """Return a mapping with texts as keys as a dict; None for any other value."""
+    """Return a mapping with string keys as a dict; None for any other value."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return None
     return dict(value)
 
 
 def as_texts(value: object) -> dict[str, object] | None:
-    """Return a mapping of texts to texts as a dict; None for any other value."""
+    """Return a mapping of strings to strings as a dict; None for any other value."""
     found = as_object(value)
     all_texts = found is not None and all(isinstance(entry, str) for entry in found.values())
     return found if all_texts else None
 
 
 def as_tuple(convert: Callable[[object], object]) -> Callable[[object], tuple[object, ...] | None]:
-    """Return a conversion of lists to tuples whose entries are converted by `convert`."""
+    """Return a function that converts a list to a tuple, and its entries by `convert`."""
 
     def converted(value: object) -> tuple[object, ...] | None:
         if not isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Summary of a trace: tokens per step, cost per step, acceptance by position, time by part.
+"""Summary of a trace: tokens per step, cost per step, acceptance by position, and time split.
 
 Durations belong to a cycle, which all requests of a batch share. Sums of time count every cycle
 once; the cost of a step is the mean over requests and steps, as tau is.
@@ -49,7 +49,7 @@ MAX_CYCLE = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Acceptance at one drafted position.
+    """Acceptance at one position of the draft.
 
     Attributes:
         num_drafted: steps that drafted it; the denominator of beta.
@@ -66,7 +66,7 @@ class Position:
 
 @dataclass(slots=True, kw_only=True)
 class GroupSummary:
-    """Totals over the steps of some requests, such as those with one tag.
+    """Totals over the steps of a group of requests, such as all requests with one tag.
 
     Attributes:
         num_requests: requests seen.
@@ -85,7 +85,7 @@ class GroupSummary:
     costs: StepCosts = field(default_factory=StepCosts)
 
     def add(self, record: StepRecord, cycle: Sequence[StepRecord]) -> None:
-        """Count one step of a cycle."""
+        """Add one step of an engine cycle."""
         self.num_steps += 1
         self.num_tokens += record.num_emitted
         if record.num_drafted:
@@ -96,7 +96,7 @@ class GroupSummary:
         self.costs.add(record, cycle)
 
     def include(self, other: GroupSummary) -> None:
-        """Add the steps of another group."""
+        """Add the totals of another group."""
         self.num_requests += other.num_requests
         self.num_steps += other.num_steps
         self.num_tokens += other.num_tokens
@@ -106,13 +106,13 @@ class GroupSummary:
 
     @property
     def wasted_share(self) -> float | None:
-        """Share of the drafted nodes that was not accepted; None where nothing was drafted."""
+        """Share of drafted nodes that were not accepted; None if nothing was drafted."""
         rate = self.acceptance.draft_acceptance_rate
         return None if rate is None else 1.0 - rate
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """Acceptance from position 1 on."""
+        """Return the acceptance at each position from 1 on."""
         counts = self.acceptance
         return tuple(
             Position(
@@ -159,7 +159,7 @@ class GroupSummary:
 
 @dataclass(slots=True, kw_only=True)
 class TimeSplit:
-    """Seconds of engine cycles, each counted once.
+    """Seconds of drafting, target pass and rest, with every engine cycle counted once.
 
     Attributes:
         num_cycles: cycles that yielded tokens.
@@ -176,7 +176,7 @@ class TimeSplit:
     other_s: float = 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Count the cycle that a record belongs to."""
+        """Add the cycle of a step record; call it once per cycle."""
         self.num_cycles += 1
         self.num_prefill_cycles += record.num_prefill_rows > 0
         self.draft_s += record.draft_s
@@ -191,7 +191,7 @@ class TimeSplit:
 
 @dataclass(slots=True, kw_only=True)
 class TraceSummary:
-    """All figures of a trace, computed by `summarise`.
+    """All figures of a trace, as `summarise` computes them.
 
     Attributes:
         headers: what was run; one per draft.
@@ -214,7 +214,7 @@ class TraceSummary:
     damage: list[Damage] = field(default_factory=list)
 
     def include(self, group: GroupSummary, tags: Iterable[str]) -> None:
-        """Add the steps of a request to the totals and to those of its tags."""
+        """Add the steps of a request to the totals, and to the totals of its tags."""
         self.overall.include(group)
         for tag in tags:
             known = tag in self.tags or len(self.tags) < MAX_TAGS
@@ -222,12 +222,12 @@ class TraceSummary:
 
     @property
     def plain_step_s(self) -> Mapping[int, float]:
-        """Return the mean plain step by number of requests in the cycle, where there are enough."""
+        """Return mean seconds of a plain step by batch size, where there are enough plain steps."""
         return self.overall.costs.plain_step_s
 
     @property
     def cycle_cost(self) -> MeasuredCycleCost | None:
-        """Return kappa over all steps; None where there are too few plain steps to compare with."""
+        """Return kappa over all steps; None if there are too few plain steps for a comparison."""
         return self.overall.costs.cycle_cost(self.plain_step_s)
 
     @property
@@ -257,7 +257,7 @@ class TraceSummary:
 
 
 def summarise(items: Iterable[Item]) -> TraceSummary:
-    """Summarise the readable records of a trace.
+    """Compute the summary of a trace from its readable records.
 
     A request is added to the totals as soon as its record was read, so memory grows neither with
     steps nor with requests that have ended.
@@ -292,7 +292,7 @@ def summarise(items: Iterable[Item]) -> TraceSummary:
 def split_off(
     items: Iterable[Item], found: TraceSummary, ended: dict[str, tuple[str, ...]]
 ) -> Iterator[StepRecord]:
-    """Yield the steps; add headers, requests and damage to the summary."""
+    """Yield the steps, and add headers, requests and damage to the summary."""
     for item in items:
         if isinstance(item, StepRecord):
             yield item
@@ -310,7 +310,7 @@ def split_off(
 
 
 def cycles_of(records: Iterable[StepRecord]) -> Iterator[Sequence[StepRecord]]:
-    """Group consecutive records into the cycles that they belong to.
+    """Group consecutive step records by engine cycle.
 
     Engines number their cycles alike, so the time tells cycles of different engines apart.
     """
@@ -323,7 +323,7 @@ MAX_LINES = len(COLOURS)
 
 
 def plot(summary: TraceSummary, title: str, path: Path) -> None:
-    """Draw survival by position, of all steps and of the tags with the most steps.
+    """Draw survival by position for all steps and for the tags with the most steps.
 
     Args:
         summary: of a trace.
@@ -337,7 +337,7 @@ def plot(summary: TraceSummary, title: str, path: Path) -> None:
 
 
 def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
-    """Return the groups to draw, by label."""
+    """Return the groups to draw with their labels."""
     drafting = [(tag, group) for tag, group in summary.tags.items() if group.positions]
     drafting.sort(key=lambda entry: -entry[1].acceptance.num_steps)
     lines = {"all": summary.overall} if summary.overall.positions else {}
@@ -347,7 +347,7 @@ def lines_of(summary: TraceSummary) -> Mapping[str, GroupSummary]:
 
 
 def draw(axes: Axes, lines: Mapping[str, GroupSummary]) -> None:
-    """Draw survival as lines, and beta with its interval as points where there is one line only."""
+    """Draw survival as lines; for a single group also beta with its interval."""
     deepest = 1
     for colour, (label, group) in zip(COLOURS, lines.items(), strict=False):
         positions = range(1, len(group.positions) + 1)

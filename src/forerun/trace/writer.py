@@ -1,4 +1,4 @@
-"""Buffered writing of trace records to a file."""
+"""Buffers trace records and writes them to a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushRule:
-    """Limits at which buffered records are written, whichever is reached first.
+    """Limits on buffered records; the buffer is written when one of them is reached.
 
     Attributes:
         num_records: so many wait; no more are ever kept in memory.
@@ -31,14 +31,14 @@ class FlushRule:
 
 @runtime_checkable
 class Sink(Protocol):
-    """A file format that records are written to."""
+    """Interface of a file format for records."""
 
     @property
     def flush_rule(self) -> FlushRule:
-        """The limits at which buffered records are written in this format."""
+        """Limits at which buffered records are written to this format."""
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Write rows so that they stay readable if the process is killed afterwards.
+        """Write rows that remain readable if the process is killed afterwards.
 
         Raises:
             OSError: they could not be written; earlier ones are still there.
@@ -53,7 +53,7 @@ class Sink(Protocol):
 
 
 class TraceWriter:
-    """Buffers records, for example those of an engine's steps, and writes them to a trace.
+    """Buffers records, such as those of engine steps, and writes them to a trace file.
 
     Nothing that happens to the file reaches the caller. Where a write fails, a warning says so
     once, what was written before stays, and further records are dropped: a full disk ends the
@@ -80,7 +80,7 @@ class TraceWriter:
         self._due_s = math.inf
 
     def add(self, record: Record, changes: Mapping[str, Json] | None = None) -> None:
-        """Buffer a record, and write the buffer when a limit is reached.
+        """Buffer a record, and write the buffer if a limit is reached.
 
         Args:
             record: of any kind.

@@ -17,7 +17,7 @@ __all__ = ["Packing", "cut"]
 
 
 class Packing:
-    """Packed rows in an endless stream of epochs, each shuffled anew.
+    """Endless stream of packed rows, with the samples shuffled again in every epoch.
 
     A row of the stream is a pure function of the samples, the window, the seed and the row's
     number: ranks and resumed runs need no state to agree.
@@ -105,7 +105,7 @@ def rows_of(lengths: Sequence[int], window: int) -> list[list[int]]:
 
 
 def cut(sample: Sample, window: int) -> Sample:
-    """Cut a sample to at most `window` tokens and keep as many learned ones as sensible.
+    """Cut a sample to `window` tokens at most, so that it keeps as many learned tokens as possible.
 
     What follows the last learned token teaches nothing and goes first. Then the beginning goes, as
     far as it has to for all learned tokens to stay, but never so far that fewer than half a window
@@ -130,7 +130,7 @@ def cut(sample: Sample, window: int) -> Sample:
 
 
 def kept_logprobs(sample: Sample, start: int, end: int) -> TopLogprobs:
-    """Return the log-probabilities of the learned tokens from index `start` to `end` - 1."""
+    """Return the log-probabilities of learned tokens at text indices `start` to `end` - 1."""
     learned = (index for a, b in sample.spans for index in range(a, b))
     assert sample.top_logprobs is not None
     pairs = zip(learned, sample.top_logprobs, strict=True)

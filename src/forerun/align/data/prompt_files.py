@@ -1,4 +1,4 @@
-"""Prompts and conversations from files, from folders, and from datasets of the Hugging Face hub.
+"""Reads prompts and conversations from files, folders, and Hugging Face datasets.
 
 Records are read in three forms: forerun's own ("prompt" or "messages", and perhaps "response" and
 "tag"), ShareGPT's ("conversations" of "from" and "value") and Alpaca's ("instruction", "input" and
@@ -76,7 +76,7 @@ class PromptEntry:
 
     @property
     def num_characters(self) -> int:
-        """Total length of its texts."""
+        """Number of characters in all texts of the entry."""
         contents = sum(len(message["content"]) for message in self.messages)
         return len(self.text or "") + contents + len(self.response or "")
 
@@ -110,7 +110,7 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
 
 
 def sources_of(path: Path) -> list[Path]:
-    """The file itself, or the files of a folder that may hold prompts."""
+    """Return the file as a list of one, or all prompt files below a folder."""
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
@@ -120,7 +120,7 @@ def sources_of(path: Path) -> list[Path]:
 
 
 def entries_of(source: Path) -> Iterator[PromptEntry]:
-    """Records of one file or dataset."""
+    """Yield the records of one file or dataset."""
     if source.suffix == ".txt":
         yield from texts_of(source)
         return
@@ -143,13 +143,13 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
 
 
 def json_line_rows(file: Path) -> Rows:
-    """Values of a JSON lines file; empty lines are skipped."""
+    """Yield the value of every line of a JSON lines file; empty lines are skipped."""
     for number, row in json_lines(file, STREAM):
         yield f"{file}:{number}", row
 
 
 def json_rows(file: Path) -> Rows:
-    """Entries of a JSON list, which may be the only list in an object."""
+    """Yield the entries of a JSON list, which is the file itself or the only list in its object."""
     values = read_json(file)
     if isinstance(values, Mapping):
         lists = [value for value in values.values() if isinstance(value, list)]
@@ -163,7 +163,7 @@ def json_rows(file: Path) -> Rows:
 
 
 def csv_rows(file: Path) -> Rows:
-    """Rows of a table whose first line has the names; a list is JSON in its cell."""
+    """Yield the rows of a CSV file with a header line; a cell may hold a JSON list."""
     delimiter = "\t" if file.suffix == ".tsv" else ","
     with open_bounded(file, STREAM) as source:
         lines = (decoded(line, str(file)) for line in source.lines())
@@ -177,7 +177,7 @@ def csv_rows(file: Path) -> Rows:
 
 
 def cell_of(cell: Any, where: str) -> object:
-    """The value of a cell: None where it is empty, a list where it is a JSON list."""
+    """Return the value of a CSV cell: None if it is empty, a list if it is a JSON list."""
     if not isinstance(cell, str) or not cell:
         return None
     if cell.startswith("[{"):
@@ -186,7 +186,7 @@ def cell_of(cell: Any, where: str) -> object:
 
 
 def parquet_rows(file: Path) -> Rows:
-    """Rows of a Parquet file."""
+    """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
@@ -202,7 +202,7 @@ def parquet_rows(file: Path) -> Rows:
 
 
 def dataset_rows(name: Path) -> Rows:
-    """Records of a dataset on the Hugging Face hub, by default of its training split."""
+    """Yield the records of a Hugging Face dataset, by default of its training split."""
     try:
         datasets: Any = import_module("datasets")
     except ModuleNotFoundError as error:
@@ -225,7 +225,7 @@ def dataset_rows(name: Path) -> Rows:
 
 
 def texts_of(file: Path) -> Iterator[PromptEntry]:
-    """Prompts of plain text, each with the line it begins at."""
+    """Yield the prompts of a plain text file, each with the number of its first line."""
     lines = read_text(file).splitlines()
     if SEPARATOR not in lines:
         for number, line in enumerate(lines, start=1):
@@ -243,7 +243,7 @@ def texts_of(file: Path) -> Iterator[PromptEntry]:
 
 
 def entry_of(row: object, where: str) -> PromptEntry:
-    """Check a record of any of the three forms and turn it into an entry.
+    """Check a record in forerun's, ShareGPT's or Alpaca's form and convert it to an entry.
 
     Raises:
         InvalidRequest: it has neither or both of a prompt and messages, or a field of another type.
@@ -271,7 +271,7 @@ def entry_of(row: object, where: str) -> PromptEntry:
 
 
 def own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fields of a record with ShareGPT's and Alpaca's turned into forerun's own."""
+    """Convert the fields of a ShareGPT or Alpaca record to forerun's field names."""
     found = {name: fields[name] for name in (*OWN_FIELDS, "response", "tag") if name in fields}
     if any(name in found for name in OWN_FIELDS):
         return found

@@ -1,4 +1,4 @@
-"""Prompts as token ids, and the responses that some records already have."""
+"""Tokenised prompts, with the responses that some records already contain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PromptRecord:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[PromptRecord]:
-    """Read the prompts of a file or folder, each once, in the order of their first records.
+    """Read the prompts of a file or folder without duplicates, in the order of the file.
 
     Texts are continued as they are. Conversations go through the tokenizer's chat template and are
     continued with the assistant's last answer, which the record may have.
@@ -74,7 +74,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> li
 
 
 def record_of(entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptRecord:
-    """Turn an entry into token ids.
+    """Convert a prompt entry to a record of token ids.
 
     Raises:
         InvalidRequest: its prompt is empty, or its conversation cannot be rendered.
@@ -117,7 +117,7 @@ Text = tuple[list[int], list[tuple[int, int]]]
 
 
 def continued(prompt_ids: Sequence[int], response: str | None, tokenizer: Tokenizer) -> Text | None:
-    """Append the record's response to a plain prompt; the text may go on after the response."""
+    """Append the record's response to a plain prompt, without an end token."""
     if response is None:
         return None
     ids = [*prompt_ids, *tokenizer.encode(response, add_special_tokens=False)]
@@ -125,7 +125,7 @@ def continued(prompt_ids: Sequence[int], response: str | None, tokenizer: Tokeni
 
 
 def sample_of(text: Text, own_hash: str, tag: str) -> Sample:
-    """Make a sample of a text that came with its prompt."""
+    """Make a training sample of a prompt record that contains its response."""
     token_ids, spans = text
     return Sample(
         prompt_hash=own_hash,
@@ -137,7 +137,7 @@ def sample_of(text: Text, own_hash: str, tag: str) -> Sample:
 
 
 def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the last `most` tokens of a prompt, after its start tokens if it had them."""
+    """Return the last `most` tokens of a prompt, after the special tokens at its start if any."""
     if len(ids) <= most:
         return tuple(ids)
     kept = tuple(start) if len(start) < most and list(ids[: len(start)]) == list(start) else ()
@@ -147,7 +147,7 @@ def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int,
 def learned_text(
     messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Render a conversation as token ids and find the ranges that the assistant wrote.
+    """Render a conversation as token ids and find the ranges of the assistant's messages.
 
     What is asked and what is answered are made into tokens one by one, so that tokens end where a
     prompt ends, as they do when the draft is used. An answer includes the token that ends it. A
@@ -187,7 +187,7 @@ def learned_text(
 
 
 def length_to_end(answer: Sequence[int], eos_token_id: int | None) -> int:
-    """Return the number of tokens up to the end token; some templates write a line end after it."""
+    """Return the number of tokens through the end token, without a line end that follows it."""
     if eos_token_id in answer:
         return answer.index(eos_token_id) + 1
     return len(answer)

@@ -1,4 +1,4 @@
-"""Samples from traces of a served pair: the positions at which the draft was rejected."""
+"""Makes training samples from traces, at the positions where a served draft was rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HashOfPrompt = Callable[[Sequence[int]], str]
 def replayed(
     path: Path, *, target_hash: str, tokenizer_hash: str, hash_of_prompt: HashOfPrompt = prompt_hash
 ) -> list[Sample]:
-    """Make one sample per request of a trace, in which the rejected positions are learned.
+    """Make one sample per traced request, whose learned positions are the rejected ones.
 
     The rejected position of a step is the one after the accepted ones: the target's own token
     stands there instead of the draft's. Positions after it were never looked at.
@@ -61,7 +61,7 @@ def replayed(
 
 
 def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_hash: str) -> None:
-    """Refuse a trace of another target or tokenizer.
+    """Refuse a trace that was recorded with another target or tokenizer.
 
     Raises:
         InvalidRequest: it is.
@@ -81,7 +81,7 @@ def check_header(header: TraceHeader, path: Path, target_hash: str, tokenizer_ha
 def sample_of(
     request: RequestRecord, steps: list[StepRecord], hash_of_prompt: HashOfPrompt
 ) -> Sample | None:
-    """Make the sample of one request; None where steps of it are missing."""
+    """Make the sample of one traced request; None if some of its steps are missing."""
     assert request.prompt_token_ids is not None
     token_ids = list(request.prompt_token_ids)
     spans: list[tuple[int, int]] = []

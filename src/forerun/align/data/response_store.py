@@ -1,4 +1,4 @@
-"""Responses on disk, one line each, appended as they finish; an interrupted run loses none."""
+"""Stores responses on disk, one line each, written as they finish so that none is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOrigin:
-    """Everything that decides what responses are like: responses of another origin are not used.
+    """All settings that influence responses; responses made with other settings are not reused.
 
     Attributes:
         source: target or draft.
@@ -47,7 +47,7 @@ class ResponseOrigin:
     params: SamplingParams
 
     def to_dict(self) -> dict[str, Json]:
-        """Return it as JSON values."""
+        """Return the origin as JSON values."""
         params = {
             field.name: value
             for field in fields(self.params)
@@ -90,12 +90,12 @@ class Response:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Prompt hash and index, under which the store has one response."""
+        """Prompt hash and sample index, which identify a response in the store."""
         return self.prompt_hash, self.index
 
 
 class ResponseStore:
-    """The responses of one origin in a file that is named by the hash of that origin.
+    """File of the responses of one origin, named by the hash of that origin.
 
     Lines are written whole, so a killed process loses at most the one it was writing;
     what is left of that is removed by the next. One process at a time writes, see `writing`.
@@ -124,7 +124,7 @@ class ResponseStore:
     def missing(
         self, prompts: Iterable[PromptRecord], samples_per_prompt: int
     ) -> list[tuple[PromptRecord, int]]:
-        """Return prompts and sample indices that have no response, lowest indices first."""
+        """Return the prompts and sample indices without a response, lowest sample indices first."""
         return [
             (prompt, index)
             for index in range(samples_per_prompt)
@@ -134,7 +134,7 @@ class ResponseStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the file's lock while the block writes, after reading what other processes wrote.
+        """Hold the file's lock during the block, after reading the responses of other processes.
 
         Raises:
             InvalidRequest: another process writes.
@@ -144,7 +144,7 @@ class ResponseStore:
             yield
 
     def add(self, response: Response) -> None:
-        """Write a response; an existing one with the same key stays.
+        """Write a response, unless the store has one with the same key.
 
         Raises:
             CacheTooLarge: it cannot be written, as on a full disk; those before are safe.
@@ -204,7 +204,7 @@ class ResponseStore:
             self._take(line, number)
 
     def _whole(self) -> bytes:
-        """Return the whole lines of the file: remove a part of a line, write a missing header."""
+        """Return the lines of the file after repairing an incomplete last line or header."""
         content = self._content()
         if content.endswith(b"\n"):
             return content
@@ -253,7 +253,7 @@ def response_of(row: Any) -> Response:
 
 
 def sample_of(prompt: PromptRecord, response: Response, source: Source) -> Sample:
-    """Join a prompt and its response to a sample."""
+    """Combine a prompt and its response into a training sample."""
     length = len(prompt.prompt_ids)
     return Sample(
         prompt_hash=prompt.prompt_hash,

@@ -1,4 +1,4 @@
-"""Responses written by an engine: by the target, or by the draft for the target to score."""
+"""Generates responses with an engine: by the target, or by the draft for the target to score."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_responses(
     samples_per_prompt: int = 1,
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
-    """Write the responses that the store lacks, with an engine.
+    """Generate the responses that the store lacks with an engine.
 
     Every sample has its own seed, from the parameters' seed, its prompt and its index alone: what
     is generated depends neither on the batch nor on where an earlier run was interrupted.
@@ -92,7 +92,7 @@ def finished(engine: Engine, request_id: str, prompt: PromptRecord, index: int) 
 
 
 def seed_of(prompt_hash: str, index: int, seed: int) -> int:
-    """Return the seed of one sample: another for every prompt, index and base seed."""
+    """Return the seed of one sample, derived from its prompt, sample index and base seed."""
     mixed = finalise(finalise(seed) ^ int(prompt_hash, 16))
     return finalise(mixed + (index + 1) * INCREMENT) >> 64 - SEED_BITS
 
@@ -100,7 +100,7 @@ def seed_of(prompt_hash: str, index: int, seed: int) -> int:
 def draft_writer(
     draft: str | Path, target: Engine, params: SamplingParams, folder: Path
 ) -> tuple[Engine, ResponseStore]:
-    """Load an engine that decodes with the draft alone, and the store of its responses.
+    """Load an engine that decodes with the draft alone, and open the store for its responses.
 
     They are kept by the draft's weights: a draft that has learned meanwhile writes anew.
 

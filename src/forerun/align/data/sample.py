@@ -78,7 +78,7 @@ def data_hash(samples: Iterable[Sample]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """Token ids of samples laid one after another in rows of equal width.
+    """Token ids of several samples, packed into rows of equal width.
 
     A place sees the earlier places of its own sample only: `positions` start again at 0 with every
     sample, which is how transformers recognises packed rows (no mask is passed).

@@ -1,4 +1,4 @@
-"""Which prompts are held out, and in which shares the sources of text are mixed.
+"""Chooses the held-out prompts, and mixes the sources of text in the configured shares.
 
 Shuffling needs no state: a balanced Feistel network permutes the numbers of an even number of bits
 for any round function. Numbers outside the range pass through it again until one falls inside,
@@ -31,7 +31,7 @@ def is_held_out(prompt_hash: str, held_out_share: float) -> bool:
 def split(
     prompts: Iterable[PromptRecord], held_out_share: float
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """Split prompts into those for training and those held out, each in their order.
+    """Split prompts into training and held-out prompts, without changing their order.
 
     Raises:
         InvalidRequest: the share is no share, or one side is empty.
@@ -56,7 +56,7 @@ def split(
 
 
 def shares_of(*, on_policy_share: float, fixed_share: float) -> dict[Source, float]:
-    """Return the share of each source of text; the target writes what the others leave.
+    """Return the share of each source of text; the remainder is written by the target.
 
     Raises:
         InvalidRequest: a share is negative, or together they are more than 1.
@@ -72,7 +72,7 @@ def shares_of(*, on_policy_share: float, fixed_share: float) -> dict[Source, flo
 
 
 def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int) -> list[Sample]:
-    """Select as many samples as the shares allow, none of them twice.
+    """Select as many samples as the shares allow, without using a sample twice.
 
     The source that runs out first decides how many. Of the others a shuffled selection is taken up
     to its share, so that every share is met to within the length of a sample. Sources without a
@@ -103,7 +103,7 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
 
 
 def selection(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
-    """Yield shuffled samples until so many tokens are learned; the last may exceed the number."""
+    """Yield shuffled samples until they contain at least the given number of learned tokens."""
     num_taken = 0
     for index in range(len(samples)):
         # Half a token of slack: shares of a whole are met exactly, not short of rounding.
@@ -118,7 +118,7 @@ NUM_ROUNDS = 6
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Return where the permutation of `key` sends an index.
+    """Return the image of an index under the permutation that `key` selects.
 
     Args:
         index: 0 to size - 1.

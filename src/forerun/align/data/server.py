@@ -30,7 +30,7 @@ SEED_MASK = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseServerConfig:
-    """Address of an OpenAI-compatible server, and how often and how long it is tried.
+    """Address of an OpenAI-compatible server, with its retry and timeout settings.
 
     Attributes:
         url: such as http://localhost:8000/v1, asked for completions of tokens; one that ends in
@@ -55,7 +55,7 @@ class ResponseServerConfig:
 
     @property
     def endpoint(self) -> str:
-        """The address that requests are sent to."""
+        """URL that requests are sent to."""
         base = self.url.rstrip("/")
         if base.endswith(COMPLETIONS):
             return base
@@ -63,7 +63,7 @@ class ResponseServerConfig:
 
     @property
     def chat(self) -> bool:
-        """Whether conversations are sent, not token ids."""
+        """Whether conversations are sent to the chat endpoint instead of token ids."""
         return self.endpoint.endswith(CHAT)
 
 
@@ -88,7 +88,7 @@ class ResponseServer:
     endpoint: Endpoint = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set the endpoint."""
+        """Create the HTTP endpoint from the configuration."""
         config = self.config
         self.endpoint = Endpoint(
             url=config.endpoint,
@@ -102,12 +102,12 @@ class ResponseServer:
 
     @classmethod
     def connect(cls, config: ResponseServerConfig, tokenizer: Tokenizer) -> ResponseServer:
-        """Create the client of a server; nothing is sent yet."""
+        """Create the client of a server without sending a request."""
         client = client_for(config.timeout_s, config.max_concurrent)
         return cls(config=config, tokenizer=tokenizer, client=client)
 
     def respond(self, prompt: PromptRecord, index: int, params: SamplingParams) -> Response:
-        """Ask for one response, with retries.
+        """Request one response from the server, with retries.
 
         Raises:
             InvalidRequest: the server refuses the request, or has another tokenizer.
@@ -133,7 +133,7 @@ def write_responses_from(
     samples_per_prompt: int = 1,
     on_progress: OnProgress = lambda num_done, num_all: None,
 ) -> None:
-    """Ask the server for the responses that the store lacks.
+    """Request the responses that the store lacks from the server.
 
     Args:
         server: with the store's maker behind it; of no use afterwards.
@@ -172,7 +172,7 @@ def write_responses_from(
 
 
 def add_finished(asked: Sequence[Future[Response]], store: ResponseStore) -> None:
-    """Store the responses that had arrived when another request failed."""
+    """Store the responses that were complete when another request failed."""
     for response in asked:
         if response.done() and not response.cancelled() and response.exception() is None:
             store.add(response.result())

@@ -1,4 +1,4 @@
-"""The OpenAI completions and chat protocols: bodies of requests, and responses in the answers.
+"""Builds request bodies and parses responses of the OpenAI completions and chat protocols.
 
 Tokens are exact where the answer has their ids: vLLM sends them on request (`return_token_ids`,
 `return_tokens_as_token_ids`), llama.cpp beside log-probabilities. Any other server sends text,
@@ -100,7 +100,7 @@ def response_of(
 
 
 def check_lengths(text: str, ids: Sequence[int] | None, params: SamplingParams) -> None:
-    """Refuse a response that is longer than any of so many tokens can be.
+    """Refuse a response that is too long for its `max_tokens`.
 
     Raises:
         BrokenReply: it is; a tokenizer would take very long to read it.
@@ -118,7 +118,7 @@ def check_lengths(text: str, ids: Sequence[int] | None, params: SamplingParams) 
 def check_ids(
     ids: Sequence[int] | None, places: Sequence[Place] | None, tokenizer: Tokenizer
 ) -> None:
-    """Refuse ids that the tokenizer does not have.
+    """Refuse token ids that are outside the tokenizer's vocabulary.
 
     Raises:
         InvalidRequest: there is one.
@@ -137,7 +137,7 @@ Place = tuple[int, tuple[tuple[int, float], ...]]
 
 
 def places_of(logprobs: Any) -> list[Place] | None:
-    """Return the ids and log-probabilities of every position; None where ids are not given."""
+    """Return token id and top log-probabilities of every position; None where ids are missing."""
     try:
         if logprobs.get("content") is not None:
             return [
@@ -154,7 +154,7 @@ def places_of(logprobs: Any) -> list[Place] | None:
 
 
 def ranked(pairs: Any) -> tuple[tuple[int, float], ...]:
-    """Return ids with log-probabilities, each id once, the most likely first."""
+    """Return unique token ids with log-probabilities, the most likely first."""
     found = {token: float(value) for token, value in pairs}
     if any(math.isnan(value) for value in found.values()):
         raise ValueError("a log-probability is not a number")
@@ -186,7 +186,7 @@ def ids_of(choice: Mapping[str, Any], places: Sequence[Place] | None) -> list[in
 
 
 def tops_of(places: Sequence[Place], num_tokens: int) -> TopLogprobs | None:
-    """Return the most likely tokens of every position, if every position has some."""
+    """Return the top log-probabilities of every position; None if a position has none."""
     tops = tuple(top for _, top in places)
     return tops if len(tops) == num_tokens and all(tops) else None
 
@@ -194,7 +194,7 @@ def tops_of(places: Sequence[Place], num_tokens: int) -> TopLogprobs | None:
 def encoded(
     text: str, choice: Mapping[str, Any], params: SamplingParams, tokenizer: Tokenizer
 ) -> list[int]:
-    """Tokenise a text, and add the end token if nothing else can have ended the text."""
+    """Tokenise a text, and append the end token if the text must have ended with it."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     by_itself = choice["finish_reason"] == "stop" and choice.get("stop_reason") is None
     if by_itself and not params.stop and tokenizer.eos_token_id is not None:
@@ -203,7 +203,7 @@ def encoded(
 
 
 def spells(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
-    """Return whether tokens decode to a text, from which a stop string may have been cut.
+    """Whether tokens decode to a text, from which a stop string may have been removed.
 
     Servers differ in how they write spaces at the ends and characters that are cut off.
     """

@@ -1,4 +1,4 @@
-"""The reduced vocabulary of a head: the tokens that occur most in the learned texts."""
+"""Chooses the draft vocabulary of a head: the most frequent learned tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def drafted_tokens(
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[list[int], list[int]]:
-    """Return how often every token is learned, and how often it occurs at all.
+    """Return how often every token is learned, and how often it occurs in total.
 
     Args:
         samples: the texts.

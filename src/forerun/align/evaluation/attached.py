@@ -26,7 +26,7 @@ __all__ = ["attached_acceptance", "head_in"]
 
 
 def head_in(draft: str | Path, target: LanguageModel) -> Eagle3Head | None:
-    """Read the EAGLE-3 head in a folder, in fp32; None where something else is there.
+    """Read the EAGLE-3 head in a folder, in fp32; None if the folder holds another kind of draft.
 
     Args:
         draft: folder or name.
@@ -50,7 +50,7 @@ def attached_acceptance(
     params: SamplingParams,
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> list[float]:
-    """Return the probability that the first drafted token is accepted, along a response.
+    """Return alpha of the head's first drafted token at every token of a response.
 
     Row t of the head drafts token t + 2, so a prompt needs two tokens; of a shorter one the first
     token of the response is left out.
@@ -82,7 +82,7 @@ def attached_acceptance(
 def read_text(
     target: LanguageModel, ids: Sequence[int], layers: tuple[int, ...]
 ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows layers width"]]:
-    """Return the target's logits and features at all tokens of a text but the last."""
+    """Return the target's logits and features at all tokens of a text except the last."""
     target.store.keep_features(())  # an engine over the same target may have asked for some
     context = Context(target.store, list(ids[:-1]))
     logits, features = [], []
@@ -107,7 +107,7 @@ def head_logits(
     ids: Sequence[int],
     features: Float[Tensor, "rows layers width"],
 ) -> Float[Tensor, "rows vocab"]:
-    """Return the head's logits over the target's tokens, at all rows of a text but its last."""
+    """Return the head's logits over the target's vocabulary at all rows except the last."""
     device = target.device
     tokens = torch.tensor([ids[: len(features) + 1]], device=device)
     batch = PackedBatch(
@@ -133,5 +133,5 @@ def head_logits(
 
 
 def chunks(rows: Float[Tensor, "rows vocab"]) -> Iterator[Float[Tensor, "chunk vocab"]]:
-    """Yield rows, a chunk at a time."""
+    """Yield rows in chunks of bounded size."""
     yield from torch.split(rows, CHUNK)

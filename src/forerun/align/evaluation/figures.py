@@ -60,7 +60,7 @@ class AcceptanceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFigures:
-    """All figures of a draft that was judged under one set of parameters.
+    """All figures of a draft that was judged with one set of sampling parameters.
 
     Attributes:
         draft: which, in words.
@@ -79,7 +79,7 @@ class DraftFigures:
     prompts: tuple[JudgedPrompt, ...] = field(default=(), repr=False)
 
     def to_dict(self) -> dict[str, object]:
-        """JSON values: all but the prompts."""
+        """Return JSON values without the single prompts."""
         values = asdict(self)
         del values["prompts"]
         return values
@@ -94,7 +94,7 @@ def judge_figures(
     *,
     seed: int = 0,
 ) -> DraftFigures:
-    """Compute the figures over all prompts and over those of each tag."""
+    """Compute the figures over all prompts, and over the prompts of each tag."""
 
     def over(chosen: Sequence[JudgedPrompt]) -> AcceptanceFigures:
         return figures_of(chosen, num_speculative_tokens, costs, seed=seed)
@@ -154,7 +154,7 @@ def figures_of(
 def beta_of(
     prompts: Sequence[JudgedPrompt], num_speculative_tokens: int, seed: int
 ) -> tuple[Interval, ...]:
-    """Return the share of steps accepted through each position (beta), as far as steps drafted."""
+    """Return the share of steps accepted through each position that was drafted (beta)."""
     found = []
     for position in range(1, num_speculative_tokens + 1):
         drafted, accepted = [], []
@@ -173,7 +173,7 @@ Finding = Literal["higher", "lower", "not shown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureChange:
-    """One figure of two drafts.
+    """A figure of two drafts, and whether the difference between them is shown.
 
     Attributes:
         figure: its name in `AcceptanceFigures`.
@@ -193,7 +193,7 @@ class FigureChange:
         return finding(self.before, self.after)
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the comparison as JSON values."""
         return {**asdict(self), "finding": self.finding}
 
 
@@ -228,7 +228,7 @@ def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ..
 def changes_of(
     tag: str | None, before: AcceptanceFigures, after: AcceptanceFigures
 ) -> Iterator[FigureChange]:
-    """Yield the comparison of each figure that both have."""
+    """Yield the comparison of each figure that is known for both drafts."""
     pairs = {
         "acceptance_length": (before.acceptance_length, after.acceptance_length),
         "acceptance_probability": (before.acceptance_probability, after.acceptance_probability),
@@ -240,5 +240,5 @@ def changes_of(
 
 
 def speedup_of(figures: AcceptanceFigures) -> Interval | None:
-    """Return the speedup at the judged K: at their best K, drafts that do not pay are equal."""
+    """Return the speedup at the judged K, which is below 1 where drafting does not pay."""
     return None if figures.speedup is None else figures.speedup.at_max_k

@@ -124,7 +124,7 @@ class Judge:
         )
 
     def responses(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the target's own responses to the prompts of these indices, generated once."""
+        """Return the target's responses to the chosen prompts, generated at the first call only."""
         missing = [index for index in chosen if self.prompts[index].response_ids is None]
         outputs = alone(self.engine).generate(
             [self.prompts[index].prompt_ids for index in missing],
@@ -164,7 +164,7 @@ class Judge:
 
 
 def alone(engine: Engine) -> Engine:
-    """Return an engine of the same target that decodes without a draft and shares no prefixes.
+    """Return an engine over the same target without a draft and without prefix sharing.
 
     A prompt found there drafts one step earlier, and figures would depend on what ran before.
     """
@@ -183,7 +183,7 @@ def judged_prompt(
     num_speculative_tokens: int,
     alphas: tuple[float, ...],
 ) -> JudgedPrompt:
-    """Count the steps of one prompt's request."""
+    """Compute the results of one held-out prompt from its request's step records."""
     tokens = output.token_ids
     end = first_repeat(tokens)
     num_prompt = len(output.prompt_token_ids)
@@ -208,7 +208,7 @@ Scorer = Callable[[Sequence[int], Sequence[int], SamplingParams, frozenset[int]]
 
 
 def scorer_of(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:
-    """Return what scores a draft on the target's text; None where it is no model of its own."""
+    """Return the teacher-forced scorer of a draft; None for a draft without a model of its own."""
     drafter = engine.drafter
     if drafter is None:
         return None
@@ -220,7 +220,7 @@ def scorer_of(engine: Engine, draft: str | Path | Drafter) -> Scorer | None:
 
 
 def draft_model_of(engine: Engine) -> LanguageModel | None:
-    """Return the draft's own model; None where the drafter has none beside the target."""
+    """Return the draft model of an engine; None where the drafter has no separate model."""
     drafter = engine.drafter
     if isinstance(drafter, DraftModel) and not drafter.required_features:
         return None if drafter.model.store is engine.target.store else drafter.model
@@ -228,18 +228,18 @@ def draft_model_of(engine: Engine) -> LanguageModel | None:
 
 
 def evenly_spaced(num_prompts: int, most: int | None) -> list[int]:
-    """Return at most `most` indices, evenly spaced: files often have one source after another."""
+    """Return at most `most` evenly spaced indices, to cover all sources of a file."""
     count = num_prompts if most is None else min(most, num_prompts)
     return [index * num_prompts // count for index in range(count)]
 
 
 def named(draft: str | Path | Drafter) -> str:
-    """Return the name of a draft in the figures."""
+    """Return the name under which the figures list a draft."""
     return str(draft) if isinstance(draft, str | Path) else draft.method
 
 
 def check(engine: Engine, prompts: Sequence[EvaluationPrompt], num_speculative_tokens: int) -> None:
-    """Refuse too few prompts, and a K that the engine was not loaded for."""
+    """Refuse too few prompts, and a K larger than the engine was loaded for."""
     if len(prompts) < 2:
         raise InvalidRequest(
             f"{len(prompts)} held-out prompts; an interval takes two or more: give more prompts, "

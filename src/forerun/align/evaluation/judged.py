@@ -1,4 +1,4 @@
-"""The results of one held-out prompt, intervals over prompts, and the speedup they predict.
+"""Results of single held-out prompts, intervals over prompts, and the predicted speedup.
 
 Whole prompts are resampled, because the steps of one prompt are not independent.
 """
@@ -66,7 +66,7 @@ class JudgedPrompt:
     alphas: tuple[float, ...]
 
     def num_emitted_at(self, num_speculative_tokens: int) -> int:
-        """Return the tokens that the same steps emit if at most so many are drafted.
+        """Return the number of tokens that these steps would emit with a smaller K.
 
         A little low: longer steps accept more, so the next one begins at a harder place, and block
         verification of a chain cut short may accept more of it.
@@ -121,12 +121,12 @@ class PredictedSpeedup:
 
     @property
     def at_max_k(self) -> Interval:
-        """Speedup at the K that was judged."""
+        """Predicted speedup at the K that was judged."""
         return self.per_k[-1]
 
     @property
     def best_drafting(self) -> float:
-        """The highest speedup of any K above 0, by which drafts are ranked.
+        """Highest predicted speedup over all K above 0, by which drafts are ranked.
 
         Not `best`, which is 1 of all drafts that do not pay yet.
         """
@@ -179,7 +179,7 @@ def predicted_speedup(
 
 
 def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> CycleCost:
-    """Return the K and its cost with the highest predicted speedup; the smallest K of equals."""
+    """Return the K with the highest predicted speedup, and its cost; the smallest K in a tie."""
 
     def speedup(cycle: CycleCost) -> float:
         emitted = sum(prompt.num_emitted_at(cycle.num_speculative_tokens) for prompt in prompts)
@@ -189,7 +189,7 @@ def best_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost]) -> Cyc
 
 
 def speedup_of(prompts: Sequence[JudgedPrompt], cycles: Sequence[CycleCost], seed: int) -> Interval:
-    """Return emitted tokens over the time of as many plain steps, with a K per prompt.
+    """Return the predicted speedup over plain decoding, where every prompt has its own K.
 
     The errors of prompts and table are independent of each other, so they add up in quadrature.
     """

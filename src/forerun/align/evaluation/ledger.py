@@ -23,7 +23,7 @@ Length = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerItem:
-    """The expected gain in tokens per step if one more condition were different.
+    """Expected gain in tokens per step from one further assumption.
 
     Attributes:
         name: the condition that differs.
@@ -38,7 +38,7 @@ class LedgerItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The acceptance ledger of a draft: measured length, gains and capacity add up to the limit.
+    """Acceptance ledger of a draft: measured tau, gains and capacity, which sum to K + 1.
 
     Attributes:
         draft: which, in words.
@@ -100,7 +100,7 @@ def ledger_of(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | No
 
 
 def check(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) -> None:
-    """Refuse figures of different prompts or K."""
+    """Refuse figures that come from different prompts or different K."""
     if sampled.temperature != 1:
         raise ValueError(f"the sampled figures are at temperature {sampled.temperature}, not 1")
     tags = [prompt.tag for prompt in deployed.prompts]
@@ -116,7 +116,7 @@ def check(deployed: DraftFigures, sampled: DraftFigures, in_domain: str | None) 
 def assumptions(
     deployed: Sequence[JudgedPrompt], sampled: Sequence[JudgedPrompt], k: int
 ) -> tuple[list[str], list[list[Length]]]:
-    """Return the names of the assumptions and, under each, the lengths of the in-domain prompts."""
+    """Return the names of the assumptions and the lengths of the in-domain prompts under each."""
     names = ["in-domain prompts", "temperature 1"]
     lengths = [[*map(measured_length, deployed)], [*map(measured_length, sampled)]]
     if any(prompt.alphas for prompt in sampled):
@@ -131,7 +131,7 @@ def measured_length(prompt: JudgedPrompt) -> Length:
 
 
 def mean_length(lengths: Sequence[Length]) -> float:
-    """Return tokens per step; 1, as in plain decoding, where no step could draft."""
+    """Return the mean tokens per step; 1, as in plain decoding, if no step drafted."""
     num_steps = sum(steps for _, steps in lengths)
     return sum(emitted for emitted, _ in lengths) / num_steps if num_steps else 1.0
 

@@ -76,7 +76,7 @@ def overlaps(
     vocab_size: int,
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> list[float]:
-    """Return the acceptance probability at every token of a response, from logits in order.
+    """Return the acceptance probability at every token of a response, from chunks of logits.
 
     Args:
         passes: logits of target and draft at the same tokens, in chunks.
@@ -130,7 +130,7 @@ def logits_of(
 
 
 def num_known(model: LanguageModel, ids: Sequence[int]) -> int:
-    """Return how many ids come before the first one outside the model's vocabulary."""
+    """Return the number of ids before the first one outside the model's vocabulary."""
     return next((i for i, token in enumerate(ids) if token >= model.vocab_size), len(ids))
 
 

@@ -1,4 +1,4 @@
-"""Settings with which transformers, vLLM and SGLang use an ordinary draft model.
+"""Settings for running an ordinary draft model in transformers, vLLM and SGLang.
 
 The options were read in transformers 5.23, vLLM 0.32 and the SGLang documentation of 2026; the
 first two were run. At a temperature above 0 each engine drafts by its own rule, which decides how
@@ -41,7 +41,7 @@ transformers drafts 20 tokens and stops early where the draft is not sure."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A target with its draft as both are to be deployed.
+    """A target and its draft with the settings they are deployed with.
 
     Attributes:
         target: folder or hub name, as an engine takes it.
@@ -73,18 +73,18 @@ class Serving:
 
     @property
     def speculates(self) -> bool:
-        """Whether the draft is used at all."""
+        """Whether deployment uses the draft (K above 0)."""
         return self.num_speculative_tokens > 0
 
     @property
     def drafts_greedily(self) -> bool:
-        """Whether the draft proposes its most likely tokens."""
+        """Whether the draft proposes its most likely tokens instead of sampling."""
         return draft_params(self.sampling).greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How one engine is started with the pair.
+    """Settings that start one engine with the target and its draft.
 
     Attributes:
         engine: its name.
@@ -178,7 +178,7 @@ def vllm_settings(
     source: str,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineSettings:
-    """Return the settings of vLLM; without speculation they name the target alone.
+    """Return the settings of vLLM; without speculation they contain the target alone.
 
     Args:
         serving: the pair.
@@ -228,7 +228,7 @@ def for_sglang(serving: Serving) -> EngineSettings:
 def sglang_settings(
     serving: Serving, *, draft: Path, algorithm: str, notes: tuple[str, ...]
 ) -> EngineSettings:
-    """Return the settings of SGLang; without speculation they name the target alone.
+    """Return the settings of SGLang; without speculation they contain the target alone.
 
     Args:
         serving: the pair.

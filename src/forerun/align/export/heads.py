@@ -1,4 +1,4 @@
-"""Settings with which vLLM and SGLang use a head on the target's hidden states.
+"""Settings for running a head on the target's hidden states in vLLM and SGLang.
 
 The fields were read in vLLM 0.32 and in the SGLang documentation of 2026. transformers has no
 drafting with such heads.
@@ -30,13 +30,13 @@ VLLM_FOLDER = "vllm"
 
 
 def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
-    """Return the settings of the engines that can serve the pair, each once."""
+    """Return the settings of every engine that can serve the target with its draft."""
     known = ENGINES if serving.method == "draft_model" else HEAD_ENGINES[serving.method]
     return [known[engine](serving) for engine in dict.fromkeys(engines) if engine in known]
 
 
 def vllm_eagle3(serving: Serving) -> EngineSettings:
-    """An EAGLE-3 head beside the target; its folder is in the form that vLLM reads."""
+    """Return vLLM's settings for an EAGLE-3 head, whose folder has the form that vLLM reads."""
     return vllm_settings(
         serving,
         draft=serving.draft,
@@ -47,7 +47,7 @@ def vllm_eagle3(serving: Serving) -> EngineSettings:
 
 
 def sglang_eagle3(serving: Serving) -> EngineSettings:
-    """An EAGLE-3 head in the raw form; SGLang sees a chain as a tree with one branch."""
+    """Return SGLang's settings for an EAGLE-3 head; a chain is a tree with one branch there."""
     return sglang_settings(
         serving,
         draft=serving.draft / "serving" / RAW_FOLDER,
@@ -57,7 +57,7 @@ def sglang_eagle3(serving: Serving) -> EngineSettings:
 
 
 def vllm_medusa(serving: Serving) -> EngineSettings:
-    """Medusa heads beside the target, written again in the form that vLLM reads."""
+    """Return vLLM's settings for Medusa heads, which are also saved in the form that vLLM reads."""
     return vllm_settings(
         serving,
         draft=serving.draft / "serving" / VLLM_FOLDER,
@@ -73,7 +73,7 @@ HEAD_ENGINES: Mapping[str, Mapping[Export, Callable[[Serving], EngineSettings]]]
 
 
 def write_forms(engines: Sequence[str], serving: Serving) -> None:
-    """Write a head again in the forms of the engines that do not read its folder.
+    """Save the head also in the formats of the engines that cannot read its folder.
 
     Args:
         engines: by name.

@@ -26,7 +26,7 @@ class HubApi(Protocol):
     """The part of `huggingface_hub.HfApi` that an upload needs."""
 
     def create_repo(self, repo_id: str, *, exist_ok: bool) -> object:
-        """Create a model repository unless there is one."""
+        """Create a model repository if it does not exist."""
 
     def upload_folder(
         self, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: list[str]
@@ -35,7 +35,7 @@ class HubApi(Protocol):
 
 
 def check_repo(repo: str) -> None:
-    """Refuse a name that the hub would refuse at the end of a long run.
+    """Refuse a repository name that the hub would only reject after a long run.
 
     Raises:
         InvalidRequest: it is no name of a repository.
@@ -95,7 +95,7 @@ def push_draft(
 
 
 def model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterator[str]:
-    """Lines of a README.md with the metadata of a hub model card."""
+    """Return the README.md of a hub model card with its metadata."""
     is_local = Path(serving.target).expanduser().is_dir()
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:")
     yield from (f"- {tag}" for tag in TAGS)
@@ -127,7 +127,7 @@ def model_card(serving: Serving, repo: str, engines: Sequence[Export]) -> Iterat
 
 
 def row_of(name: str, figures: CardFigures) -> str:
-    """Return one line of the table of figures."""
+    """Return one row of the table of figures in Markdown."""
     cells = (
         name,
         f"{figures.temperature:g}",

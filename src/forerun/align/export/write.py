@@ -46,7 +46,7 @@ def describe_pair(
     sampling: SamplingParams,
     method: Method = "draft_model",
 ) -> Serving:
-    """A description of the pair for other engines, read from the two folders.
+    """Return a description of target and draft for other engines, read from their folders.
 
     Args:
         target: folder, hub name or shipped model.
@@ -105,7 +105,7 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
 
 
 def write_generation_config(serving: Serving) -> Path:
-    """Write K where transformers looks for it, or take it away where the draft is not used."""
+    """Write K for transformers to generation_config.json, or remove it if the draft is not used."""
     path = serving.draft / "generation_config.json"
     settings = dict(read_object(path)) if path.exists() else {}
     for name in ("num_assistant_tokens", *ASSISTANT_SETTINGS):
@@ -114,7 +114,7 @@ def write_generation_config(serving: Serving) -> Path:
 
 
 def page_of(serving: Serving, chosen: Sequence[EngineSettings]) -> Iterator[str]:
-    """The lines of the page."""
+    """Return the lines of the page that explains how the draft is served."""
     yield f"# Serving {serving.draft.name}"
     yield ""
     at = f"at temperature {serving.sampling.temperature:g}"
@@ -142,7 +142,7 @@ def page_of(serving: Serving, chosen: Sequence[EngineSettings]) -> Iterator[str]
 def section(
     title: str, language: str, command: str, notes: Sequence[str], source: str
 ) -> Iterator[str]:
-    """The lines about one engine."""
+    """Return the lines of the page about one engine."""
     yield from ("", f"## {title}", "", f"```{language}", command, "```", "")
     for note in notes:
         yield f"- {note}"
@@ -150,7 +150,7 @@ def section(
 
 
 def architecture_of(folder: Path) -> Architecture:
-    """Sizes of the model in a folder."""
+    """Return the sizes of the model in a folder."""
     return read_config(read_checkpoint(folder))[1]
 
 

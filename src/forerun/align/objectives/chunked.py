@@ -1,4 +1,4 @@
-"""Loss of hidden rows through the draft's output head, one chunk of logits at a time.
+"""Loss of hidden rows through the draft's output head, with the logits of one chunk at a time.
 
 The logits of a whole pass are the largest tensor of training (8,192 rows x 152k tokens are 5 GB in
 fp32), and their gradient is as large again. Here the logits, loss and gradient of one chunk exist
@@ -136,7 +136,7 @@ def chunked_acceptance(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Asked:
-    """The arguments of a pass that autograd need not see."""
+    """Arguments of a chunked pass for which autograd computes no gradient."""
 
     rows: LearnedRows
     objective: Objective
@@ -195,7 +195,7 @@ def _add_chunk(chunk: slice, layer: _Layer, asked: _Asked, gradients: _Gradients
 
 
 class _Layer:
-    """The output head in the dtype of its products."""
+    """The output head, converted to the dtype of its matrix products."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -212,7 +212,7 @@ class _Layer:
 
 
 class _Gradients:
-    """Gradients of hidden rows, weight and bias, each if wanted, summed in fp32."""
+    """Gradients of hidden rows, weight and bias that are needed, summed in fp32."""
 
     def __init__(self, layer: _Layer, wanted: Sequence[bool]) -> None:
         hidden, weight, bias = wanted
@@ -224,7 +224,7 @@ class _Gradients:
         self.bias = layer.weight.new_zeros(len(layer.weight), dtype=exact) if bias else None
 
     def add(self, chunk: slice, of_logits: Tensor, temperature: float) -> None:
-        """Add the gradients that the logits of some rows pass on."""
+        """Add the gradients that follow from the gradient of one chunk of logits."""
         if temperature not in (0, 1):
             of_logits = of_logits / temperature
         if self.bias is not None:

@@ -68,7 +68,7 @@ def total_variation(log_draft: Probs, target_probs: Probs) -> PerRow:
 
 
 def negative_log_acceptance(log_draft: Probs, target_probs: Probs) -> PerRow:
-    """Return -log alpha: as total variation, with larger gradients where acceptance is rare."""
+    """Return -log alpha, whose gradients are larger than those of TV where acceptance is rare."""
     alpha = overlap(log_draft, target_probs)
     return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log()
 

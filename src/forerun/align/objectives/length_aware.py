@@ -48,7 +48,7 @@ def length_weights(
 
 
 def _reached(alphas: Tensor, samples: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Return the probability that the window starting at a row is accepted through each place."""
+    """Return the probability that all tokens up to each offset from a row are accepted."""
     columns = []
     so_far = torch.ones_like(alphas)
     for offset in range(window):

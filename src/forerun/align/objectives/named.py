@@ -37,7 +37,7 @@ PerRow = Float[Tensor, " rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
-    """Cross-entropy -log q(label), which needs the text alone."""
+    """Cross-entropy -log q(label), which needs no teacher."""
 
     name: ObjectiveName = "ce"
     linear: bool = True
@@ -80,7 +80,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardKL:
-    """KL(p || q), linear in p: of a sparse distribution it reads the named ids alone."""
+    """KL(p || q), which is linear in p and needs only the ids of a sparse distribution."""
 
     name: ObjectiveName = "fkl"
     linear: bool = True
@@ -103,7 +103,7 @@ class ForwardKL:
 
 
 def suited_objective(temperature: float) -> ObjectiveName:
-    """Return the objective that "auto" takes at this temperature of the draft.
+    """Return the objective that "auto" selects at this draft temperature.
 
     A greedy draft is accepted where its most likely token is the target's, so it learns the
     target's distribution itself (forward KL; for a greedy target that is cross-entropy on its
@@ -115,7 +115,7 @@ def suited_objective(temperature: float) -> ObjectiveName:
 
 
 def objective_of(config: AlignConfig) -> Objective:
-    """Build the objective of an alignment; for a head "auto" is forward KL, as EAGLE has it."""
+    """Build the objective of an alignment; "auto" means forward KL for a head, as in EAGLE."""
     chosen = config.objective
     if config.is_attached and chosen.objective == "auto":
         chosen = replace(chosen, objective="fkl")

@@ -1,4 +1,4 @@
-"""The contract of teachers, and the order of learned rows in samples and batches."""
+"""Interface of teachers, and the order of learned rows in samples and batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @runtime_checkable
 class TeacherRows(Protocol):
-    """The target's distribution at the learned rows of one batch, computed chunk by chunk.
+    """The target's distribution at the learned rows of one batch, computed in chunks.
 
     Full-vocabulary rows are large (256 rows x 152k are 156 MB in fp32), so no more than a chunk of
     them is ever asked for at once.
@@ -50,7 +50,7 @@ class Teacher(Protocol):
         """Whether probability mass is missing, as in a server's top-k."""
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Prepare for batches over these samples, which `PackedBatch.samples` indexes.
+        """Prepare for batches that contain these samples, for example by filling a cache.
 
         A cache computes and stores what it has not yet; what is there already is kept. Where
         several processes share that work, all of them must call.
@@ -68,7 +68,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessShare:
-    """One of several processes that fill a cache together on a shared disk.
+    """One of several processes that together fill a cache on a shared disk.
 
     Attributes:
         index: of this process.
@@ -81,7 +81,7 @@ class ProcessShare:
     wait: Callable[[], None] = lambda: None
 
     def of(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
-        """Yield the parts of this process, and whether it is to keep each of them.
+        """Yield the parts assigned to this process, and whether it stores the result of each.
 
         All processes get equally many, as a target whose weights are spread over them needs: where
         the parts run out, the first is done again for nothing.
@@ -99,7 +99,7 @@ ALONE = ProcessShare()
 
 
 def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
-    """Return the places whose next token is learned, ascending: the cached rows of a sample."""
+    """Return the indices whose next token is learned, in ascending order."""
     ranges = [torch.arange(start - 1, end - 1) for start, end in sample.spans]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
@@ -134,7 +134,7 @@ def sample_runs(
 
 
 def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
-    """Yield groups of samples of similar length to read in one pass, every sample once.
+    """Yield groups of samples of similar length, each to be read in one pass.
 
     Args:
         samples: in any order.
@@ -154,7 +154,7 @@ def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
 
 
 def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
-    """Lay one sample in each row; the positions of padding go on counting."""
+    """Put each sample into a row of its own, padded to the longest."""
     width = max(len(samples[index].token_ids) for index in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     owners = torch.full((len(rows), width), -1)

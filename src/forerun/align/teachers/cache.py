@@ -1,4 +1,4 @@
-"""A teacher's cache on disk: rows of tensors per sample, in safetensors shards.
+"""Cache of a teacher on disk: rows of tensors per sample, in safetensors shards.
 
 A shard is written whole or not at all, and its name ends in the hash of its content: a process that
 is killed loses only the shard it was filling, and a damaged shard is computed again. The name of
@@ -45,7 +45,7 @@ Columns = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheIdentity:
-    """Everything that decides what a cache holds for a given sample.
+    """All settings that influence the cached rows of a given sample.
 
     Attributes:
         kind: "hidden" or "sampled".
@@ -62,7 +62,7 @@ class CacheIdentity:
     settings: Mapping[str, str | int | float]
 
     def to_json(self) -> str:
-        """Return the same text for the same content."""
+        """Return the identity as JSON text, which is equal for equal identities."""
         return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1) + "\n"
 
     @property
@@ -73,7 +73,7 @@ class CacheIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """Place of a sample's rows: a shard, and a range in every column."""
+    """Location of a sample's cached rows: a shard, and a range in every column."""
 
     shard: Path
     ranges: Mapping[str, tuple[int, int]]
@@ -86,7 +86,7 @@ def key_of(sample: Sample) -> str:
 
 
 class RowCache:
-    """Rows of tensors by key, in shards on disk.
+    """Rows of tensors by key, stored on disk in shards.
 
     Args:
         root: folder of all caches; made when something is kept.
@@ -137,7 +137,7 @@ class RowCache:
             shard.unlink()
 
     def look_again(self) -> None:
-        """Read the shards that other processes have written since the last look."""
+        """Read all shards again, including those that other processes have written."""
         for shard in sorted(self.folder.glob(f"{SHARD}-*{SUFFIX}")):
             self._entries.update(entries_of(shard))
 
@@ -160,7 +160,7 @@ class RowCache:
             ) from error
 
     def _opened(self, shard: Path) -> Any:
-        """Return an open shard; the one that was opened first is closed to make room."""
+        """Return an open shard; at the limit, the shard that was opened first is closed."""
         if shard not in self._open:
             if len(self._open) == MAX_OPEN:
                 del self._open[next(iter(self._open))]
@@ -235,7 +235,7 @@ def entries_of(shard: Path) -> dict[str, CacheEntry]:
 
 @contextmanager
 def full_disk_named(folder: Path) -> Iterator[None]:
-    """Raise a full disk as CacheTooLarge; other errors of the disk pass."""
+    """Raise CacheTooLarge when the disk is full; other disk errors are raised unchanged."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Builds the teacher that the settings ask for, and refuses what it cannot teach."""
+"""Builds the teacher that the settings select, and refuses objectives it is unsuitable for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PARTIAL = ("sampled", "top-k")
 
 @runtime_checkable
 class LearnedObjective(Protocol):
-    """The properties of an `Objective` that decide which teachers it may have.
+    """The properties of an `Objective` that restrict the choice of teacher.
 
     So they are not imported here.
     """
@@ -62,7 +62,7 @@ class LearnedObjective(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSource:
-    """The target, its deployment, and where a teacher may run and store its cache.
+    """The target, its deployment settings, and the devices and folder available to a teacher.
 
     Attributes:
         target: folder, name or shipped model.
@@ -89,7 +89,7 @@ class TeacherSource:
 def make_teacher(
     config: TeacherConfig, objective: LearnedObjective, source: TeacherSource, num_rows: int
 ) -> Teacher:
-    """Build the teacher; for "auto" the cheapest one that is exact and fits the disk.
+    """Build the teacher; "auto" selects the cheapest exact teacher whose cache fits the disk.
 
     A greedy distribution is one id, which is cached; else last hidden states are cached if they fit
     the disk, and where they do not the target is rerun.
@@ -121,7 +121,7 @@ def make_teacher(
 def check_objective(
     kind: TeacherKind, objective: LearnedObjective, sampling: SamplingParams
 ) -> None:
-    """Refuse a teacher whose rows would bias the objective.
+    """Refuse a teacher whose incomplete distributions would bias the objective.
 
     Raises:
         InvalidRequest: they would.
@@ -139,7 +139,7 @@ def check_objective(
 
 
 def cheapest(config: TeacherConfig, source: TeacherSource, num_rows: int) -> TeacherKind:
-    """Choose for "auto": ids at temperature 0, else hidden states if they fit, else the target."""
+    """Choose for "auto": ids if greedy, else hidden states if they fit, else the target."""
     if source.sampling.greedy:
         return "sampled"
     sizes = state_sizes(source)
@@ -158,7 +158,7 @@ def hidden_teacher(config: TeacherConfig, source: TeacherSource) -> HiddenTeache
 
 
 def sampled_teacher(config: TeacherConfig, source: TeacherSource) -> SampledTeacher:
-    """Build the teacher over cached ids."""
+    """Build the teacher over cached token ids."""
     sampling = source.sampling
     num_ids = 1 if sampling.greedy else config.num_sampled_ids
     if not 1 <= num_ids <= torch.iinfo(torch.int16).max:
@@ -214,7 +214,7 @@ def feature_teacher(
 
 
 def check_feature_teacher(kind: TeacherKind) -> None:
-    """Refuse a teacher without features.
+    """Refuse a teacher that cannot give the target's features.
 
     Raises:
         InvalidRequest: it has none.
@@ -227,7 +227,7 @@ def check_feature_teacher(kind: TeacherKind) -> None:
 
 
 def at_temperature(sampling: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters under which heads learn: temperature 1 instead of 0."""
+    """Return the sampling parameters for training heads, with temperature 1 instead of 0."""
     return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
@@ -238,7 +238,7 @@ def filler_of(
     config: TeacherConfig,
     source: TeacherSource,
 ) -> CacheFiller:
-    """Build what fills the cache of a target under these settings."""
+    """Build the object that fills the target's cache under these settings."""
     checkpoint = read_checkpoint(model_folder(source.target))
     identity = CacheIdentity(
         kind=kind,
@@ -265,7 +265,7 @@ def load(source: TeacherSource) -> TargetModel:
 
 
 def state_sizes(source: TeacherSource) -> RowSizes:
-    """Return the disk space that hidden states of this target take, from its configuration."""
+    """Return the disk space of hidden states of this target, from its configuration."""
     settings, architecture = read_config(read_checkpoint(model_folder(source.target)))
     return RowSizes.of_states(
         width=settings.get("word_embed_proj_dim") or architecture.hidden_size,
@@ -275,7 +275,7 @@ def state_sizes(source: TeacherSource) -> RowSizes:
 
 
 def feature_sizes(layers: tuple[int, ...], source: TeacherSource) -> RowSizes:
-    """Return the disk space that features of this target take, from its configuration."""
+    """Return the disk space of features of this target, from its configuration."""
     _, architecture = read_config(read_checkpoint(model_folder(source.target)))
     return RowSizes.of_features(
         num_layers=len(layers),
@@ -291,5 +291,5 @@ def state_dtype(source: TeacherSource) -> torch.dtype:
 
 
 def probs_device(source: TeacherSource) -> torch.device:
-    """Return the device on which distributions are computed from the cache."""
+    """Return the device that computes distributions from cached hidden states."""
     return choose_device("auto" if source.device == SHARDED else source.device)

@@ -1,4 +1,4 @@
-"""Teachers that also give the target's features, which heads on its hidden states read.
+"""Teachers that also provide the target's features, which attached heads read.
 
 A row of text has the residual stream entering some layers, and the last hidden state, from which
 the target's distribution is computed. Both come from one pass, made in every training step or once
@@ -39,7 +39,7 @@ class FeatureTeacherRows(TeacherRows, Protocol):
 
     @property
     def features(self) -> Float[Tensor, "rows width layers hidden"]:
-        """The residual stream entering each of the layers."""
+        """The residual stream at the input of each selected layer."""
 
     @property
     def last(self) -> Float[Tensor, "rows width hidden"]:
@@ -47,7 +47,7 @@ class FeatureTeacherRows(TeacherRows, Protocol):
 
 
 class FeaturesOfRows(HeadRows):
-    """Hidden states of all rows of a batch; see `FeatureTeacherRows`.
+    """Distributions and features of a batch, from given hidden states; see `FeatureTeacherRows`.
 
     Args:
         states: of the layers in order, then the last one.
@@ -70,7 +70,7 @@ class FeaturesOfRows(HeadRows):
 
     @property
     def features(self) -> Float[Tensor, "rows width layers hidden"]:
-        """The residual stream entering each of the layers."""
+        """The residual stream at the input of each selected layer."""
         return self._states[:, :, :-1]
 
     @property
@@ -167,13 +167,13 @@ class CachedFeatures:
 def learned_states(
     target: TargetModel, batch: PackedBatch, *, layers: tuple[int, ...]
 ) -> Float[Tensor, "learned states hidden"]:
-    """Return the hidden states that are cached, at the learned rows of a batch."""
+    """Return the cached last hidden states at the learned rows of a batch."""
     states = target.layer_states(batch, layers)
     return states[batch.predicts.to(states.device)]
 
 
 def texts_in(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
-    """Yield row, first place and sample of every text in a batch; padding is left out."""
+    """Yield row, first column and sample of every text in a batch, without padding."""
     starts = (batch.positions == 0) & (batch.samples >= 0)
     for row, start in starts.nonzero().tolist():
         yield row, start, int(batch.samples[row, start])

@@ -1,4 +1,4 @@
-"""Runs the target once over every sample that a cache lacks, after checking the disk space."""
+"""Runs the target once over every sample that is missing from a cache, if the disk has room."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CacheFiller:
         make_columns: MakeColumns,
         read: ReadRows = TargetModel.hidden,
     ) -> TargetModel | None:
-        """Compute and store the rows that are lacking.
+        """Compute and store the missing rows.
 
         Args:
             samples: whose rows are wanted.
@@ -155,7 +155,7 @@ class RowSizes:
 
     @classmethod
     def of_states(cls, *, width: int, vocab_size: int, itemsize: int) -> RowSizes:
-        """Return the sizes for hidden states and the head that turns them into logits."""
+        """Return the sizes of hidden states and of the output layer that maps them to logits."""
         return cls(
             what="last hidden states",
             row_bytes=width * itemsize,
@@ -166,7 +166,7 @@ class RowSizes:
     def of_features(
         cls, *, num_layers: int, width: int, vocab_size: int, itemsize: int
     ) -> RowSizes:
-        """Return the sizes for features of some layers, last hidden states, and the head."""
+        """Return the sizes of features of some layers, last hidden states, and the output layer."""
         return cls(
             what=f"features of {num_layers} layers and last hidden states",
             row_bytes=(num_layers + 1) * width * itemsize,
@@ -175,16 +175,16 @@ class RowSizes:
 
     @classmethod
     def of_ids(cls, num_ids: int) -> RowSizes:
-        """Return the sizes for drawn ids, their counts, and how many ids a row has."""
+        """Return the sizes of drawn ids with their counts, and of the number of ids per row."""
         return cls(what="drawn ids", row_bytes=num_ids * (ID_BYTES + COUNT_BYTES) + COUNT_BYTES)
 
     def total_bytes(self, num_rows: int) -> int:
-        """Return the bytes of so many rows."""
+        """Return the bytes of the given number of rows."""
         return self.fixed_bytes + num_rows * self.row_bytes
 
 
 def check_room(folder: Path, num_rows: int, sizes: RowSizes, max_bytes: int | None) -> None:
-    """Log how much will be written, and refuse what does not fit.
+    """Log the size of the rows to write, and refuse more than the disk has room for.
 
     Args:
         folder: of the cache, there or not.

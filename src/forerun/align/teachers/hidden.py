@@ -1,4 +1,4 @@
-"""Teachers that compute distributions from the target's last hidden states, rerun or cached.
+"""Teachers that compute distributions from last hidden states, recomputed or cached.
 
 A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the cached head
 gives the same logits as the target, so every objective may learn from them at any temperature. Both
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class HeadRows:
-    """Distributions computed from hidden states, a chunk of rows at a time; see `TeacherRows`.
+    """Distributions computed from hidden states, in chunks of rows; see `TeacherRows`.
 
     Args:
         hidden: last hidden states of the learned rows.
@@ -144,7 +144,7 @@ class HiddenTeacher:
 def states_column(
     target: TargetModel, sample: Sample, states: Float[Tensor, "rows *states hidden"]
 ) -> dict[str, Tensor]:
-    """Return hidden states as the column of a cache."""
+    """Return hidden states in the form of a cache column."""
     return {STATES: states.cpu()}
 
 

@@ -51,7 +51,7 @@ class SparseRows:
 
 
 class SampledTeacher:
-    """Teacher over cached ids; see `Teacher`.
+    """Teacher over cached token ids; see `Teacher`.
 
     Args:
         filler: of the cache.
@@ -77,7 +77,7 @@ class SampledTeacher:
         self._samples: Sequence[Sample] = ()
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Run the target over the samples whose ids are not cached.
+        """Run the target over the samples whose token ids are not cached.
 
         Raises:
             CacheTooLarge: they would not fit, or the disk filled up.
@@ -126,7 +126,7 @@ class SampledTeacher:
 def draw_ids(
     probs: Float[Tensor, "rows vocab"], offsets: Float64[Tensor, " rows"], num_ids: int
 ) -> Int64[Tensor, "rows num_ids"]:
-    """Draw ids at equal distances on the cumulative sums: each `num_ids` times its probability.
+    """Draw token ids by systematic sampling at equal distances on the cumulative sums.
 
     Args:
         probs: of every row; need not sum to 1 exactly.

@@ -1,4 +1,4 @@
-"""The target as a teacher runs it, in transformers' own modules: packed rows to hidden states."""
+"""Runs the target for a teacher with transformers' modules, from packed rows to hidden states."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TargetModel:
     def layer_states(
         self, batch: PackedBatch, layers: tuple[int, ...]
     ) -> Float[Tensor, "rows width states hidden"]:
-        """Return the residual stream entering some layers, and the last hidden state, of all rows.
+        """Return the residual stream at the input of some layers, and the last hidden state.
 
         Args:
             batch: rows of samples.
@@ -100,7 +100,7 @@ class TargetModel:
 
 
 def adopt_target(model: Any) -> TargetModel:
-    """Use a transformers model as a teacher's target, frozen and in evaluation mode.
+    """Freeze a transformers model and use it as a teacher's target.
 
     Args:
         model: a causal language model of a supported family, on its device or devices.
@@ -118,7 +118,7 @@ def adopt_target(model: Any) -> TargetModel:
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    """Refuse layers that a target does not have.
+    """Refuse layer numbers that the target does not have.
 
     Raises:
         UnsupportedFeatures: naming them.
@@ -154,7 +154,7 @@ def embedding_table(model: Any) -> Float[Tensor, "vocab hidden"]:
 
 
 def check_samples(samples: Sequence[Sample], target: TargetModel) -> None:
-    """Refuse samples that the target cannot read.
+    """Refuse samples that are too long for the target or contain ids outside its vocabulary.
 
     Raises:
         InvalidRequest: an id is outside its vocabulary, or a text longer than its context.
@@ -296,7 +296,7 @@ def load_sharded(
 
 
 def split(model: Any, device: torch.device, number: int) -> TargetModel:
-    """Split every decoder layer, and what is outside of them, over all processes.
+    """Shard every decoder layer, and the modules outside of the layers, over all processes.
 
     The head stays whole in every process: it is applied to chunks of any size.
     """
@@ -320,7 +320,7 @@ def split(model: Any, device: torch.device, number: int) -> TargetModel:
 
 
 def refuse_offloaded(source: str, model: nn.Module) -> None:
-    """Refuse a model of which some layers would be read from CPU memory or disk in every pass."""
+    """Refuse a model with layers that do not fit on the GPUs and would be read in every pass."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise NotEnoughMemory(
             f"the GPUs here together do not hold {source}; take its log-probabilities from a "

@@ -1,4 +1,4 @@
-"""A teacher from a server's log-probabilities, which are truncated to the most likely tokens.
+"""Teacher over a server's log-probabilities of the most likely tokens.
 
 All tokens that are not named count as one more token with the missing mass. The probabilities are
 therefore exact at temperature 1, somewhat too small below it and too large above, and exact at any
@@ -83,7 +83,7 @@ class TopKTeacher:
 def known_shares(
     logprobs: Float64[Tensor, "rows known"], sampling: SamplingParams
 ) -> Float64[Tensor, "rows known"]:
-    """Return the deployed probabilities of the named tokens, from those at temperature 1.
+    """Convert top log-probabilities at temperature 1 to probabilities as deployed.
 
     Args:
         logprobs: natural logarithms, best first; -inf is padding.
@@ -115,7 +115,7 @@ def known_shares(
 def nucleus(
     known: Float64[Tensor, "rows known"], rest: Float64[Tensor, "rows 1"], top_p: float
 ) -> tuple[Float64[Tensor, "rows known"], Float64[Tensor, "rows 1"]]:
-    """Keep the most likely tokens with mass `top_p`; part of the rest if the named have less."""
+    """Apply top_p: return the kept known tokens, and the mass that unknown tokens keep."""
     wanted = top_p * (known.sum(-1, keepdim=True) + rest)
     before = known.cumsum(-1) - known
     kept = known * (before < wanted)

@@ -1,4 +1,4 @@
-"""Heads on the target's hidden states under training: made or loaded, and saved.
+"""Attached heads under training: how they are created, loaded and saved.
 
 A fresh EAGLE-3 head begins close to the target: the state entering the last of its layers passes
 through, and the output matrix has the target's rows. Heads share the target's embedding. Of Medusa
@@ -62,7 +62,7 @@ LEAST_GOLDEN, MOST_GOLDEN = 8, 12
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetParts:
-    """What heads share with their target, in fp32.
+    """Parts of the target that heads use unchanged, in fp32.
 
     Attributes:
         settings: of the target, as transformers has them.
@@ -123,7 +123,7 @@ class AttachedDraft:
         )
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the head in bf16, in the form that its own engines read.
+        """Write the head in bf16, in the form that engines with native support for it read.
 
         The folder is there as a whole or not at all; an earlier one is replaced.
 
@@ -164,7 +164,7 @@ class AttachedDraft:
 
 
 def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDraft:
-    """Load the head to start from, or make one for the texts.
+    """Load the head to start from, or create one for the training texts.
 
     Args:
         config: of the alignment.
@@ -202,7 +202,7 @@ def golden_text(
 
 
 def read_parts(folder: Path) -> TargetParts:
-    """Read what heads share with a target."""
+    """Read the parts of a target that heads use unchanged."""
     checkpoint = read_checkpoint(folder)
     settings, architecture = read_config(checkpoint)
     network = read_weights(checkpoint, torch.float32)
@@ -219,7 +219,7 @@ def read_parts(folder: Path) -> TargetParts:
 
 
 def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose input a fresh head reads.
+    """Return the layers whose inputs are the features of a new head.
 
     Raises:
         InvalidModel: the target has too few layers for the default.
@@ -233,7 +233,7 @@ def feature_layers_of(attached: AttachedConfig, num_layers: int) -> tuple[int, .
 def fresh_eagle3(
     attached: AttachedConfig, target: TargetParts, samples: Sequence[Sample], seed: int
 ) -> Eagle3Head:
-    """Make an EAGLE-3 head in fp32.
+    """Create an EAGLE-3 head in fp32.
 
     Args:
         attached: its shape.
@@ -272,7 +272,7 @@ def fresh_eagle3(
 
 
 def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the target's rotary settings, or plain ones where it has none for whole heads."""
+    """Return the target's rotary settings; defaults if none of them cover whole heads."""
     rope = settings.get("rope_parameters") or {}
     if "rope_theta" in rope and "partial_rotary_factor" not in rope:
         return dict(rope)
@@ -280,7 +280,7 @@ def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
-    """Read a head to go on from.
+    """Read a trained EAGLE-3 head to continue training.
 
     Raises:
         IncompatibleDraft: it was made for a target of another width or vocabulary.
@@ -299,7 +299,7 @@ def known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
 
 
 def fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTarget:
-    """Make Medusa heads in fp32, which share the target's output matrix."""
+    """Create Medusa heads in fp32 over the target's output matrix."""
     config = MedusaConfig(
         hidden_size=target.architecture.hidden_size,
         vocab_size=target.architecture.vocab_size,
@@ -310,7 +310,7 @@ def fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTar
 
 
 class MedusaOverTarget(nn.Module):
-    """Medusa heads with the target's frozen output matrix, as they are trained.
+    """Medusa heads under training, with the target's frozen output matrix.
 
     Args:
         head: the heads, in fp32, without output matrices of their own.
@@ -328,7 +328,7 @@ class MedusaOverTarget(nn.Module):
         rows: FeatureTeacherRows,
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
-        """Run all heads over the rows that learn; see `PassLoss`."""
+        """Run all Medusa heads over the rows that have a loss; see `PassLoss`."""
         active = learning.any(0)
         hidden = rows.last.to(torch.float32)[active]
         states = self.head.states(hidden)

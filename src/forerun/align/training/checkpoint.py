@@ -31,7 +31,7 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by their names without wrappers."""
+    """Return the trained parameters by name, without the prefixes of wrapper modules."""
     found = {}
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
@@ -42,12 +42,12 @@ def named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with its shards gathered; all processes must ask for the same one."""
+    """Return a tensor with its shards gathered; all processes must call it for the same tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def trained_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the trained weights on the CPU by name, shards gathered.
+    """Return the trained weights on the CPU by name, with shards gathered.
 
     Args:
         module: sharded or not.
@@ -70,7 +70,7 @@ def save_checkpoint(
     identity: Mapping[str, str],
     is_writer: bool,
 ) -> None:
-    """Write the state after `step` steps; an earlier file stays until the new one is whole.
+    """Write the state after `step` steps; an earlier file is replaced atomically.
 
     Args:
         path: of the file.
@@ -107,7 +107,7 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def check_hash(file: Any, metadata: Mapping[str, str]) -> None:
-    """Refuse tensors that are not those that were written; old files have no hash.
+    """Refuse a checkpoint whose tensors do not match its hash; old files have no hash.
 
     Raises:
         ValueError: a byte was changed.
@@ -174,7 +174,7 @@ def load_checkpoint(
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """Move a tensor to a parameter's device and split it in the same way."""
+    """Move a tensor to a parameter's device and shard it like the parameter."""
     tensor = tensor.to(like.device)
     if isinstance(like, DTensor):
         return distribute_tensor(tensor, like.device_mesh, like.placements)

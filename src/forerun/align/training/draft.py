@@ -1,4 +1,4 @@
-"""The draft under training: loaded or made, checked against its target, and saved."""
+"""Draft models under training: loading, compatibility checks with the target, and saving."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ATTENTION = "sdpa"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """Which draft is trained, and for which target.
+    """Selects the draft to train and its target.
 
     Attributes:
         target: folder of the target: its tokenizer and vocabulary are the draft's.
@@ -70,10 +70,10 @@ class DraftConfig:
 
 @runtime_checkable
 class TrainedDraft(Protocol):
-    """What is trained: a draft model, or a head on the target."""
+    """Interface of a trained draft: a draft model, or a head on the target."""
 
     def loss(self, objective: Objective, config: AlignConfig) -> nn.Module:
-        """Return the loss of a batch and its teacher's rows, as `DraftLoss` computes it."""
+        """Return the loss of a batch with its teacher rows, as `DraftLoss` computes it."""
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write the folder that the engine loads, with hashes of its files."""
@@ -117,7 +117,7 @@ class Draft:
 
 
 def load_draft(config: DraftConfig) -> Draft:
-    """Load or make a draft and check that it can be trained for its target.
+    """Load or create a draft, and check that it can be trained for its target.
 
     Raises:
         InvalidModel: files are missing, damaged or of an unsupported kind, or the model cannot be
@@ -147,7 +147,7 @@ def base_model(config: DraftConfig) -> Any:
 
 
 def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
-    """Make a model of a given shape with fresh weights and the target's vocabulary."""
+    """Create a model of a given shape with random weights and the target's vocabulary."""
     if config.init is None:
         raise InvalidModel("neither a draft to begin with nor a config.json to make one from")
     settings = read_object(config.init)
@@ -169,7 +169,7 @@ def fresh_model(config: DraftConfig, target: Mapping[str, Any]) -> Any:
 
 
 def with_adapters(model: Any, config: DraftConfig) -> Any:
-    """Add adapters to all linear layers but the head, if the settings give a rank."""
+    """Add low-rank adapters to all linear layers except the output head, if a rank is set."""
     if config.lora_rank == 0:
         return model
     from peft import LoraConfig, inject_adapter_in_model
@@ -189,7 +189,7 @@ def with_adapters(model: Any, config: DraftConfig) -> Any:
 
 
 def rebuilt(config: DraftConfig, weights: Mapping[str, Tensor]) -> Any:
-    """Build a whole model with the trained weights and merged adapters.
+    """Build a complete model with the trained weights and merged adapters.
 
     The model under training may be sharded, or compiled; this one is made anew.
     """
@@ -220,7 +220,7 @@ PROBE_TOKENS = 8
 
 
 def check_trainable(model: Any) -> None:
-    """Refuse a model whose logits are more than head times decoder, or which mixes packed texts.
+    """Refuse a model that packed training does not reproduce: extra logit steps or mixed texts.
 
     Training reads hidden rows and the head's weights, and lays several texts in one row; whether
     that is the same as the model itself is tried out on a few tokens.
@@ -250,7 +250,7 @@ def check_trainable(model: Any) -> None:
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:
-    """Refuse a draft whose token ids mean other text than the target's.
+    """Refuse a draft whose tokenizer gives token ids another meaning than the target's.
 
     Raises:
         IncompatibleDraft: naming the first tokens that differ.

@@ -1,4 +1,4 @@
-"""Draft and loss as one module, so that sharding and replication see one forward pass."""
+"""Draft and loss as one torch module, which sharding and replication require."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def causal_rows(
 
 
 class DraftLoss(nn.Module):
-    """The loss of packed rows, summed; logits exist one chunk at a time.
+    """Sum of the loss over packed rows, with the logits of one chunk at a time.
 
     The head is not called but read, inside this module's own forward pass: the root of a sharded
     module holds what its layers do not, so the head's rows are whole while they are needed. That is
@@ -79,7 +79,7 @@ class DraftLoss(nn.Module):
     def forward(
         self, batch: PackedBatch, teacher_rows: TeacherRows | None
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return the loss and the acceptance probability, summed over the learned rows of a batch.
+        """Return loss and acceptance probability, summed over the learned rows of a batch.
 
         Args:
             batch: on the device of the model.

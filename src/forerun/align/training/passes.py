@@ -39,7 +39,7 @@ class PassStates:
 
 
 def learned_passes(batch: PackedBatch, num_passes: int) -> Bool[Tensor, "passes rows width"]:
-    """Return which rows t have a loss in pass i: token t + i + 2 is learned, in the same text.
+    """Return which rows have a loss in each pass: in pass i, row t learns token t + i + 2.
 
     Args:
         batch: of texts.
@@ -89,7 +89,7 @@ class PassLoss(nn.Module):
     def forward(
         self, batch: PackedBatch, rows: FeatureTeacherRows
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return the loss and the acceptance probability, summed over the learned rows of a batch.
+        """Return loss and acceptance probability, summed over the learned rows of a batch.
 
         Args:
             batch: on the device of the head.
@@ -115,7 +115,7 @@ class PassLoss(nn.Module):
         learning: Bool[Tensor, "passes rows width"],
         found: PassStates,
     ) -> LearnedRows:
-        """Return the rows of all passes in the order of the places that they learn."""
+        """Return the rows of all passes, sorted by the position that they learn."""
         ranks = batch.predicts.flatten().cumsum(0) - 1  # of the learned places
         places = [
             learning[number].flatten().nonzero()[:, 0] + number + 1
@@ -139,7 +139,7 @@ class PassLoss(nn.Module):
     def _labels(
         self, ids: Tensor, places: Tensor, target_ids: Tensor | None
     ) -> Int64[Tensor, " rows"]:
-        """Return the token after each place, by its number in the vocabulary of the head.
+        """Return the draft-vocabulary id of the token after each position.
 
         Only objectives that read text alone use them, and heads have none of these.
         """

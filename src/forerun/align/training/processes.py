@@ -1,4 +1,4 @@
-"""The processes that train together, and how signals stop them between two steps."""
+"""Sets up the training processes, and stops them between two steps after a signal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(days=7)
 def make_accelerator(
     device: str = "auto", mixed_precision: Literal["no", "bf16"] = "bf16"
 ) -> Accelerator:
-    """Return the accelerator of the processes that were launched, or of this one alone.
+    """Return the accelerator over all launched processes, or over this process alone.
 
     Args:
         device: "cpu" keeps to the CPU; anything else takes a GPU where there is one.
@@ -49,7 +49,7 @@ def make_accelerator(
 
 
 def configure_sharding(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> None:
-    """Set the options of FSDP2 that this training needs, whatever `accelerate config` has.
+    """Set the FSDP2 options that this training requires, overriding `accelerate config`.
 
     Every process reads the draft: the other way leaves all but one with empty models, and each of
     them checks the draft and reads the target. Gradients are added up in fp32, and the loss stays
@@ -64,7 +64,7 @@ def configure_sharding(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
 
 
 def from_main(accelerator: Accelerator, make: Callable[[], MadeT]) -> MadeT:
-    """Compute a value in the main process and return it in every process."""
+    """Compute a value in the main process and send it to all processes."""
     made = [make() if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:
         broadcast_object_list(made)
@@ -76,7 +76,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Notes the first SIGINT or SIGTERM; a second one acts as usual.
+    """Records the first SIGINT or SIGTERM; the second one has its usual effect.
 
     Only the main thread may handle signals: elsewhere nothing is noted.
     """

@@ -1,4 +1,4 @@
-"""The training loop; its steps are the same for any number of processes.
+"""Training loop, whose optimiser steps do not depend on the number of processes.
 
 Optimiser and learning rate are functions of settings and step, so there is no schedule to save.
 """
@@ -50,7 +50,7 @@ class RowSource(Protocol):
     """An endless stream of packed rows, such as `Packing`."""
 
     def batch(self, first_row: int, num_rows: int) -> PackedBatch:
-        """Return rows by their numbers; there is no state, so any process may ask for any."""
+        """Return the rows from `first_row` on; any process may read any rows."""
 
 
 class Trainer:
@@ -117,7 +117,7 @@ class Trainer:
         return self.step
 
     def run(self, rows: RowSource, until_step: int, on_step: Callable[[StepMetrics], None]) -> None:
-        """Train until so many steps are done, and write a checkpoint.
+        """Train until the given number of steps is done, and write a checkpoint.
 
         Args:
             rows: where the packed rows of the steps come from.
@@ -147,7 +147,7 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Write a checkpoint; every process must call."""
+        """Write a checkpoint; all processes must call this."""
         save_checkpoint(
             self.path,
             self.module,
@@ -175,7 +175,7 @@ class Trainer:
     def _optimise(
         self, batches: Sequence[PackedBatch], learned: int, started_s: float
     ) -> StepMetrics:
-        """Do one step over the batches of all processes."""
+        """Do one optimiser step over the batches of all processes."""
         losses, alphas = self._backward(batches, learned)
         loss, alpha = (total / max(1, learned) for total in self._sum(losses, alphas))
         norm = self._clip()
@@ -222,12 +222,12 @@ class Trainer:
         return torch.stack([loss.detach(), alpha])
 
     def _clip(self) -> float:
-        """Clip the gradients of all processes together; returns their norm before."""
+        """Clip the gradients of all processes together; returns their norm before clipping."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
         return float(whole(nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)))
 
     def _sum(self, *values: float) -> list[float]:
-        """Return the sums over all processes."""
+        """Return sums over all processes."""
         if self.accelerator.num_processes == 1:
             return [float(value) for value in values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
@@ -236,7 +236,7 @@ class Trainer:
 
 
 def decisive(config: TrainingConfig) -> dict[str, str]:
-    """Return the settings that decide the result of the steps, as text."""
+    """Return the settings that influence the result of training steps, as text."""
     return {name: str(v) for name, v in asdict(config).items() if name not in FREE_SETTINGS}
 
 

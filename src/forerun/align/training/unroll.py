@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 head by unrolling its drafting over a whole text at once.
+"""Trains an EAGLE-3 head by unrolling its draft passes over a whole text in parallel.
 
 Pass 0 reads the target's features. Pass i reads the output of pass i - 1 in the same row together
 with the embedding of token t + i + 1, at position t + i: what the head does when it drafts the
@@ -27,7 +27,7 @@ __all__ = ["UnrolledEagle3", "unroll"]
 
 
 class UnrolledEagle3(nn.Module):
-    """An EAGLE-3 head with the target's frozen embedding, as it is trained; see `PassLoss`.
+    """An EAGLE-3 head under training with the target's frozen embedding; see `PassLoss`.
 
     Args:
         head: in fp32.
@@ -70,7 +70,7 @@ def unroll(
     features: Float[Tensor, "rows width layers hidden"],
     learning: Bool[Tensor, "passes rows width"],
 ) -> list[Float[Tensor, "_ hidden"]]:
-    """Return what leaves the layer in every pass, at the rows that learn in it.
+    """Return the head's hidden states in every pass, at the rows that have a loss in it.
 
     Args:
         head: the head.
@@ -99,7 +99,7 @@ def unroll(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ColumnAttention:
-    """Attention of the unroll: causal over the rows of pass 0, then over a row's own column.
+    """Attention of the unroll: causal over pass 0, then over the same row in later passes.
 
     The first call is pass 0, with all rows of a batch [rows, width, heads, dim]; later calls have
     the drafting rows alone [active, heads, dim].
@@ -115,7 +115,7 @@ class ColumnAttention:
     columns: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return what the queries attend to; see `forerun.drafters.eagle3.head.Attend`."""
+        """Return the attention output; see `forerun.drafters.eagle3.head.Attend`."""
         if self.context is None:
             self.context = keys, values
             return F.scaled_dot_product_attention(
@@ -151,5 +151,5 @@ class ColumnAttention:
 
     @staticmethod
     def _spread(part: Tensor, queries: Tensor) -> Tensor:
-        """Repeat key/value heads for the query heads that share them."""
+        """Repeat key and value heads for grouped-query attention."""
         return part.repeat_interleave(queries.shape[-2] // part.shape[-2], dim=-2)

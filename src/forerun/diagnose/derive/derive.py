@@ -1,4 +1,4 @@
-"""Derives all facts that follow from the facts that were read, in the order of dependence."""
+"""Derives all facts that follow from the facts read, in the order of their dependence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_DRAFTS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
-    """A figure and the thresholds above or below which an observation is true.
+    """A figure and the thresholds above or below which an observation about it is true.
 
     Attributes:
         name: the observation.
@@ -32,7 +32,7 @@ class Threshold:
     no: float
 
     def answer(self, fact: Fact) -> bool | None:
-        """Return the observation, where the figure and its interval are clear; else None."""
+        """Return the observation if value and interval are clear of the thresholds; else None."""
         low = high = float(fact.value)  # type: ignore[arg-type]  # a number by its kind
         if fact.interval is not None:
             low, high = fact.interval.low, fact.interval.high
@@ -62,7 +62,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
 
 
 def add_observations(evidence: Evidence) -> None:
-    """Add the yes-or-no observations that follow from figures, unless a source states them."""
+    """Add the yes-or-no observations that follow from figures, unless a source reports them."""
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
@@ -91,7 +91,7 @@ def add_unplaced_rate(evidence: Evidence) -> None:
 
 
 def add_nothing_accepted(evidence: Evidence) -> None:
-    """Add whether practically nothing is accepted, where enough was drafted to decide it."""
+    """Add whether almost nothing is accepted, if enough tokens were drafted to decide it."""
     fact, drafts = evidence.facts.get("draft_acceptance_rate"), evidence.number("num_drafts")
     drafted, tau = evidence.number("num_drafted"), evidence.number("acceptance_length")
     if "acceptance_zero" in evidence:
@@ -111,7 +111,7 @@ def add_nothing_accepted(evidence: Evidence) -> None:
 
 
 def add_no_gain(evidence: Evidence) -> None:
-    """Add whether speculation changes the speed at all."""
+    """Add whether the speedup is so close to 1 that speculation makes no difference."""
     gain = evidence.number("speedup")
     if gain is not None and "no_gain" not in evidence:
         evidence.conclude("no_gain", 0.97 <= gain <= 1.05, f"speedup {gain:.3f}")
@@ -172,14 +172,14 @@ RECURRENT = re.compile(r"(?i)mamba|\bssm\b|\bgdn\b|rwkv|jamba|hybrid|delta-?net|
 
 
 def add_names(evidence: Evidence) -> None:
-    """Add what the names of target and draft imply."""
+    """Add facts that follow from the names of target and draft, such as their sizes."""
     for side in ("target", "draft"):
         for name in evidence.words(f"{side}_name"):
             add_name(evidence, side, name)
 
 
 def add_name(evidence: Evidence, side: str, name: str) -> None:
-    """Add what the name of one checkpoint implies."""
+    """Add facts that follow from the name of one checkpoint."""
     source = f"name of the {side}: {name}"
     if (size := billions_of(name)) is not None and f"{side}_parameters" not in evidence:
         evidence.conclude(f"{side}_parameters", size, source)
@@ -194,7 +194,7 @@ def add_name(evidence: Evidence, side: str, name: str) -> None:
 
 
 def billions_of(name: str) -> float | None:
-    """Parameters read per token, active ones where experts are named; None without a size."""
+    """Billions of parameters read per token, from a name; None if it contains no size."""
     for pattern, factor in ((ACTIVE, 1.0), (BILLIONS, 1.0), (MILLIONS, 0.001)):
         if found := pattern.search(name):
             return float(found.group(1)) * factor
@@ -216,7 +216,7 @@ DIFFERENCE: Mapping[str, tuple[str, ...]] = {
 
 
 def add_changes(evidence: Evidence, before: Evidence) -> None:
-    """Compare two runs: `changed`, together with what the user gave, and `unchanged`.
+    """Add what differs between two runs (`changed`) and what is equal in both (`unchanged`).
 
     Args:
         evidence: of today; what is found is added to it.
@@ -246,7 +246,7 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
 def both(
     evidence: Evidence, before: Evidence, witnesses: tuple[str, ...]
 ) -> tuple[Value, Value] | None:
-    """Return the values of the first of some facts that both runs have."""
+    """Return both runs' values of the first of some facts that both have."""
     for witness in witnesses:
         now, then = evidence.facts.get(witness), before.facts.get(witness)
         if now is not None and then is not None:

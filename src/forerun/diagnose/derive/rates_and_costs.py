@@ -19,7 +19,7 @@ MIN_RATE = 1e-6
 
 
 def add_rates(evidence: Evidence) -> None:
-    """Add rates, tau and K, from whichever figures are known."""
+    """Add acceptance rates, tau and K, computed from the figures that are known."""
     add_positions(evidence)
     add_k(evidence)
     add_length(evidence)
@@ -30,7 +30,7 @@ def add_rates(evidence: Evidence) -> None:
 
 
 def add_positions(evidence: Evidence) -> None:
-    """Add beta from counts per position; missing denominators are the number of drafts."""
+    """Add beta from accepted counts per position over drafted counts or the number of drafts."""
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
     drafts = evidence.number("num_drafts")
@@ -42,7 +42,7 @@ def add_positions(evidence: Evidence) -> None:
 
 
 def add_k(evidence: Evidence) -> None:
-    """Add K: the number of positions, or of tokens drafted per step."""
+    """Add K, from the number of positions or the mean number of drafted tokens."""
     if "k" in evidence:
         return
     if rates := evidence.numbers("acceptance_rate_per_position"):
@@ -75,7 +75,7 @@ def add_length(evidence: Evidence) -> None:
 
 
 def length_interval(tau: float, rates: Sequence[float], drafts: float) -> Interval | None:
-    """Return the 95% interval of tau, taking steps as independent."""
+    """Return the 95% interval of tau, assuming that steps are independent."""
     if not rates or drafts < 2:
         return None
     square = sum((2 * i - 1) * rate for i, rate in enumerate(rates, start=1))
@@ -96,7 +96,7 @@ def add_draft_rate(evidence: Evidence) -> None:
 
 
 def add_constant(evidence: Evidence) -> None:
-    """Add the constant acceptance probability that would give this tau."""
+    """Add the acceptance probability that gives this tau if it is the same at every position."""
     tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
     if tau is None or depth is None:
         return
@@ -137,7 +137,7 @@ def add_first_position(evidence: Evidence) -> None:
 
 
 def add_conditional(evidence: Evidence) -> None:
-    """Add the conditional acceptance, and how far its lowest later value is below the first."""
+    """Add conditional acceptance, and its largest decline after the first position."""
     rates = evidence.numbers("acceptance_rate_per_position")
     name = "conditional_acceptance_per_position"
     if name not in evidence and rates and rates[0] > 0.0:
@@ -178,14 +178,14 @@ def add_costs(evidence: Evidence) -> None:
 
 
 def add_rest(evidence: Evidence) -> None:
-    """Add v, the cost of a target pass that was not timed, from the rest of a step."""
+    """Add v, the cost of the target pass, as the remainder of the step if it was not timed."""
     kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
         evidence.conclude("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
 
 
 def add_times(evidence: Evidence) -> None:
-    """Add times of a step that follow from rates, where one sequence decodes."""
+    """Add step times computed from throughput, where one sequence decodes."""
     if evidence.number("batch") not in (None, 1.0):
         return
     tau, rate = evidence.number("acceptance_length"), evidence.number("tokens_per_s")
@@ -197,7 +197,7 @@ def add_times(evidence: Evidence) -> None:
 
 
 def add_parts(evidence: Evidence) -> None:
-    """Add the costs of drafting, of the target pass and of the rest, from timers."""
+    """Add the measured costs of drafting, of the target pass and of the rest of a step."""
     plain_s, k = evidence.number("plain_step_s"), evidence.number("k")
     if not plain_s:
         return
@@ -217,7 +217,7 @@ def add_parts(evidence: Evidence) -> None:
 
 
 def add_linearity(evidence: Evidence) -> None:
-    """Add the total draft cost, the rows of a pass, and how the pass grows with its rows."""
+    """Add the total draft cost, the rows of a pass, and how pass time grows with them."""
     k, batch = evidence.number("k"), evidence.number("batch")
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
@@ -240,7 +240,7 @@ MIN_GROWTH = 0.05
 
 
 def add_rows(evidence: Evidence, k: float, batch: float) -> None:
-    """Add the rows of a pass, and whether they are many for the device or due to the batch.
+    """Add the rows of a pass, whether they are many for the device, and whether the batch is why.
 
     Where n sequences take 1 + s (n - 1) of the plain step of one, a pass over n (K + 1) rows that
     is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
@@ -273,7 +273,7 @@ RATIOS = (
 
 
 def add_ratios(evidence: Evidence) -> None:
-    """Add facts that are ratios of two others."""
+    """Add all facts that are ratios of two known figures."""
     if "tokens_per_s_client" in evidence and "tokens_per_s_server" not in evidence:
         rate = evidence.number("tokens_per_s")
         evidence.conclude("tokens_per_s_server", rate, "the rate that was measured at the engine")
@@ -290,7 +290,7 @@ def add_ratios(evidence: Evidence) -> None:
 
 
 def add_ratio(evidence: Evidence, name: str, over: str, under: str) -> None:
-    """Add one figure over another, where both are known and the ratio is not."""
+    """Add the ratio of two figures, if both are known and the ratio is not."""
     above, below = evidence.number(over), evidence.number(under)
     if above is not None and below and name not in evidence:
         evidence.conclude(name, above / below, f"{over} / {under}")

@@ -1,4 +1,4 @@
-"""Reads results: JSON objects of engines, and the output of benchmark clients."""
+"""Reads JSON objects of engines and the text output of benchmark clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Documents:
         self._pairs: list[tuple[float, float]] = []
 
     def read(self, document: object) -> bool:
-        """Read one document; False where nothing in it is known."""
+        """Read one document; False if it contains no known object."""
         known = False
         for entry in objects_in(document):
             known |= (
@@ -38,13 +38,13 @@ class Documents:
         return known
 
     def close(self) -> None:
-        """Add facts that depend on all documents, such as the meaning of SGLang's accept rate."""
+        """Add facts that depend on all documents, such as how SGLang's accept rate is defined."""
         nodes = num_draft_tokens_of(self._pairs)
         if nodes is not None:
             self.tally.set_fact("k", nodes - 1)
 
     def _read_timings(self, entry: Object) -> bool:
-        """llama.cpp: `timings` of a response."""
+        """Read llama.cpp's `timings` of a response."""
         drafted, accepted = number(entry, "draft_n"), number(entry, "draft_n_accepted")
         tokens, milliseconds = number(entry, "predicted_n"), number(entry, "predicted_ms")
         if tokens is None or milliseconds is None:
@@ -67,7 +67,7 @@ class Documents:
         return True
 
     def _read_iteration(self, entry: Object) -> bool:
-        """TensorRT-LLM: `specDecodingStats` of an iteration."""
+        """Read TensorRT-LLM's `specDecodingStats` of an iteration."""
         stats = entry.get("specDecodingStats")
         if not isinstance(stats, Mapping):
             return False
@@ -89,7 +89,7 @@ class Documents:
         return True
 
     def _read_meta_info(self, entry: Object) -> bool:
-        """SGLang: `meta_info` of a response, in its older and newer names."""
+        """Read SGLang's `meta_info` of a response, under its older and newer field names."""
         calls, length = number(entry, "spec_verify_ct"), number(entry, "spec_accept_length")
         if calls is None and length is None:
             return False
@@ -108,7 +108,7 @@ class Documents:
         return True
 
     def _read_request_metrics(self, entry: Object) -> bool:
-        """vLLM: `metrics.speculative_decoding` of a response."""
+        """Read vLLM's `metrics.speculative_decoding` of a response."""
         steps, drafted = number(entry, "num_spec_steps"), number(entry, "num_draft_tokens")
         accepted = number(entry, "num_accepted_draft_tokens")
         if steps is None or drafted is None or accepted is None:
@@ -121,7 +121,7 @@ class Documents:
         return True
 
     def _read_server_info(self, entry: Object) -> bool:
-        """SGLang: `/server_info`."""
+        """Read SGLang's `/server_info`."""
         length = number(entry, "avg_spec_accept_length")
         if length is None:
             return False
@@ -154,12 +154,12 @@ def number(entry: Object, name: str) -> float | None:
 
 
 def first_number(entry: Object, *names: str) -> float | None:
-    """Return the number under the first of several names that is present."""
+    """Return the number under the first of several names that occurs in the object."""
     return next((value for name in names if (value := number(entry, name)) is not None), None)
 
 
 def label(text: str) -> re.Pattern[str]:
-    """Return the pattern of a label, a colon, blanks and a number."""
+    """Return a pattern that matches a label, a colon, blanks and a number."""
     return re.compile(r"^\s*" + re.escape(text) + r":\s+" + NUMBER + r"\s*$")
 
 
@@ -214,7 +214,7 @@ class BenchmarkOutput:
         return bool(KNOWN.match(line))
 
     def close(self) -> None:
-        """Join the positions to one list, where none is missing."""
+        """Combine the rates per position into one list, if no position is missing."""
         if self._rates and sorted(self._rates) == list(range(len(self._rates))):
             rates = [self._rates[index] for index in range(len(self._rates))]
             self.tally.set_fact("acceptance_rate_per_position", rates)

@@ -85,7 +85,7 @@ class SpecDecodingLog:
         return False
 
     def close(self) -> None:
-        """Choose or join runs; of cumulative counters only the last line is used."""
+        """Choose one run or add up all; of cumulative counters only the last line is used."""
         self._close_runs()
         if self._old is None:
             return
@@ -97,7 +97,7 @@ class SpecDecodingLog:
             self.tally.count("num_drafts", drafted / k)
 
     def _run(self, line: str) -> Tally:
-        """The tally of the process that wrote a line."""
+        """Return the tally of the process that wrote a line."""
         found = PROCESS.search(line)
         name = found.group(1) if found else ""
         if name not in self._runs and len(self._runs) >= MAX_PROCESSES:
@@ -149,7 +149,7 @@ class SpecDecodingLog:
 def drafts_of(
     accepted: float, drafted: float, length: float | None, num_positions: int
 ) -> float | None:
-    """Return the number of drafts of a line that reports acceptance length and tokens only."""
+    """Return the number of drafts, computed from acceptance length and token counts."""
     if length is not None and length > 1.0 and accepted > 0.0:
         # Two decimals of a length near 1 say little: there, the number of positions says more.
         by_length = accepted / (length - 1.0)
@@ -205,7 +205,7 @@ class SglangLog:
         return False
 
     def close(self) -> None:
-        """Decide the meaning of the accept rate, and hence K, from all lines."""
+        """Decide from all lines how the accept rate is defined, and derive K."""
         if self._changes:
             self.tally.set_fact("adaptive_k", True)
             rising = [after > before for before, after in self._changes]
@@ -234,7 +234,7 @@ class SglangLog:
 
 
 def num_draft_tokens_of(pairs: list[tuple[float, float]]) -> int | None:
-    """Return how many tokens a pass verifies, K + 1, from accept lengths and rates.
+    """Infer the tokens verified per pass, K + 1, from accept lengths and rates.
 
     The rate once was length / n with the bonus token on both sides, and now is
     (length - 1) / (n - 1). The n that explains all lines to within their rounding, under either
@@ -250,7 +250,7 @@ def num_draft_tokens_of(pairs: list[tuple[float, float]]) -> int | None:
 
 
 def agrees(n: int, bonus: int, length: float, rate: float) -> bool:
-    """Whether the accept length and rate of a line agree with n tokens verified per pass.
+    """Whether accept length and rate of a line are consistent with n tokens verified per pass.
 
     Args:
         n: K + 1.
@@ -279,7 +279,7 @@ EXAMPLE_RATE = re.compile(r"\baccept *= *[0-9.]+%")
 
 
 class LlamaCppLog:
-    """Reader of `llama-server`, `llama-speculative` and `llama-speculative-simple`."""
+    """Reader of logs of `llama-server`, `llama-speculative` and `llama-speculative-simple`."""
 
     kind = "llama.cpp log"
 
@@ -313,7 +313,7 @@ class LlamaCppLog:
         return True
 
     def close(self) -> None:
-        """Add what follows from several lines together."""
+        """Add facts that depend on several lines."""
         if self._eval_ms > 0.0 and self._eval_tokens > 1:
             rate = 1000.0 * self._eval_tokens / self._eval_ms
             self.tally.set_fact("tokens_per_s", rate)

@@ -56,7 +56,7 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
 
 
 def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
-    """Return evidence as the content of a facts file, which `read_facts` can read.
+    """Return evidence as the content of a facts file for `read_facts`.
 
     Args:
         evidence: of whatever kind.
@@ -73,7 +73,7 @@ def facts_document(evidence: Evidence, source: str) -> dict[str, Json]:
 
 
 def add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
-    """Add one entry: a value, or an object with a value."""
+    """Add one entry of a facts file, which is a value or an object with a value."""
     if not isinstance(value, Mapping):
         evidence.add(key, value, source)
         return
@@ -85,7 +85,7 @@ def add_fact(evidence: Evidence, key: str, value: object, source: str) -> None:
 
 
 def interval_of(key: str, value: Mapping[str, object]) -> Interval | None:
-    """Check the interval of a fact: two ends around its value."""
+    """Check that the interval of a fact has two ends around its value."""
     ends, estimate = value.get("interval"), value.get("value")
     if ends is None:
         return None
@@ -125,7 +125,7 @@ def schema() -> dict[str, Json]:
 
 
 def property_of(kind: FactKind) -> dict[str, Json]:
-    """Return the schema of one fact: a bare value, or an object with source and interval."""
+    """Return the JSON Schema of one entry: a value, or an object with source and interval."""
     bare = value_schema(kind)
     detailed: dict[str, Json] = {
         "type": "object",
@@ -146,7 +146,7 @@ def property_of(kind: FactKind) -> dict[str, Json]:
 
 
 def value_schema(kind: FactKind) -> dict[str, Json]:
-    """Return the JSON Schema of a fact's value alone."""
+    """Return the JSON Schema of a fact's value without source and interval."""
     if kind.type == "flag":
         return {"type": "boolean"}
     if kind.type in ("word", "words"):

@@ -1,4 +1,4 @@
-"""Reads Prometheus text of any engine; counters and gauges become facts."""
+"""Reads Prometheus metrics of any engine, and converts counters and gauges to facts."""
 
 from __future__ import annotations
 
@@ -119,17 +119,17 @@ class Metrics:
 
 
 def is_gauge(name: str) -> bool:
-    """Whether a metric is a gauge, not a counter."""
+    """Whether a metric is a gauge instead of a counter."""
     return name in GAUGES or name.endswith(("_accept_rate", "_draft_overhead", "_running"))
 
 
 def grown(now: float, before: float) -> float:
-    """Return the growth of a counter between two samples; a counter that was reset starts at 0."""
+    """Return the growth of a counter between two samples; after a reset it starts at 0."""
     return now - before if now >= before else now
 
 
 def is_metric_line(line: str) -> bool:
-    """Whether a line is a metric of an engine that is known."""
+    """Whether a line is a metric of a supported engine."""
     return line.startswith((*PREFIXES, "# HELP ", "# TYPE "))
 
 
@@ -193,7 +193,7 @@ def metrics_of(metrics: Metrics) -> Tally:
 
 
 def add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
-    """Add SGLang's acceptance length as tokens per verify call, since it counts no drafts."""
+    """Add SGLang's acceptance length as tokens per verify call; SGLang does not count drafts."""
     calls = positive(totals, "sglang:spec_verify_calls")
     tokens = positive(totals, "sglang:generation_tokens")
     if calls and tokens and tokens >= calls:
@@ -204,7 +204,7 @@ def add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
 
 
 def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:
-    """Add the speed of a sequence from summed decode times, where an engine has them."""
+    """Add the speed per sequence from summed decode times, if the engine reports them."""
     seconds = positive(totals, "vllm:request_decode_time_seconds_sum")
     tokens = positive(totals, "vllm:request_generation_tokens_sum")
     requests = totals.get("vllm:request_decode_time_seconds_count", 0.0)

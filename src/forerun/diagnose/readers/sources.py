@@ -1,4 +1,4 @@
-"""Returns the evidence of a source by its name: a trace, a text, standard input or a URL."""
+"""Reads evidence from a named source: a trace, a text file, standard input or a URL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_INTERVAL_S = 600.0
 def read_live(
     url: str, *, interval_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> Evidence:
-    """Return the evidence of two samples, or of the totals where nothing happened in between.
+    """Return evidence from two samples of a server, or from its totals if the server was idle.
 
     Args:
         url: of a Prometheus exposition.
@@ -61,7 +61,7 @@ TOKENS = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens
 def add_rate(
     evidence: Evidence, first: Metrics, second: Metrics, seconds: float, source: str
 ) -> None:
-    """Add the tokens of all requests per second, where the engine reports no better figure."""
+    """Add the throughput of all requests, if the engine reports no better figure."""
     for name in TOKENS:
         tokens = second.totals.get(name, 0.0) - first.totals.get(name, 0.0)
         if tokens > 0.0 and seconds > 0.0 and "tokens_per_s" not in evidence:
@@ -69,7 +69,7 @@ def add_rate(
 
 
 def page_of(url: str) -> PrometheusText:
-    """Read the page once.
+    """Fetch the metrics page once.
 
     Raises:
         InvalidRequest: as for `read_live`.
@@ -143,7 +143,7 @@ def read_source(name: str, *, interval_s: float) -> Evidence:
 
 
 def read_trace(path: Path) -> Evidence:
-    """Return the evidence of a trace of forerun; pyarrow is loaded for traces only."""
+    """Return the evidence of a forerun trace; pyarrow is imported for traces only."""
     from forerun.diagnose.readers.trace.reader import read_trace_evidence
 
     return read_trace_evidence(path)
@@ -164,7 +164,7 @@ def read_stream(file: BoundedFile, name: str) -> Evidence:
 
 
 def as_reference(evidence: Evidence) -> Evidence:
-    """Return the figures of a run as those of the reference that another run is compared with."""
+    """Rename the figures of a run to those of the reference run for a comparison."""
     from forerun.diagnose.derive.rates_and_costs import add_costs, add_rates
 
     add_rates(evidence)

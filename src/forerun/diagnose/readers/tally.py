@@ -1,4 +1,4 @@
-"""Sums of counts and rates over the lines of one engine, and the interface of line readers."""
+"""Sums of counts and means of rates from one engine's lines, and the line reader interface."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """The mean; None without values."""
+        """The weighted mean; None if no value was added."""
         return self.total / self.weight if self.weight > 0.0 else None
 
 
@@ -60,11 +60,11 @@ class Tally:
         self.means.setdefault(name, Mean()).add(value, weight)
 
     def set_fact(self, name: str, value: object) -> None:
-        """Set a fact; the first value stays."""
+        """Set a fact, unless it has a value already."""
         self.facts.setdefault(name, value)
 
     def positions(self, accepted: Sequence[float]) -> None:
-        """Add the accepted tokens per position of one line or sample."""
+        """Add the accepted tokens per position from one line or sample."""
         for index, value in enumerate(accepted[:MAX_POSITIONS]):
             if index == len(self.per_position):
                 self.per_position.append(0.0)
@@ -84,11 +84,11 @@ class Tally:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the tally contains no counts, means and facts."""
         return not (self.counts or self.per_position or self.means or self.facts)
 
     def add_to(self, evidence: Evidence, source: str) -> None:
-        """Add everything to the evidence; impossible values are noted and left out."""
+        """Convert the sums to facts of the evidence; impossible values are noted and left out."""
         evidence.readings[-1].notes += self.notes
         named: Mapping[str, object] = {
             **{name: round(value, 3) for name, value in self.counts.items()},
@@ -127,11 +127,11 @@ class LineReader(Protocol):
         """Read one line; False if it is of another format."""
 
     def close(self) -> None:
-        """Add facts that depend on all lines, once they were read."""
+        """Add facts that depend on all lines, after the last line was read."""
 
 
 def matched_number(pattern: re.Pattern[str], line: str) -> float | None:
-    """Return the first group of a pattern as a number; None where it does not match."""
+    """Return the first group of a pattern as a number; None if the pattern does not match."""
     found = pattern.search(line)
     return float(found.group(1)) if found else None
 

@@ -1,4 +1,4 @@
-"""Reads text of any engine: each line goes to the reader of its format.
+"""Reads text of any engine, and passes each line to the reader of its format.
 
 Time and memory are bounded whatever comes: bytes, lines and their lengths have limits, no pattern
 backtracks further than a line, and nothing of a line is kept but its numbers.
@@ -24,7 +24,7 @@ __all__ = ["MAX_BYTES", "read_text"]
 
 
 def remark(pattern: str, *facts: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """Return a case-insensitive pattern, and the observations that a matching line means."""
+    """Return a case-insensitive pattern and the observations that a matching line implies."""
     return re.compile(pattern, re.IGNORECASE), facts
 
 
@@ -82,7 +82,7 @@ MAX_LENGTH = 400
 
 
 class Remarks:
-    """Reader of messages that any engine may log; they yield observations, not counts."""
+    """Reader of log messages of any engine that imply observations."""
 
     kind = "engine messages"
 
@@ -108,7 +108,7 @@ GATE = re.compile(r"\[SpeculationGate\] Speculative decoding disabled: rolling a
 
 
 class TensorRtLlmLog:
-    """Reader of TensorRT-LLM's log, whose acceptance threshold disables drafting for good."""
+    """Reader of TensorRT-LLM's log, whose acceptance threshold disables drafting permanently."""
 
     kind = "TensorRT-LLM log"
 
@@ -147,14 +147,14 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
 @runtime_checkable
 class Readable(Protocol):
-    """A binary stream."""
+    """Interface of a binary stream."""
 
     def read(self, size: int, /) -> bytes:
         """Read at most `size` bytes; none at the end."""
 
 
 class PartialSource:
-    """A source that is read up to a limit, such as the log of a running server.
+    """Binary stream that ends after a byte or time limit, such as the log of a running server.
 
     Attributes:
         stopped: the limit at which reading ended; None if the end was reached.
@@ -166,7 +166,7 @@ class PartialSource:
         self._has_read = False
 
     def read(self, size: int, /) -> bytes:
-        """At most so many bytes; none at the end or at a limit.
+        """Read at most `size` bytes; empty at the end of the stream or at a limit.
 
         Raises:
             UnreadableInput: nothing could be read.
@@ -238,7 +238,7 @@ def as_document(data: bytes, name: str) -> Evidence | None:
 
 
 def starts_as_facts(head: bytes) -> bool:
-    """Whether the first line that is no comment, blank or separator is that of a facts file."""
+    """Whether the first significant line of a file has the form `name:` of a facts file."""
     for line in head.splitlines():
         text = line.strip()
         if text and not text.startswith((b"#", b"---", b"%")):
@@ -247,7 +247,7 @@ def starts_as_facts(head: bytes) -> bool:
 
 
 def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
-    """Return the lines, cut where they are too long, and whether the input ended."""
+    """Return the lines, shortened to a maximum length, and whether the input ended."""
     rest, num_bytes = head, len(head)
     while True:
         *whole, rest = rest.split(b"\n")
@@ -263,12 +263,12 @@ def lines_of(head: bytes, file: Readable) -> Iterator[tuple[str, bool]]:
 
 
 def clean(line: bytes) -> str:
-    """Remove colours from a line and shorten it."""
+    """Remove colour codes from a line and shorten it."""
     return ESCAPES.sub("", line[:MAX_LINE].decode("utf-8", errors="replace")).rstrip("\r")
 
 
 def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
-    """Give every line to the first reader that knows its format."""
+    """Pass every line to the first reader that recognises its format."""
     metrics, documents = PrometheusText(), Documents()
     readers: tuple[LineReader, ...] = (
         *(SpecDecodingLog(), SglangLog(), LlamaCppLog()),
@@ -304,7 +304,7 @@ def read_lines(lines: Iterator[tuple[str, bool]], name: str) -> Evidence:
 
 
 def is_worth_reading(line: str) -> bool:
-    """Whether a line has any of the words that readers look for."""
+    """Whether a line contains a keyword of any reader."""
     lowered = line.lower()
     return any(word in lowered for word in WORDS)
 
@@ -326,7 +326,7 @@ Concluding = LineReader | Documents | PrometheusText
 
 
 def add_facts_of(reader: Concluding, evidence: Evidence, name: str) -> None:
-    """Add the facts that a reader found to the evidence."""
+    """Add the facts found by one reader to the evidence."""
     reader.close()
     if reader.tally.is_empty:
         return

@@ -1,4 +1,4 @@
-"""Facts about costs of passes and steps, and about the target as its own draft."""
+"""Measures facts about costs of passes and steps, and about the target as its own draft."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def add_pass_costs(
 def rig_of(
     model: LanguageModel, cells: list[ProfileCell], context: int, clock: Callable[[], float]
 ) -> PassRig:
-    """Return the rig for the cells of one model at one context."""
+    """Return the measurement object for the cells of one model at one context."""
     stopwatch = Stopwatch(clock, model.device)
     return PassRig(model, cells, prefixes(model, [context])[context], stopwatch)
 
 
 def pass_config(max_rows: int, budget_s: float, room: int) -> ProbeConfig | None:
-    """Return the settings of the timing; None where there is no room for two widths.
+    """Return the settings of pass timing; None if the context has no room for two pass widths.
 
     Args:
         max_rows: widest pass to time.
@@ -117,7 +117,7 @@ def pass_config(max_rows: int, budget_s: float, room: int) -> ProbeConfig | None
 
 
 def add_step_costs(evidence: Evidence, plain: Iterable[TapedRequest]) -> None:
-    """Add the time of a plain step, without prompts and the steps after them."""
+    """Add the time of a plain step, from the third step of each request on."""
     steps = {
         step.record.cycle_id: step.record
         for request in plain
@@ -131,7 +131,7 @@ def add_step_costs(evidence: Evidence, plain: Iterable[TapedRequest]) -> None:
 
 
 def drafting_for_itself(engine: Engine) -> Engine | None:
-    """Return the engine with all layers of the target as drafter; None where it has no layers.
+    """Return an engine that drafts with all layers of the target; None if they are not separable.
 
     They share the target's KV, so this exercises verification and the target's cache, not a draft
     model's; an engine with the target loaded twice exercises both.
@@ -150,7 +150,7 @@ def add_self_draft(
     params: Sequence[SamplingParams],
     num_tokens: int,
 ) -> None:
-    """Add the share of drafted tokens that is accepted; half of the prompts are greedy.
+    """Add the share of accepted tokens where the target is its own draft, half of it greedy.
 
     Args:
         evidence: takes the fact.

@@ -1,4 +1,4 @@
-"""Facts from the files of a pair: whether they fit each other, and whether a draft is trained."""
+"""Finds facts from model files: compatibility of target and draft, and untrained weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_head_files(evidence: Evidence, target: Path, head: Path) -> None:
 
 
 def add_vocabularies(evidence: Evidence, target: Path, draft: Path) -> None:
-    """Add whether both tokenizers give every id the same text."""
+    """Add whether both tokenizers map every id to the same text."""
     try:
         check_vocabularies(load_tokenizer(target), load_tokenizer(draft))
     except IncompatibleDraft as error:
@@ -78,7 +78,7 @@ def add_card(evidence: Evidence, card: DraftCard, target: Path) -> None:
 
 
 def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float, float]]) -> None:
-    """Add the ratio of the acceptance probability found here to the one on the draft's card.
+    """Add the measured acceptance probability relative to the one on the draft's card.
 
     Args:
         evidence: takes the fact.
@@ -100,12 +100,12 @@ def add_card_ratio(evidence: Evidence, draft: Path, found: Sequence[tuple[float,
 
 
 def figures_at(card: DraftCard, temperature: float) -> CardFigures | None:
-    """Return the card's figures at one temperature."""
+    """Return the figures of a draft's card at one temperature."""
     return next((f for f in card.after if math.isclose(f.temperature, temperature)), None)
 
 
 def evidence_of_misfit(error: IncompatibleDraft) -> Evidence:
-    """Return the facts about a pair whose tokenizers differ; it must not be run."""
+    """Return the facts about a pair with different tokenizers, which must not be run."""
     evidence = Evidence(readings=[Reading(source="forerun probe", kinds={"probe"})])
     evidence.add("vocabularies_differ", True, str(error))
     return evidence
@@ -119,7 +119,7 @@ POWER_STEPS = 20
 
 
 def add_weights(evidence: Evidence, files: Sequence[Path]) -> None:
-    """Add whether matrices are constant or not finite, and the share that look untrained.
+    """Add whether matrices are constant or not finite, and the share that appears untrained.
 
     Args:
         evidence: takes the facts.
@@ -154,7 +154,7 @@ def matrices(files: Sequence[Path]) -> Iterator[tuple[str, Float[Tensor, "rows c
 
 
 def looks_drawn(matrix: Float[Tensor, "rows columns"]) -> bool:
-    """Whether all entries may have been drawn independently from one distribution.
+    """Whether a matrix is consistent with independent entries from one distribution (untrained).
 
     Args:
         matrix: finite, not constant, with some dozens of rows and columns.
@@ -166,7 +166,7 @@ def looks_drawn(matrix: Float[Tensor, "rows columns"]) -> bool:
 
 
 def dispersion(squares: Float[Tensor, "rows columns"]) -> float:
-    """How far the scatter of row sums is from that of independent entries, in standard errors."""
+    """Deviation of the row sums' variance from independent entries, in standard errors."""
     num_rows, num_columns = squares.shape
     expected = squares.var() / num_columns
     ratio = float(squares.mean(1).var() / expected)
@@ -174,7 +174,7 @@ def dispersion(squares: Float[Tensor, "rows columns"]) -> float:
 
 
 def edge_excess(centred: Float[Tensor, "rows columns"]) -> float:
-    """By how much the largest singular value passes that of independent entries, in its scale."""
+    """Standardised excess of the largest singular value over that of independent entries."""
     long, short = max(centred.shape), min(centred.shape)
     generator = torch.Generator().manual_seed(0)
     vector = torch.empty(centred.shape[1]).normal_(generator=generator)

@@ -1,4 +1,4 @@
-"""Facts from greedy text: whether it equals the target's, and whether drafts have the right state.
+"""Finds facts from greedy text: whether it equals the target's, and whether drafts are correct.
 
 At temperature 0 everything has one right answer, so single tokens notify: an emitted token that is
 not the target's first choice, a drafted one that is not the draft's own when it reads the same text
@@ -42,7 +42,7 @@ SOURCE = "greedy text replayed with fresh caches"
 
 @dataclass(slots=True)
 class GreedyTally:
-    """Counts over greedy requests.
+    """Counts over greedy requests, compared with plain decoding and replays.
 
     Attributes:
         noise: by how much rounding moves the gap between two logits.
@@ -77,7 +77,7 @@ class GreedyTally:
     state: StateTally = field(default_factory=StateTally)
 
     def add(self, request: TapedRequest, replayed: Replay, plain_ids: Sequence[int]) -> None:
-        """Add one request and the plain decoding of its prompt."""
+        """Add one request, together with the plain decoding of its prompt."""
         self.num_texts += 1
         self._compare(request, replayed, plain_ids)
         best = replayed.target_probs[: replayed.num_read].argmax(-1)
@@ -107,7 +107,7 @@ class GreedyTally:
         self.num_after_partial += bool(begun) and kinds[begun - 1] in REJECTING
 
     def _add_draft(self, request: TapedRequest, replayed: Replay, step: TapedStep) -> bool | None:
-        """Count a draft; whether its first token is not the draft's own, None where unknown."""
+        """Count a draft; returns whether its first token contradicts the replay, if known."""
         start = step.record.context_tokens - request.num_prompt
         proposal = step.proposal
         if proposal is None or not proposal.tree.is_chain or step.was_cut:
@@ -128,7 +128,7 @@ class GreedyTally:
         return float(row[own[0]] - row[drafted]) > TIE * self.noise
 
     def add_facts(self, evidence: Evidence) -> None:
-        """Add the facts that follow from the counts."""
+        """Add the facts that follow from the greedy counts."""
         if self.num_texts:
             evidence.add(
                 "output_differs",
@@ -160,7 +160,7 @@ class GreedyTally:
 
 @torch.inference_mode()
 def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, rows: int) -> float:
-    """Return how much rounding changes the difference between the two largest logits.
+    """Return the largest change by rounding in the difference between the two largest logits.
 
     The largest move over one text, between passes of many rows and of few; not less than what
     adding up in fp32 does anyway.
@@ -180,6 +180,6 @@ def noise_width(model: LanguageModel, request: TapedRequest, replayed: Replay, r
 
 
 def gaps(logits: Float[Tensor, "rows vocab"], top: Tensor) -> Float[Tensor, " rows"]:
-    """Return the difference of the logits of two given tokens per row."""
+    """Return the difference between the logits of two given tokens in every row."""
     two = logits.gather(-1, top)
     return two[:, 0] - two[:, 1]

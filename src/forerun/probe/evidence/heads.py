@@ -1,4 +1,4 @@
-"""The head of a checkpoint as its golden rows read it, for comparison with a live one."""
+"""Runs a checkpoint's head without caches, for comparison with the drafts of an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ReferenceHead", "reference_head"]
 
 
 class ReferenceHead:
-    """A head beside its target, which reads whole texts without any cache.
+    """A head with its target, evaluated over whole texts without caches.
 
     Args:
         head: in fp32.
@@ -34,7 +34,7 @@ class ReferenceHead:
         self.target = target
 
     def logits(self, ids: Sequence[int], first: int) -> Float[Tensor, "read vocab"]:
-        """Return the logits of the first drafted token behind row `first` to the last but one.
+        """Return logits of the first drafted token after each row from `first` to the last but one.
 
         Args:
             ids: a text.
@@ -54,7 +54,7 @@ class ReferenceHead:
 
 
 def reference_head(folder: Path, target: LanguageModel) -> ReferenceHead:
-    """Read the head in a folder as it was trained.
+    """Load the head in a folder in fp32 for evaluation without caches.
 
     Raises:
         InvalidModel: it is damaged.

@@ -1,4 +1,4 @@
-"""Replays a request with fresh caches, and computes numbers that are uniform if a text is right."""
+"""Replays requests with new caches, and tests whether tokens follow their distributions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Replay", "Transform", "replay"]
 
 
 class Transform:
-    """Turns tokens into numbers that are uniform if the tokens follow their distributions.
+    """Converts tokens to numbers that are uniform if the tokens follow their distributions.
 
     Tokens may come in any order that was fixed before the token was drawn; the order decides which
     errors of a distribution show.
@@ -70,7 +70,7 @@ NEAR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
-    """Logits of a replayed request; row i follows the prompt and i output tokens.
+    """Logits of a replayed request; row i predicts output token i.
 
     Attributes:
         target_logits: the target's, raw, in fp32.
@@ -89,7 +89,7 @@ class Replay:
 
     @property
     def num_read(self) -> int:
-        """Output positions that both models have read."""
+        """Number of output positions that both models have read."""
         return len(self.draft_probs)
 
 
@@ -100,7 +100,7 @@ def replay(
     draft: LanguageModel | ReferenceHead | None,
     eos_token_ids: frozenset[int],
 ) -> Replay:
-    """Feed prompt and output again, in passes without drafts.
+    """Feed prompt and output to new caches, in passes without drafts.
 
     Args:
         request: finished, with at least one output token.
@@ -142,7 +142,7 @@ def replay(
 
 
 def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tensor, "read vocab"]:
-    """Return the logits of rows `first` to the last but one, as far as the model can read."""
+    """Return the logits of rows `first` to the last but one, within the model's context."""
     read = ids[: min(num_known(model, ids) + 1, model.max_context)]
     found = [*logits_of(model, read, first)] if len(read) > first + 1 else []
     return torch.cat(found).float() if found else torch.empty(0, model.vocab_size)
@@ -151,7 +151,7 @@ def readable(model: LanguageModel, ids: Sequence[int], first: int) -> Float[Tens
 def histories_of(
     request: TapedRequest, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> list[RowHistory]:
-    """What the distribution of each output token depends on besides logits; empty if on nothing."""
+    """Return the state of the logits processors before each output token; empty if unused."""
     params = request.params
     if not params.needs_history:
         return []

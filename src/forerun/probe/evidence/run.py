@@ -1,4 +1,4 @@
-"""Probes an engine for evidence that `forerun diagnose` reads: `probe_engine`.
+"""Collects evidence for `forerun diagnose` by running an engine: `probe_engine`.
 
     probe_engine(probed, prompts, params=None, config=EvidenceConfig(), notify=silent) -> Evidence
 
@@ -49,7 +49,7 @@ Notify = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProbedEngine:
-    """The engine, models and settings that are probed.
+    """The engine, models and settings of a probe.
 
     Attributes:
         engine: with a drafter and nothing else to do.
@@ -69,7 +69,7 @@ class ProbedEngine:
 
     @property
     def draft_model(self) -> LanguageModel | None:
-        """The draft's model, None where there is none."""
+        """The draft model; None if the drafter has none."""
         return self.draft or draft_model_of(self.engine)
 
     @property
@@ -80,7 +80,7 @@ class ProbedEngine:
 
     @cached_property
     def reference(self) -> LanguageModel | ReferenceHead | None:
-        """What drafts are replayed with: the draft's model, or the head of the checkpoint.
+        """The model that recomputes drafts: the draft model, or the head of the checkpoint.
 
         Raises:
             InvalidModel: the head is damaged.
@@ -102,7 +102,7 @@ def probe_engine(
     config: EvidenceConfig | None = None,
     notify: Notify = silent,
 ) -> Evidence:
-    """Collect all evidence that can be measured with the loaded models.
+    """Collect all evidence that can be measured with the loaded target and draft.
 
     Args:
         probed: the engine and what is known of its parts.
@@ -149,7 +149,7 @@ def probe_engine(
 def add_both(
     evidence: Evidence, greedy: GreedyTally, sampled: SampledTally, *, reads_features: bool
 ) -> None:
-    """Add facts that need both greedy and sampled requests.
+    """Add facts that follow from greedy and sampled requests together.
 
     Distributions show more of the draft's state than single tokens do, provided the draft was drawn
     from them.
@@ -165,7 +165,7 @@ def add_both(
 def chosen(
     engine: Engine, prompts: Sequence[Prompt], config: EvidenceConfig
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of some prompts, spread evenly over all."""
+    """Return the token ids of some prompts, selected at equal distances."""
     params = SamplingParams(max_tokens=config.num_tokens)
     indices = evenly_spaced(len(prompts), config.num_prompts)
     return [tuple(engine.intake.check(prompts[index], params)) for index in indices]
@@ -198,7 +198,7 @@ def params_of(params: SamplingParams, num: int, config: EvidenceConfig) -> list[
 
 
 def groups(engine: Engine, num: int) -> Iterator[range]:
-    """Split prompts into groups that run together, to bound the memory for distributions."""
+    """Split prompts into groups that run together, which bounds the memory for distributions."""
     size = engine.config.max_batch
     for start in range(0, num, size):
         yield range(start, min(start + size, num))
@@ -234,7 +234,7 @@ def probe_sampled(
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
 ) -> SampledTally:
-    """Compare sampled text with the distributions that it should follow."""
+    """Compare sampled text with the distributions that it should be drawn from."""
     engine, draft = probed.engine, probed.reference
     tally = SampledTally(Transform(config.seed))
     for group in groups(engine, len(prompts)):
@@ -255,7 +255,7 @@ def probe_self(
     params: Sequence[SamplingParams],
     config: EvidenceConfig,
 ) -> None:
-    """Probe the target as its own draft."""
+    """Collect evidence with the target as its own draft."""
     engine = probed.self_drafting or drafting_for_itself(probed.engine)
     num = config.num_self_prompts
     if engine is not None and num:
@@ -277,7 +277,7 @@ logger = logging.getLogger("forerun.probe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairNames:
-    """Names of the models to load, as for `Engine.load`.
+    """Names of the models to load, in the form that `Engine.load` accepts.
 
     Attributes:
         target: folder, hub name or "zoo:" name.
@@ -299,7 +299,7 @@ class PairNames:
 
 
 def load_probed(names: PairNames, config: EngineConfig, *, twice: bool) -> ProbedEngine:
-    """Load target and draft, and the target again as its own draft.
+    """Load target and draft, and load the target again as its own draft.
 
     Args:
         names: of the models.

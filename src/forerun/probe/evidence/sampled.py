@@ -1,4 +1,4 @@
-"""Facts from sampled text: whether text and acceptance follow target and draft distributions."""
+"""Finds facts from sampled text: whether tokens and acceptance follow the distributions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A request whose draft is computed again without most of the prompt.
+    """Acceptance of one request's draft with the full prompt and with most of it removed.
 
     Attributes:
         num_prompt: tokens of it.
@@ -195,14 +195,14 @@ class SampledTally:
     # --- the facts
 
     def add_facts(self, evidence: Evidence) -> None:
-        """Add the facts that follow from the counts."""
+        """Add the facts that follow from the sampled counts."""
         self._add_calibration(evidence)
         self._add_rule(evidence)
         self._add_drafted(evidence)
         self._add_replayed(evidence)
 
     def _add_replayed(self, evidence: Evidence) -> None:
-        """What both models think of the text, whatever the engine did."""
+        """Add entropy, invalid probabilities and context dependence, measured in replays."""
         if self.entropies:
             mean = sum(self.entropies) / len(self.entropies)
             evidence.add("target_entropy", mean, f"mean over {len(self.entropies)} emitted tokens")
@@ -212,7 +212,7 @@ class SampledTally:
         self._add_context(evidence)
 
     def _add_context(self, evidence: Evidence) -> None:
-        """Over the longer half of the prompts: there most was withheld."""
+        """Add how acceptance changes when most of the prompt is removed, on the longer prompts."""
         longest = sorted(self.cut, key=lambda cut: -cut.num_prompt)[: -(-len(self.cut) // 2)]
         num = sum(cut.num_positions for cut in longest)
         near = sum(cut.near for cut in longest)
@@ -258,7 +258,7 @@ class SampledTally:
             evidence.add("draft_probs_differ", decided(p_value), words)
 
     def _add_residual(self, evidence: Evidence, p_of_text: float) -> None:
-        """Where the text as a whole is right, another residual belongs to another exact rule."""
+        """Add whether recovered tokens follow the residual, unless the whole text is correct."""
         if len(self.residual) < MIN_VALUES:
             return
         p_value = uniformity_p_value(self.residual)
@@ -280,26 +280,26 @@ def sampled_chain(
 
 
 def is_coupled(step: TapedStep) -> bool:
-    """Whether the draft used the target's noise."""
+    """Whether the draft was sampled with the target's noise."""
     return step.proposal is not None and step.proposal.choice is Choice.COUPLED
 
 
 def decided(p_value: float) -> bool | None:
-    """Whether a hypothesis fails by its p-value; None where that is not decided."""
+    """Whether a p-value rejects a hypothesis; None if it is inconclusive."""
     return True if p_value < CERTAIN else False if p_value >= DOUBTFUL else None
 
 
 def contrast(
     target: Float[Tensor, "rows vocab"], draft: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """Return the log ratio of each token's target and draft probabilities."""
+    """Return log(target probability / draft probability) of each token."""
     return (target.clamp(min=TINY).log() - draft.clamp(min=TINY).log()).nan_to_num(0.0)
 
 
 def residual_probs(
     method: str, target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int
 ) -> Float[Tensor, " vocab"] | None:
-    """Return the distribution after a rejection; None under rules without such a distribution."""
+    """Return the residual distribution after a rejection; None for methods without one."""
     if method == "token":
         ratio = 1.0
     elif method == "block":
@@ -312,7 +312,7 @@ def residual_probs(
 
 
 def prefix_ratio(target: Tensor, probs: Tensor, tokens: Tensor, num_accepted: int) -> float:
-    """Return p_i of block verification: min(1, p_(i-1) * target / draft) over accepted tokens."""
+    """Return the prefix ratio of block verification after the accepted tokens."""
     ratio = 1.0
     for place in range(num_accepted):
         token = int(tokens[place])

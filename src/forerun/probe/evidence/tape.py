@@ -1,4 +1,4 @@
-"""Records the steps of an engine with the probabilities that its drafts were drawn from.
+"""Records the steps of an engine together with the proposals and their draft_probs.
 
 The recorded steps also show whether drafts are made from the right state: drafts after an accepted
 one, after a rejected one, and after a step without a draft, are compared.
@@ -22,7 +22,7 @@ __all__ = ["AcceptedShare", "StateTally", "TapedRequest", "TapedStep", "before_s
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TapedStep:
-    """One step of one request.
+    """One recorded step of one request.
 
     Attributes:
         record: as the engine traces it.
@@ -34,23 +34,23 @@ class TapedStep:
 
     @property
     def num_drafted(self) -> int:
-        """Nodes proposed."""
+        """Number of proposed nodes."""
         return 0 if self.proposal is None else self.record.num_drafted
 
     @property
     def num_reached(self) -> int:
-        """Drafted positions whose predecessors were all accepted."""
+        """Number of drafted positions whose predecessors were all accepted."""
         return min(self.num_drafted, self.record.num_accepted + 1)
 
     @property
     def was_cut(self) -> bool:
-        """Whether a stop left out tokens of the verdict."""
+        """Whether a stop condition removed tokens of the verdict."""
         return self.record.num_emitted <= self.record.num_accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TapedRequest:
-    """One finished request.
+    """One finished request with its recorded steps.
 
     Attributes:
         prompt_ids: its prompt.
@@ -68,17 +68,17 @@ class TapedRequest:
 
     @property
     def num_prompt(self) -> int:
-        """Prompt tokens."""
+        """Number of prompt tokens."""
         return len(self.prompt_ids)
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Prompt and output."""
+        """Token ids of prompt and output."""
         return self.prompt_ids + self.token_ids
 
 
 class PassRecorder:
-    """An observer that keeps the steps of every request with their proposals."""
+    """Observer that records the steps of every request with their proposals."""
 
     is_required = True
     wants_logits = False
@@ -97,7 +97,7 @@ class PassRecorder:
 def run_taped(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[TapedRequest]:
-    """Generate, and return the recorded requests.
+    """Generate with an engine, and return the recorded requests.
 
     Args:
         engine: with nothing else to do.
@@ -135,7 +135,7 @@ MIN_Z = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class AcceptedShare:
-    """Drafted positions that were tested and accepted.
+    """Counts of drafted positions that were verified and of those that were accepted.
 
     Attributes:
         num_reached: drafted positions whose predecessors were accepted.
@@ -156,7 +156,7 @@ class AcceptedShare:
         return f"{self.num_accepted} of {self.num_reached}"
 
     def is_below(self, other: AcceptedShare) -> bool | None:
-        """Whether acceptance is clearly lower here; None where that is open."""
+        """Whether acceptance is significantly lower than elsewhere; None if that is undecided."""
         if min(self.num_reached, other.num_reached) < MIN_POSITIONS:
             return None
         difference = other.num_accepted / other.num_reached - self.num_accepted / self.num_reached
@@ -182,7 +182,7 @@ HAND_OVER = (*STARTS, "pause")
 
 @dataclass(slots=True)
 class Onsets:
-    """Steps whose predecessor drafted correctly, and those of them that did not."""
+    """Counts of steps after a correct draft, and of wrong drafts among these steps."""
 
     num_steps: int = 0
     num_wrong: int = 0
@@ -190,7 +190,7 @@ class Onsets:
 
 @dataclass(slots=True)
 class StateTally:
-    """Counts of first wrong drafts, by the outcome of the previous step.
+    """Counts of drafts that become wrong, by the outcome of the previous step.
 
     Attributes:
         onsets: by "start" of a request, "hit" (a start with a cached prefix), "pause" (a step
@@ -220,7 +220,7 @@ class StateTally:
             was_right = not kind
 
     def add_facts(self, evidence: Evidence, *, reads_features: bool = False) -> None:
-        """Add whether drafts become wrong after a step (rollback), or at a start or a pause.
+        """Add whether drafts become wrong after a verification, a request's start or a pause.
 
         Args:
             evidence: takes the facts.
@@ -234,7 +234,7 @@ class StateTally:
         self._add(evidence, "acceptance_falls_after_handoff", HAND_OVER)
 
     def _add_features(self, evidence: Evidence) -> bool:
-        """Add whether a head differs from its checkpoint; returns whether it does."""
+        """Add whether a head computes other drafts than its checkpoint; returns whether it does."""
         cold = self.onsets.get("start", Onsets())
         after = [self.onsets[kind] for kind in AFTER_STEP if kind in self.onsets]
         num_wrong = cold.num_wrong + sum(onsets.num_wrong for onsets in after)

@@ -1,4 +1,4 @@
-"""Exact output distribution of two steps with sampled chains.
+"""Enumerates the exact output distribution of two steps with sampled chains.
 
 Every draft, every acceptance and every final token is enumerated.
 """
@@ -38,7 +38,7 @@ Decision = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainRows:
-    """The input of verification, flattened over pairs and histories.
+    """Input of verification for all pairs and histories, flattened to rows.
 
     Attributes:
         target: after every prefix of the chain.
@@ -59,13 +59,13 @@ def engine_accept(rows: ChainRows, rule: Rule) -> Tensor:
 
 
 def engine_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """Return the engine's weights of the recovered or bonus token."""
+    """Return the engine's weights of the final token (recovered or bonus)."""
     draft = rows.draft[:, :-1]
     return final_weights(rows.target, draft, rows.tokens, rows.num_drafted, accepted, rule)
 
 
 def kernel_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """Return the acceptance probabilities of the CPU kernels, in fp64."""
+    """Return the acceptance probabilities that the CPU kernels compute, in fp64."""
     inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
     return loaded_kernels().chain_accept(*inputs, is_block=rule == "block")
 
@@ -77,47 +77,47 @@ def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
 
 
 def loaded_kernels() -> SamplingKernels:
-    """Return the kernels of this machine, where `sampling_kernels` has found some."""
+    """Return the CPU kernels; raises an error if this machine has none."""
     kernels = sampling_kernels()
     assert kernels is not None
     return kernels
 
 
 def engine_draft_key(request_key: int, num_committed: int, node: int) -> int:
-    """Return the key that an engine's drafter draws node `node` with."""
+    """Return the noise key with which an engine's drafter draws draft node number `node`."""
     return step_key(request_key, num_committed, node, Purpose.DRAFT)
 
 
 def keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Keep every drawn token."""
+    """Keep every drawn token, as a filter for chains that are not cut."""
     return torch.ones_like(drawn_prob, dtype=torch.bool)
 
 
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Apply a valid stop rule, which reads the distribution before the draw only."""
+    """Apply a valid stop rule, which reads the draft's distribution but not the drawn token."""
     return going_on(StopRule(measure="top_probability", threshold=0.55), draft_row.amax(-1))
 
 
 def certain_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Apply a valid stop rule on the entropy of the distribution."""
+    """Apply a valid stop rule that reads the entropy of the draft's distribution."""
     entropy = torch.special.entr(draft_row).sum(-1)
     return going_on(StopRule(measure="entropy", threshold=0.8), entropy)
 
 
 def going_on(rule: StopRule, values: Tensor) -> Tensor:
-    """Return where a rule lets a node be drafted."""
+    """Return for each value of a stop rule whether drafting continues."""
     goes = [not rule.stops(value) for value in values.flatten().tolist()]
     return torch.tensor(goes).reshape(values.shape)
 
 
 def one_more(num_drafts: int, num_accepted: int) -> int:
-    """Return a K of the second step that depends on the noise of the first."""
+    """Return a K for the second step that depends on the outcome of the first."""
     return num_accepted + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainVerifier:
-    """How chains are drafted, accepted and completed.
+    """Functions that draft, accept and complete chains in the enumeration.
 
     Attributes:
         rule: the engine's rule.
@@ -140,7 +140,7 @@ class ChainVerifier:
 
 
 def decisive_tests(rule: Rule, num_nodes: int) -> list[tuple[Decision, ...]]:
-    """Per number of accepted tokens, the acceptance tests whose outcomes decide it.
+    """Return for each number of accepted tokens the acceptance tests that determine it.
 
     Asks the engine's draw stage about every pattern of outcomes. The patterns with one verdict must
     be all that agree in the decisive tests, else the verdict would not have the probability of
@@ -171,7 +171,7 @@ NUM_PROMPT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Emitted:
-    """Output distribution of one or more steps.
+    """Output distribution of one or more enumerated steps.
 
     Attributes:
         joint: distribution of the first `horizon` tokens under each pair.
@@ -184,7 +184,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drafted:
-    """Histories after drafting, with the rows that verification reads."""
+    """Histories after drafting, with the target and draft rows that verification reads."""
 
     histories: Histories
     tokens: Int64[Tensor, "histories nodes"]
@@ -193,7 +193,7 @@ class Drafted:
     draft: Float64[Tensor, "pairs histories rows vocab"]
 
     def rows(self) -> ChainRows:
-        """Flatten pairs and histories to rows, as the engine's functions expect."""
+        """Flatten pairs and histories to the rows that the engine's functions read."""
         num_pairs = len(self.num_drafted)
         return ChainRows(
             target=self.target.flatten(0, 1),
@@ -204,7 +204,7 @@ class Drafted:
 
 
 def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> Emitted:
-    """Return the output distribution of two steps, continued by the target to the horizon.
+    """Return the output distribution of two steps, completed by the target to the horizon.
 
     The K of the second step depends on what the first one accepted: it then tells of the noise of
     the first, which is what noise used twice needs to do harm.
@@ -230,7 +230,7 @@ def emit_chains(pairs: ModelPairs, verifier: ChainVerifier, num_drafts: int) -> 
 def step(
     pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
 ) -> Iterator[tuple[int, Histories]]:
-    """Run one step from `histories`: the number accepted, and the histories that end so."""
+    """Run one step, and yield each number of accepted tokens with the histories that have it."""
     drafted = draft_chain(pairs, verifier, histories, num_drafts)
     rows = drafted.rows()
     shape = drafted.num_drafted.shape
@@ -251,7 +251,7 @@ def step(
 
 
 def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
-    """Commit the accepted tokens and the final one, the last draw of `ended`."""
+    """Commit the accepted tokens and the final token, which is the last draw of `ended`."""
     final = torch.arange(vocab_size).repeat(len(accepted))
     tokens = torch.cat([accepted.repeat_interleave(vocab_size, 0), final[:, None]], 1)
     return ended.commit(tokens, vocab_size)
@@ -260,7 +260,7 @@ def committed(ended: Histories, accepted: Tensor, vocab_size: int) -> Histories:
 def draft_chain(
     pairs: ModelPairs, verifier: ChainVerifier, histories: Histories, num_drafts: int
 ) -> Drafted:
-    """Draft every chain of `num_drafts` tokens from every history."""
+    """Enumerate every chain of `num_drafts` draft tokens after every history."""
     vocab_size, start = pairs.vocab_size, histories.length
     paths = histories.prefixes
     tokens = torch.empty(len(paths), 0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Random and structured target and draft distributions over a tiny vocabulary, given every prefix.
+"""Random and structured pairs of target and draft distributions over a tiny vocabulary.
 
 A prefix is the integer its tokens spell in base `vocab_size`, first token first; level l of a table
 holds one row per prefix of length l. All tables are fp64 and carry a leading axis of pairs,
@@ -20,12 +20,12 @@ Interval = tuple[Tensor, Tensor]
 
 
 class Inexact(Exception):
-    """Raised where a verifier lacks a property that its exactness depends on."""
+    """Raised if a verifier lacks a property that its exactness requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histories:
-    """Possible histories of noise and committed tokens, with their probabilities, per model pair.
+    """Possible histories of noise and committed tokens with their probabilities, per model pair.
 
     Children of one history are consecutive, so an interval recorded for the ancestors of these
     histories applies to equal runs of them.
@@ -53,7 +53,7 @@ class Histories:
         )
 
     def interval(self, key: int) -> Interval:
-        """Return the interval of the uniform of `key` in each history; [0, 1) for a new key."""
+        """Return the interval of the uniform of `key` in each history; [0, 1) for an unused key."""
         if key not in self.intervals:
             return torch.zeros_like(self.weights), torch.ones_like(self.weights)
         low, high = self.intervals[key]
@@ -61,13 +61,13 @@ class Histories:
         return low.repeat_interleave(run, 1), high.repeat_interleave(run, 1)
 
     def masked(self, kept: Tensor) -> Histories:
-        """Return the same histories with weight 0 for those that are not `kept`."""
+        """Return the histories with the weight of those that are not `kept` set to 0."""
         return replace(self, weights=self.weights * kept)
 
     def compare(
         self, key: int, threshold: Float64[Tensor, "pairs histories"], passed: bool
     ) -> Histories:
-        """Return the histories for the outcome `passed` of the test `u < threshold`."""
+        """Condition the histories on whether the test `u < threshold` passes."""
         low, high = self.interval(key)
         inside = (low, high.minimum(threshold)) if passed else (low.maximum(threshold), high)
         return replace(
@@ -77,7 +77,7 @@ class Histories:
         )
 
     def draw(self, key: int, weights: Float64[Tensor, "pairs histories vocab"]) -> Histories:
-        """Return every history once per token that an inverse-CDF draw can give."""
+        """Split every history by the token that an inverse-CDF draw returns."""
         vocab_size = weights.shape[-1]
         sums = weights.cumsum(-1)
         ends = sums / sums[..., -1:]
@@ -106,7 +106,7 @@ class Histories:
 
 
 def _share(inside: Interval, whole: Interval) -> Tensor:
-    """Probability of one interval within another; 0 in an empty one, whose history has weight 0."""
+    """Return the fraction of one interval that lies in another; 0 for an empty one."""
     width = (inside[1] - inside[0]).clamp(min=0)
     total = whole[1] - whole[0]
     return torch.where(total > 0, width / total, 0.0)
@@ -119,7 +119,7 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelPairs:
-    """A batch of target distributions, each with a draft distribution.
+    """Batch of target distributions over a tiny vocabulary, each paired with a draft distribution.
 
     Attributes:
         target: per level, shape (pairs, vocab^level, vocab).
@@ -141,7 +141,7 @@ class ModelPairs:
 
     @property
     def horizon(self) -> int:
-        """Number of tokens whose joint distribution the tables determine."""
+        """Number of tokens whose joint distribution the probability tables determine."""
         return len(self.target)
 
     def target_rows(self, num_committed: int, depth: int) -> Tensor:
@@ -154,7 +154,7 @@ class ModelPairs:
         return self.target[num_committed + depth]
 
     def with_full_drafts(self) -> ModelPairs:
-        """Return the pairs whose drafts give every token a probability."""
+        """Return pairs whose draft distributions give every token a positive probability."""
         full = torch.stack([(rows > 0).flatten(1).all(-1) for rows in self.draft]).all(0)
         return ModelPairs(
             target=tuple(rows[full] for rows in self.target),
@@ -166,7 +166,7 @@ class ModelPairs:
         return self.complete({0: torch.ones_like(self.target[0][..., 0])})
 
     def complete(self, mass: Mapping[int, Tensor]) -> Float64[Tensor, "pairs texts"]:
-        """Extend texts to the horizon by the target's own continuation.
+        """Extend committed texts to the horizon with the target's distribution.
 
         Args:
             mass: probability of every text, shape (pairs, vocab^length), by length of the texts.

@@ -1,4 +1,4 @@
-"""Bugs planted in the verifiers, each found in real code; the enumeration must catch them all."""
+"""Verifiers with deliberate bugs, each known from real code, which the enumeration must detect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OFFSET = 1.5
 
 
 class NoRepeats:
-    """A token mask that forbids the same token twice in a row."""
+    """Token mask that forbids repeating the previous token."""
 
     def __init__(self, vocab_size: int, last: int | None = None) -> None:
         self.vocab_size = vocab_size
@@ -45,11 +45,11 @@ class NoRepeats:
         return NoRepeats(self.vocab_size, self.last)
 
     def advance(self, token: int) -> None:
-        """Take one token."""
+        """Advance by one token."""
         self.last = token
 
     def allowed(self) -> Bool[Tensor, " vocab"]:
-        """Allow every token but the last one."""
+        """Allow every token except the previous one."""
         row = torch.ones(self.vocab_size, dtype=torch.bool)
         if self.last is not None:
             row[self.last] = False
@@ -58,7 +58,7 @@ class NoRepeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Penalties and masks that shape a distribution by the text so far.
+    """Penalties and masks that change a distribution depending on the text so far.
 
     Attributes:
         params: what a request asks for.
@@ -102,7 +102,7 @@ SHAPES: Mapping[str, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShapedPairs(ModelPairs):
-    """Distributions shaped by definition, with the engine's rows for verification.
+    """Pairs whose target rows the engine's processors compute with penalties and masks.
 
     Attributes:
         seen: by committed tokens and draft tokens above the row, the rows for every prefix.
@@ -118,7 +118,7 @@ class ShapedPairs(ModelPairs):
 def shaped_pairs(
     pairs: ModelPairs, shape: Shape, max_depth: int, view: View = History.at
 ) -> ShapedPairs:
-    """Shape the target of every pair by penalties and masks; the draft is not changed.
+    """Apply penalties and masks to the target of every pair; the draft is unchanged.
 
     Args:
         pairs: without zeros, for a mask has to leave something.
@@ -170,7 +170,7 @@ def history_after(committed: Text, shape: Shape, vocab_size: int) -> History:
 
 
 def uncapped_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    """Accept the whole block by the plain product of ratios, not by the capped one."""
+    """Bug: accept a block by the plain product of ratios instead of the capped product."""
     accept = engine_accept(rows, rule)
     nodes = rows.tokens[..., None]
     drawn = rows.draft[:, :-1].gather(-1, nodes).clamp(min=1e-50)  # drawn, hence positive
@@ -179,7 +179,7 @@ def uncapped_accept(rows: ChainRows, rule: Rule) -> Tensor:
 
 
 def final_from_next_row(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """Take the residual one row too far down the chain."""
+    """Bug: take the residual from the row after the rejected token's row."""
     right = engine_final(rows, accepted, rule)
     chains = torch.arange(len(accepted))
     row = (accepted + 1).clamp(max=rows.target.shape[1] - 1)
@@ -190,47 +190,47 @@ def final_from_next_row(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor
 
 
 def bonus_from_draft(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    """Draw the bonus token from the draft's distribution."""
+    """Bug: draw the bonus token from the draft's distribution."""
     right = engine_final(rows, accepted, rule)
     draft_row = rows.draft[torch.arange(len(accepted)), accepted]
     return torch.where((accepted == rows.num_drafted)[:, None], draft_row, right)
 
 
 def position_draft_key(request_key: int, num_committed: int, node: int) -> int:
-    """Key a draft draw by the position of its token alone."""
+    """Bug: derive the key of a draft draw from the position of its token alone."""
     return step_key(request_key, num_committed + node, 0, Purpose.DRAFT)
 
 
 def accept_draft_key(request_key: int, num_committed: int, node: int) -> int:
-    """Draw a draft token with the noise of its own acceptance test."""
+    """Bug: draw a draft token with the noise of its own acceptance test."""
     return step_key(request_key, num_committed, node, Purpose.ACCEPT)
 
 
 def position_verify_keys(request_key: int, num_committed: int, num_nodes: int) -> list[int]:
-    """Key acceptance tests by position alone."""
+    """Bug: derive the keys of acceptance tests from the position alone."""
     accept = [step_key(request_key, num_committed + i, 0, Purpose.ACCEPT) for i in range(num_nodes)]
     last = [step_key(request_key, num_committed, 0, p) for p in (Purpose.RECOVERED, Purpose.BONUS)]
     return accept + last
 
 
 def confident_after(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    """Drop a drawn token, and what follows it, because the draft gave it a low probability."""
+    """Bug: drop a drawn token and its successors because of the drawn token's probability."""
     return drawn_prob >= 0.25
 
 
 def committed_only(history: History, path: tuple[int, ...]) -> RowHistory:
-    """Give a draft node the counts of the committed text, not extended along its path."""
+    """Bug: give a draft node the token counts of the committed text without its own path."""
     return history.at()
 
 
 def masked_root_only(history: History, path: tuple[int, ...]) -> RowHistory:
-    """Mask the row of the last committed token and no draft node."""
+    """Bug: apply the mask at the row of the last committed token but at no draft node."""
     return RowHistory(base=history, path=path) if path else history.at()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedView:
-    """A row history with a planted bug, which the processors read.
+    """History of a row with a deliberate bug, as the processors read it.
 
     Attributes:
         name: of the bug.
@@ -246,7 +246,7 @@ class PlantedView:
 def planted(
     name: str, *, rules: tuple[Rule, ...] = ("token", "block"), **replaced: Any
 ) -> tuple[str, tuple[ChainVerifier, ...]]:
-    """Return a bug by name, planted in the verifiers of `rules`."""
+    """Return a deliberate bug by name, applied to the verifiers of `rules`."""
     return name, tuple(ChainVerifier(rule=rule, **replaced) for rule in rules)
 
 

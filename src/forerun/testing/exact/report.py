@@ -17,7 +17,7 @@ BIAS_CAUGHT = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierResult:
-    """The result for one verifier of the engine.
+    """Result of the enumeration for one verifier of the engine.
 
     Attributes:
         name: which.
@@ -42,7 +42,7 @@ class VerifierResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedResult:
-    """The result for one planted bug.
+    """Result of the enumeration for one deliberate bug.
 
     Attributes:
         name: which.
@@ -62,7 +62,7 @@ class PlantedResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactReport:
-    """Outcome of `run_enumeration`.
+    """Results of `run_enumeration`.
 
     Attributes:
         seed: of the random pairs.
@@ -76,7 +76,7 @@ class ExactReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every verifier is exact and every planted bug was caught."""
+        """Whether every verifier is exact and every deliberate bug was detected."""
         return all(v.ok for v in self.verifiers) and all(p.caught for p in self.planted)
 
     def to_dict(self) -> dict[str, object]:
@@ -91,7 +91,7 @@ class ExactReport:
 
 
 def render(report: ExactReport) -> Table:
-    """The report as a table for a terminal."""
+    """Render the report as a table for a terminal."""
     table = Table(title="Total variation between emitted text and the target, two steps, fp64")
     table.add_column("verifier or planted bug")
     for heading in ("pairs", "histories", "worst TV"):

@@ -1,4 +1,4 @@
-"""The enumeration suite: every verifier on random and structured models, then the planted bugs."""
+"""Runs the enumeration of every verifier on small models, and of verifiers with known bugs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NUM_COUPLED_SEEDS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Sizes of one enumeration; the horizon leaves room for a second step after any first one."""
+    """Sizes of one enumeration, with a horizon that allows two complete steps."""
 
     vocab_size: int
     tree: TokenTree
@@ -68,7 +68,7 @@ MAX_TREE_DEPTH = 3
 def run_enumeration(
     num_pairs: int = 500, seed: int = 0, progress: Progress | None = None
 ) -> ExactReport:
-    """Enumerate the output distribution of the engine's verifiers, and of planted bugs.
+    """Enumerate the output distributions of the engine's verifiers and of those with bugs.
 
     Every verifier meets `num_pairs` random pairs, spread over vocabularies of 3 and 4 tokens and
     proposals of depth 1 to 3, and eight structured ones of each size; a fifth as many
@@ -91,7 +91,7 @@ def run_enumeration(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors here are small: a second thread costs more in waiting than it computes."""
+    """Use one torch thread in the block, which is faster for these small tensors."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -190,7 +190,7 @@ def horizon_of(tree: TokenTree) -> int:
 
 
 def _tree_sets(num_pairs: int, seed: int) -> PairSets:
-    """Every topology of up to 4 nodes over 3 tokens, and of up to 3 nodes over 4 tokens."""
+    """Return pairs for all topologies of up to 4 nodes over 3 tokens, and 3 nodes over 4 tokens."""
     settings = tuple(
         Setting(vocab_size=vocab_size, tree=tree, horizon=horizon_of(tree))
         for vocab_size, max_nodes in ((3, 4), (4, 3))
@@ -206,7 +206,7 @@ def _walks(walker: Walker) -> Emit:
 def _pair_sets(
     settings: tuple[Setting, ...], num_pairs: int, seed: int, *, full: bool = False
 ) -> PairSets:
-    """`num_pairs` random pairs over all settings, with the structured ones of each.
+    """Return `num_pairs` random pairs spread over all settings, and structured pairs for each.
 
     Args:
         settings: sizes and topologies.
@@ -232,7 +232,7 @@ def _shaped_sets(
     shape: Shape,
     view: View = History.at,
 ) -> PairSets:
-    """`num_pairs` random pairs over all settings, their targets shaped by the text."""
+    """Return `num_pairs` random pairs over all settings, with penalties and masks on the target."""
     generator = torch.Generator().manual_seed(seed)
     for index, setting in enumerate(settings):
         share = (num_pairs + index) // len(settings)

@@ -1,4 +1,4 @@
-"""Bugs planted in the verification of draft trees; the enumeration must catch each of them."""
+"""Deliberate bugs in the verification of draft trees, which the enumeration must detect."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LeftWeight = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def right_weight(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
-    """Z / (Z + 1 - w), the weight a node is left with after a rejection."""
+    """Correct: Z / (Z + 1 - w), the weight of a node after one of its children is rejected."""
     return mass / (mass + 1 - weight).clamp(min=1e-300)
 
 
 def mass_over_draft(mass: Tensor, weight: Tensor, draft: Tensor) -> Tensor:
-    """Z / sum of Q without the rejected token, as in a public implementation."""
+    """Bug: Z / sum of Q without the rejected token, as in a public implementation."""
     return mass / draft.sum(-1).clamp(min=1e-300)
 
 
 def traversal(left: LeftWeight = right_weight, *, keeps_drawn: bool = False) -> Stage:
-    """Return the traversal rule with a part replaced."""
+    """Return traversal verification with one of its parts replaced."""
 
     def stage(
         rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
@@ -68,7 +68,7 @@ def traversal(left: LeftWeight = right_weight, *, keeps_drawn: bool = False) -> 
 def cut_by_own_probability(
     rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
 ) -> TreeWeights:
-    """Drop the last node where the draft gave its token a low probability."""
+    """Bug: drop the last node if the draft gave its token a low probability."""
     last = len(tree.parents) - 1
     row = expanded(tree).index(tree.parents[last])
     is_cut = (draft[:, row].gather(-1, tokens[:, last, None])[:, 0] < LOW)[:, None]
@@ -88,13 +88,13 @@ def cut_by_own_probability(
 def of_another_request(
     rule: TreeRule, tree: TokenTree, target: Tensor, draft: Tensor, tokens: Tensor
 ) -> TreeWeights:
-    """Take the target's rows at the temperature of another request."""
+    """Bug: compute the target's rows at the temperature of another request."""
     flatter = target.sqrt()
     return tree_weights(rule, tree, flatter / flatter.sum(-1, keepdim=True), draft, tokens)
 
 
 def sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Number the first siblings by their probabilities instead of the order they were drawn in."""
+    """Bug: order the first siblings by their probabilities instead of their draws."""
     index = {tuple(draft): place for place, draft in enumerate(trees.tokens.tolist())}
     first, second = SIBLINGS
     swapped = []
@@ -111,7 +111,7 @@ def sorted_siblings(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
 
 
 def most_likely_called_sampled(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Propose the most likely tokens, and hand them in as if they had been drawn."""
+    """Bug: propose the most likely tokens and declare them as drawn."""
     probs = torch.ones_like(trees.probs)
     for row, parent in enumerate(expanded(tree)):
         top = trees.draft[..., row, :].argsort(dim=-1, descending=True, stable=True)
@@ -121,14 +121,14 @@ def most_likely_called_sampled(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees
 
 
 def optimistic_positions(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Read every row one place too far, as if a rejected token had been committed."""
+    """Bug: read every row one position later, as if a rejected token had been committed."""
     return replace(trees, target=trees.target.roll(-1, 3))
 
 
 def position_keys(
     request_key: int, num_committed: int, num_nodes: int
 ) -> tuple[list[int], list[int]]:
-    """Key tests and final draws by position alone."""
+    """Bug: derive the keys of tests and final draws from the position alone."""
     tests = [step_key(request_key, num_committed + n, 0, Purpose.ACCEPT) for n in range(num_nodes)]
     finals = [
         step_key(request_key, num_committed + n, 0, Purpose.RECOVERED) for n in range(num_nodes + 1)
@@ -137,7 +137,7 @@ def position_keys(
 
 
 def planted(name: str, *rules: TreeRule, **replaced: object) -> tuple[str, list[TreeVerifier]]:
-    """Return a bug by name, planted in the verifiers of `rules`."""
+    """Return a deliberate bug by name, applied to the verifiers of `rules`."""
     return name, [
         TreeVerifier(rule=rule, **replaced)  # type: ignore[arg-type]  # functions of its stages
         for rule in rules

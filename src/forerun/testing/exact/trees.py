@@ -1,4 +1,4 @@
-"""Two steps of sampled draft trees: every draft and every outcome of the tests enumerated.
+"""Enumerates two steps with sampled draft trees over all drafts and test outcomes.
 
 The noise of a step is keyed by the committed length, by node and by purpose, so that no key occurs
 twice (`check_keys`). Then all draws are independent and the probability of a text is a sum over
@@ -46,7 +46,7 @@ Keys = Callable[[int, int, int], tuple[list[int], list[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnTrees:
-    """All drafts of one tree shape from every prefix of one length.
+    """All drafts with one tree topology, after every prefix of one length.
 
     Attributes:
         tokens: token of every node.
@@ -68,20 +68,20 @@ def kernel_weights(
     draft_probs: Float64[Tensor, "batch parents vocab"],
     tokens: Int64[Tensor, "batch nodes"],
 ) -> TreeWeights:
-    """Return what the CPU kernels compute in place of `tree_weights`, for traversal alone."""
+    """Return the weights that the CPU kernels compute for traversal instead of `tree_weights`."""
     assert rule == "traversal"
     accept, weights = loaded_kernels().tree_weights(tree, target_probs, draft_probs, tokens)
     return TreeWeights(accept=accept, final=weights, shares=torch.zeros_like(accept))
 
 
 def as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    """Return the trees as they were drawn."""
+    """Return the trees unchanged."""
     return trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeVerifier:
-    """How trees are drawn and verified; with nothing replaced it is the engine's way.
+    """Functions that draw and verify trees in the enumeration, by default the engine's.
 
     Attributes:
         rule: the rule.
@@ -97,7 +97,7 @@ class TreeVerifier:
 
 
 def all_trees(max_nodes: int, max_depth: int, max_width: int) -> list[TokenTree]:
-    """Return every ordered tree of 2 to `max_nodes` nodes within the limits, level by level."""
+    """Return every ordered tree with 2 to `max_nodes` nodes within limits, sorted by level."""
     found = []
     for num_nodes in range(2, max_nodes + 1):
         for parents in product(*(range(-1, node) for node in range(num_nodes))):
@@ -113,7 +113,7 @@ def all_trees(max_nodes: int, max_depth: int, max_width: int) -> list[TokenTree]
 def emit_trees(
     pairs: ModelPairs, verifier: TreeVerifier, tree: TokenTree, second: TokenTree
 ) -> Emitted:
-    """Return the output distribution of two steps and the target's continuation.
+    """Return the output distribution of two steps, completed by the target to the horizon.
 
     Args:
         pairs: target and draft, given every prefix.
@@ -138,7 +138,7 @@ def emit_trees(
 def step(
     pairs: ModelPairs, verifier: TreeVerifier, tree: TokenTree, start: int
 ) -> dict[int, Float64[Tensor, "pairs prefixes texts"]]:
-    """Return the probability of every emitted text, by length, after every prefix of `start`."""
+    """Return the probability of every emitted text by length, after every prefix of `start`."""
     vocab, rule = pairs.vocab_size, verifier.rule
     trees = verifier.damage(draw_trees(pairs, tree, start, rule), tree)
     num_nodes = len(tree.parents)
@@ -187,7 +187,7 @@ def reach_probs(
 def coupled_reach_probs(
     tree: TokenTree, accept: Tensor, final: Tensor, tokens: Tensor
 ) -> dict[int, Tensor]:
-    """Return the probability that greedy coupling draws its next token at each node."""
+    """Return the probability that greedy coupling draws its final token at each node."""
     arrived = {-1: torch.ones_like(accept[:, 0])}
     found: dict[int, Tensor] = {}
     for node in (-1, *range(len(tree.parents))):
@@ -204,7 +204,7 @@ def coupled_reach_probs(
 
 
 def draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) -> DrawnTrees:
-    """Return every draft from every prefix: children drawn without replacement, or the top ones."""
+    """Enumerate drafts after every prefix: children drawn without replacement, or the top ones."""
     vocab, num_nodes = pairs.vocab_size, len(tree.parents)
     tokens = torch.tensor(list(product(range(vocab), repeat=num_nodes)))
     prefixes = torch.arange(vocab**start)
@@ -240,13 +240,13 @@ def draw_trees(pairs: ModelPairs, tree: TokenTree, start: int, rule: TreeRule) -
 
 
 def without(rows: Tensor, tokens: Int64[Tensor, " drafts"]) -> Tensor:
-    """Remove a token from every row and normalise; nothing may be left."""
+    """Remove a token from every row and renormalise; a row may become 0."""
     left = rows.scatter(-1, tokens.expand(rows.shape[:-1])[..., None], 0.0)
     return left / left.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
 def spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab: int) -> Tensor:
-    """Return the tokens along a path as base-vocab numbers."""
+    """Return the tokens along a path as a number in base `vocab`."""
     value = torch.zeros(len(tokens), dtype=torch.int64)
     for node in path:
         value = value * vocab + tokens[:, node]
@@ -254,7 +254,7 @@ def spelled(tokens: Int64[Tensor, "drafts nodes"], path: tuple[int, ...], vocab:
 
 
 def check_keys(verifier: TreeVerifier, first: TokenTree, second: TokenTree) -> None:
-    """Refuse keys that occur twice in a step, or in a step and the one after it.
+    """Refuse noise keys that occur twice in a step or in two consecutive steps.
 
     Raises:
         Inexact: one does.
@@ -267,7 +267,7 @@ def check_keys(verifier: TreeVerifier, first: TokenTree, second: TokenTree) -> N
 
 
 def keys_of(verifier: TreeVerifier, tree: TokenTree, num_committed: int) -> Iterator[int]:
-    """Return all keys of one step: draft draws, tests and final draws."""
+    """Return all noise keys of one step: draft draws, acceptance tests and final draws."""
     num_nodes = len(tree.parents)
     for node in range(num_nodes):
         yield step_key(REQUEST, num_committed, node, Purpose.DRAFT)

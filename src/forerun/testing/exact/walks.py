@@ -1,4 +1,4 @@
-"""Two steps of the target walk, its text against plain decoding, and K chosen by a controller.
+"""Enumerates two steps of the target walk, and compares its text with plain decoding.
 
 The engine's own `walk` is asked about every choice of draft and target tokens. What it emits must
 be the target's draws at the rows it visited and depend on no other row; then a text has the
@@ -36,7 +36,7 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walker:
-    """The target walk and the keys of its draws, as the engine computes them.
+    """The target walk and the noise keys of its draws, by default the engine's.
 
     Attributes:
         walk: accepted path and final token, from tree, draft tokens and target tokens.
@@ -51,7 +51,7 @@ class Walker:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WalkTable:
-    """The texts that a walk over one tree emits, for every possible draft.
+    """Texts that a walk over one tree topology emits, for every possible draft.
 
     Attributes:
         emits: by number of emitted tokens: whether, for draft tokens (as a base-vocab number), some
@@ -64,7 +64,7 @@ class WalkTable:
 
 
 def emit_walks(pairs: ModelPairs, walker: Walker, tree: TokenTree) -> Emitted:
-    """Return the output distribution of two steps, continued by the target to the horizon.
+    """Return the output distribution of two steps, completed by the target to the horizon.
 
     Args:
         pairs: target and draft, given every prefix.
@@ -121,7 +121,7 @@ def draft(
 
 
 def consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
-    """Return the keys of one text, which must be new and distinct."""
+    """Return the keys of one text as a set; raises if a key repeats or was used before."""
     fresh = frozenset(keys) - used
     if len(fresh) < len(keys):
         raise Inexact("a target draw uses noise that has decided something before")
@@ -130,7 +130,7 @@ def consume(keys: list[int], used: frozenset[int]) -> frozenset[int]:
 
 @lru_cache(maxsize=64)
 def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
-    """Tabulate `walk` over all draft and target tokens, checking that visited draws decide it."""
+    """Tabulate `walk` over all draft and target tokens, and check that only visited rows matter."""
     num_nodes = len(tree.parents)
     lengths = range(1, max(tree.depths, default=0) + 2)
     emits = {
@@ -147,7 +147,7 @@ def walk_table(walk: Walk, tree: TokenTree, vocab_size: int) -> WalkTable:
 def walk_outcomes(
     walk: Walk, tree: TokenTree, drafts: tuple[int, ...], vocab_size: int
 ) -> dict[tuple[int, ...], Rows]:
-    """Return every text that the walk can emit over these drafts, with the rows it visits.
+    """Return every text that the walk emits for given draft tokens, with the rows it visits.
 
     Raises:
         Inexact: a text is not what was drawn at the visited rows, or other rows had a say.
@@ -171,7 +171,7 @@ def walk_outcomes(
 def top_tokens(
     pairs: ModelPairs, histories: Histories, tree: TokenTree
 ) -> Int64[Tensor, "pairs drafts"]:
-    """Return the draft's most likely tokens as one number per history."""
+    """Return the draft's most likely tokens after each history, encoded as one number."""
     pair_index = torch.arange(pairs.num_pairs)[:, None]
     root = histories.prefixes.expand_as(histories.weights)
     paths: list[Tensor] = []
@@ -201,13 +201,13 @@ def target_texts(
 
 
 def number(tokens: Int64[Tensor, "histories tokens"], vocab_size: int) -> Tensor:
-    """Convert rows of tokens to base-vocab numbers."""
+    """Convert rows of tokens to numbers whose base is the vocabulary size."""
     powers = vocab_size ** torch.arange(tokens.shape[1]).flip(0)
     return (tokens * powers).sum(-1)
 
 
 def spell(text: tuple[int, ...], vocab_size: int) -> int:
-    """Convert a text to a base-vocab number."""
+    """Convert a text to a number whose base is the vocabulary size."""
     value = 0
     for token in text:
         value = value * vocab_size + token
@@ -215,7 +215,7 @@ def spell(text: tuple[int, ...], vocab_size: int) -> int:
 
 
 def compare_with_plain(pairs: ModelPairs, tree: TokenTree, seeds: range) -> tuple[int, int]:
-    """Walk every possible draft from every committed length, on the noise of plain decoding.
+    """Compare the walk with plain decoding for every possible draft, with the same noise.
 
     If each step, started from what plain decoding has committed, emits what plain decoding emits
     next, then by induction so does any number of steps, with any drafter, shared noise or not.
@@ -269,7 +269,7 @@ class Draws:
     def steps(
         self, pair: int, plain: tuple[int, ...], tree: TokenTree
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield what each possible step emits and what plain decoding emits there."""
+        """Yield the tokens that each possible step emits, and those of plain decoding."""
         nodes = range(len(tree.parents))
         paths = [tree.path(node) for node in nodes]
         for start in range(self.pairs.horizon - max(tree.depths)):
@@ -290,16 +290,16 @@ CAPACITY = Capacity(max_rows=64)
 
 @dataclass(frozen=True, slots=True)
 class Cheap:
-    """Cost tables for which neither the smallest nor the largest K is best."""
+    """Cost tables under which neither the smallest nor the largest K is the best."""
 
     def at(self, temperature: float) -> CostTable:
-        """Return a table in which a row and a draft token cost a quarter of a step."""
+        """Return a cost table with cheap rows and cheap draft tokens."""
         line = CostLine(rows=(1, 4), verify_s=(1.0, 1.3), plain_s=1.0, draft_s=0.15)
         return CostTable(lines=(line,))
 
 
 def goodput_k(num_drafts: int, num_accepted: int) -> int:
-    """Return the K a controller plans after a first step, at least 1."""
+    """Return the K that a goodput controller plans after a first step, at least 1."""
     controller = GoodputController({"draft_model": Cheap()}, MAX_K)
     controller.decide([STATE], CAPACITY)
     controller.observe([outcome(num_drafts, num_accepted)])
@@ -308,7 +308,7 @@ def goodput_k(num_drafts: int, num_accepted: int) -> int:
 
 
 def outcome(num_drafts: int, num_accepted: int) -> StepRecord:
-    """Return the record of the first step."""
+    """Return a step record of the first step for the controller."""
     return StepRecord(
         cycle_id=0,
         t_s=0.0,

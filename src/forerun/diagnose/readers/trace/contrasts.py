@@ -1,4 +1,4 @@
-"""Compares acceptance within a trace: by domain, context, previous outcome and time."""
+"""Compares acceptance within a trace by tag, context, previous outcome and time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 def add_contrasts(
     evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
 ) -> None:
-    """Add facts that compare one part of a trace with another, and the series for their plots."""
+    """Add facts that compare parts of a trace, and the data series of their charts."""
     stretches = totals.stretches
     add_outcomes(evidence, stretches.by("previous"), source)
     if not PAUSING & totals.methods.keys():
@@ -77,7 +77,7 @@ def add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None
 
 
 def split(places: StretchCounts, high: str, low: str) -> Comparison | None:
-    """Compare the steps at two named places."""
+    """Compare acceptance between two groups of steps, selected by name."""
     return compare(places, places.place == PAUSES.index(high), places.place == PAUSES.index(low))
 
 
@@ -91,7 +91,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
     share: float = 0.0,
     chance: float = CHANCE,
 ) -> None:
-    """Add a comparison as a fact whose source names both sides.
+    """Add whether acceptance is lower in the second group of a comparison than in the first.
 
     Args:
         evidence: takes the fact.
@@ -114,7 +114,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
 
 
 def ends(places: StretchCounts) -> Comparison | None:
-    """Compare long contexts with short ones, cut where the smaller side has most steps."""
+    """Compare long contexts with short ones, divided so that both groups are large."""
     best: tuple[float, Mask] | None = None
     for cut in np.unique(places.place)[1:]:
         short: Mask = places.place < cut
@@ -127,7 +127,7 @@ def ends(places: StretchCounts) -> Comparison | None:
 def add_growth(
     evidence: Evidence, cycles: dict[tuple[int, int, int], Seconds], source: str
 ) -> None:
-    """Add how pass time grows from short to long contexts, at the same batch size and rows."""
+    """Add how pass time grows from short to long contexts, at equal batch size and rows."""
     found: list[tuple[int, float, str]] = []
     for pair in {(size, rows) for size, rows, _ in cycles}:
         places = sorted((place[2], total) for place, total in cycles.items() if place[:2] == pair)
@@ -148,7 +148,7 @@ def add_growth(
 def asked(
     stretches: Stretches, requests: Sequence[RequestRecord]
 ) -> tuple[RequestRecord | None, ...]:
-    """Return the request of every stretch, where the trace has it."""
+    """Return the record of each stretch's request; None if the trace lacks it."""
     known = {request.request_id: request for request in requests}
     return tuple(known.get(name) for name in stretches.request_ids)
 
@@ -195,7 +195,7 @@ def add_temperatures(
     by_stretch: Sequence[RequestRecord | None],
     source: str,
 ) -> None:
-    """Compare greedy with sampled requests, where a trace has both."""
+    """Compare greedy with sampled requests, if a trace contains both."""
     known = [i for i, request in enumerate(by_stretch) if request is not None]
     cold = [
         i
@@ -231,7 +231,7 @@ NUM_CUTS = 16
 
 
 def sharpest(stretches: Stretches) -> Comparison | None:
-    """Return the most significant drop of acceptance over several points in time."""
+    """Return the most significant drop of acceptance over several candidate times."""
     places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
     if not len(starts_s):
         return None

@@ -1,4 +1,4 @@
-"""Facts from a trace that are counts, step costs or shares."""
+"""Computes facts from a trace that are counts, step costs or shares."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_RISES = 0.03
 def add_figures(
     evidence: Evidence, totals: TraceTotals, requests: Sequence[RequestRecord], source: str
 ) -> None:
-    """Facts that are figures, and the series behind the pictures."""
+    """Add facts that are figures, and the data series of the charts."""
     counts = counts_of(totals)
     evidence.conclude("num_steps", totals.num_steps, source)
     evidence.conclude("num_drafts", counts.num_steps, source)
@@ -112,7 +112,7 @@ FAR = 2.0
 def add_batch(
     evidence: Evidence, drafting: dict[int, Seconds], plain_step_s: dict[int, float], source: str
 ) -> None:
-    """Add how plain steps grow with the batch, and kappa at the smallest and largest batch."""
+    """Add how plain steps slow down with the batch, and kappa at the smallest and largest batch."""
     few, many = min(plain_step_s), max(plain_step_s)
     if many >= FAR * few:
         growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
@@ -135,7 +135,7 @@ def add_batch(
 def add_verify_curve(
     evidence: Evidence, totals: TraceTotals, plain_step_s: dict[int, float], source: str
 ) -> None:
-    """Add pass times by rows, at the batch size with most of them."""
+    """Add pass times by number of rows, at the batch size with the most cycles."""
     sizes: dict[int, int] = {}
     for (size, _), total in totals.rows.items():
         if size in plain_step_s:
@@ -176,7 +176,7 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Add how K changes from step to step, where a controller chooses it."""
+    """Add how much K varies between steps, if a controller chooses it."""
     if PAUSING & totals.methods.keys():
         return
     moved, of = totals.k_swing

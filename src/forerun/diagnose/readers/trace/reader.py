@@ -1,4 +1,4 @@
-"""Reads a trace of forerun as evidence."""
+"""Converts a forerun trace to evidence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMON = 10
 def add_setup(
     evidence: Evidence, headers: Sequence[TraceHeader], methods: Mapping[str, int], source: str
 ) -> None:
-    """Add models, versions and methods from the headers, and what changed between them.
+    """Add models, versions and methods from the trace headers, and changes between headers.
 
     Args:
         evidence: takes the facts.
@@ -61,7 +61,7 @@ def add_setup(
 
 
 def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
-    """Add that the target changed, where the headers of a trace name two targets and one draft.
+    """Add that the target changed, if the headers of a trace name two targets and one draft.
 
     Other combinations are a comparison of several arms, of which nothing is added.
     """
@@ -74,7 +74,7 @@ def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], sourc
 
 
 def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """Add the verification method, where all requests agree, and facts about the prompts."""
+    """Add the verification method, if it is the same for all requests, and facts about prompts."""
     rules = {
         (r.parameters.get("verification"), r.parameters.get("draft_temperature"))
         for r in requests
@@ -89,7 +89,7 @@ def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str
 
 
 def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
-    """Add whether prompts are random tokens, where the trace has them."""
+    """Add whether prompts consist of random tokens, if the trace contains their tokens."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.prompt_token_ids or ())
@@ -109,7 +109,7 @@ MIN_GRAMS = 200
 
 
 def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -> None:
-    """Add how repetitive the outputs are, where the trace has their tokens."""
+    """Add how repetitive the outputs are, if the trace contains their tokens."""
     total = distinct = 0
     for text in texts:
         grams = [*ngrams(text, GRAM)]
@@ -136,7 +136,7 @@ PARAMETERS = ("temperature", "top_k", "top_p", "verification", "draft_temperatur
 
 @dataclass(slots=True, kw_only=True)
 class TraceRead:
-    """What was read of a trace: totals, headers, requests and damage.
+    """Content of a trace that was read: totals, headers, requests and damage.
 
     Attributes:
         totals: over its steps.
@@ -175,7 +175,7 @@ def read_trace_evidence(path: Path) -> Evidence:
 
 
 def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
-    """Return the evidence of steps in memory, whole cycles in order.
+    """Return the evidence of step records in memory, given as complete cycles in order.
 
     Args:
         steps: of a server that runs.
@@ -192,7 +192,7 @@ def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
 
 
 def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
-    """Return the facts that follow from what was read.
+    """Return the facts that follow from the totals, headers and requests of a trace.
 
     Args:
         read: the totals.
@@ -226,7 +226,7 @@ def noted(pieces: Iterable[Piece], read: TraceRead) -> Iterator[pa.Table]:
 
 
 def trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
-    """Keep only the fields of a request that evidence needs, to save memory."""
+    """Remove the fields of a request that evidence does not need, to save memory."""
     tokens = request.prompt_token_ids
     if tokens is not None:
         tokens = tokens[: max(0, MAX_PROMPT_TOKENS - read.num_prompt_tokens)]
@@ -244,7 +244,7 @@ def trimmed(request: RequestRecord, read: TraceRead) -> RequestRecord:
 
 
 def blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Join tables of steps to large ones that end with a whole cycle."""
+    """Combine tables of steps into larger ones, each of which ends with a complete cycle."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)
@@ -270,7 +270,7 @@ def before_last_cycle(table: pa.Table) -> tuple[pa.Table, pa.Table]:
 
 
 def reading_of(read: TraceRead, name: str) -> Reading:
-    """Describe how the trace was read."""
+    """Return the format and the completeness of the trace that was read."""
     reading = Reading(source=name, kinds={"forerun trace"}, num_lines=read.totals.num_steps)
     reading.num_unknown = read.num_damaged
     reading.notes += [f"not read: {place}" for place in read.damage]

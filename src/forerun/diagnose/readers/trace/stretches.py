@@ -1,4 +1,4 @@
-"""Acceptance by stretch (consecutive steps of a request), and comparison between places."""
+"""Acceptance by stretch (consecutive steps of a request), and comparison of groups of steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Reals: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StretchCounts:
-    """Drafting steps counted by stretch and place, one entry per pair that occurs.
+    """Drafting steps counted by stretch and by value of one property of the steps.
 
     Attributes:
         stretch: index of the stretch.
@@ -82,7 +82,7 @@ EMPTY = StretchCounts(
 
 @dataclass(slots=True, kw_only=True)
 class Stretches:
-    """Counts of drafting steps by stretch and by each property that is compared.
+    """Counts of drafting steps by stretch, for each property that is compared.
 
     Attributes:
         request_ids: of every stretch.
@@ -119,25 +119,25 @@ class Stretches:
         self.starts_s += drafting["t_s"].take(pa.array(first)).to_pylist()
 
     def by(self, name: str) -> StretchCounts:
-        """Return the counts so far by one property."""
+        """Return the accumulated counts for one property."""
         return StretchCounts.joined(self.parts.get(name, [EMPTY]))
 
 
 def column(table: pa.Table, name: str) -> Ints:
-    """A column as an integer array."""
+    """Return a column of a table as an integer array."""
     found: Ints = table[name].to_numpy().astype(np.int64)
     return found
 
 
 def codes(table: pa.Table, name: str, words: Sequence[str]) -> Ints:
-    """Convert words to indices; NO_PLACE for any other word."""
+    """Convert words to their indices in a list; NO_PLACE for any other word."""
     indices = pc.fill_null(pc.index_in(table[name], value_set=pa.array(words)), NO_PLACE)
     found: Ints = indices.to_numpy().astype(np.int64)
     return found
 
 
 def bucket(values: Ints) -> Ints:
-    """Return the power of four that each value lies in."""
+    """Return the base-4 logarithm of each value plus 1, rounded down."""
     found: Ints = np.floor(np.log2(values + 1.0) / 2.0).astype(np.int64)
     return found
 
@@ -155,7 +155,7 @@ def stretch_of(drafting: pa.Table) -> tuple[Ints, Ints]:
 
 
 def expected_share(drafting: pa.Table) -> Reals:
-    """Return the share of each draft expected to be accepted, corrected for the draft's depth.
+    """Return the expected accepted share of each draft, corrected for the draft's depth.
 
     The expectation is over the verifier's own draws, so it scatters less than what was accepted. A
     deeper draft has a lower share of the same text; that is taken off.
@@ -169,7 +169,7 @@ def expected_share(drafting: pa.Table) -> Reals:
 
 
 def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Reals, Ints]:
-    """Return shares less the mean of the stretch's other steps, and the previous outcomes.
+    """Return each share minus the mean of its stretch's other steps, and the previous outcomes.
 
     Where steps of a stretch come in any order, the one after a certain step is one of the others.
     So its share is held against theirs, without that step: a stretch that begins well would
@@ -186,7 +186,7 @@ def against_others(drafting: pa.Table, stretch: Ints, share: Reals) -> tuple[Rea
 
 
 def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> StretchCounts:
-    """Count steps by stretch and place; steps without a place are left out."""
+    """Count steps by stretch and property value; steps without a value are left out."""
     used = place != NO_PLACE
     stretch, place, accepted, values = (a[used] for a in (stretch, place, accepted, values))
     width = int(place.max(initial=0)) + 1
@@ -203,7 +203,7 @@ def counts(stretch: Ints, place: Ints, accepted: Reals, values: Reals) -> Stretc
 
 
 def summed(index: Ints, values: Reals, size: int) -> Reals:
-    """Sum values by index."""
+    """Sum the values that have the same index."""
     return np.bincount(index, values, size).astype(np.float64)
 
 
@@ -218,7 +218,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One group of steps in a comparison.
+    """Sums over one of the two groups of steps in a comparison.
 
     Attributes:
         num_steps: how many.
@@ -260,7 +260,7 @@ class Comparison:
         return self.difference / self.error if self.error > 0.0 else math.inf * self.difference
 
     def is_lower(self, least: float, chance: float) -> bool | None:
-        """Whether the second side is lower; None where that is not decided.
+        """Whether acceptance is lower in the second group; None if the test does not decide it.
 
         Args:
             least: difference that matters.
@@ -305,7 +305,7 @@ def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
 
 
 def side_of(places: StretchCounts, mask: Mask) -> Side:
-    """Sum up the steps of one group."""
+    """Compute the sums over the steps of one group."""
     num_steps = int(places.num_steps[mask].sum())
     return Side(
         num_steps=num_steps,
@@ -316,7 +316,7 @@ def side_of(places: StretchCounts, mask: Mask) -> Side:
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """Return a quantile of Student's t (Cornish-Fisher); a little low below four degrees.
+    """Return a quantile of Student's t (Cornish-Fisher), slightly low below four degrees.
 
     Args:
         probability: above one half.

@@ -48,7 +48,7 @@ class Hits:
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds of cycles of one kind, by part.
+    """Seconds of all cycles of one kind, split into drafting, target pass and rest.
 
     Attributes:
         num_cycles: steps of the engine, each with one target pass.
@@ -125,7 +125,7 @@ class TraceTotals:
     overlap: tuple[float, int] = (0.0, 0)
 
     def add(self, steps: pa.Table) -> None:
-        """Count a block of steps, no cycle of which is in another block."""
+        """Add a block of steps that contains only complete cycles."""
         self.num_steps += steps.num_rows
         self.num_tokens += pc.sum(steps["num_emitted"]).as_py()
         self._add_cycles(steps)
@@ -282,7 +282,7 @@ def with_pauses(steps: pa.Table) -> pa.Table:
 
 
 def after_nothing(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Shift the values by one row; the first row has no predecessor."""
+    """Shift the values by one row; the first row becomes null."""
     return pa.chunked_array([pa.nulls(1, kind), *values.chunks], kind)
 
 
