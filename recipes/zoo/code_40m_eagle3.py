@@ -2,8 +2,9 @@
 
 The head is at most 6 MiB in bf16 for a target 512 wide. It learns from the target's own answers to
 openings of library functions, whose features are computed once. It first learns one token ahead,
-at a third of the cost per step, then three tokens ahead. A second call resumes where the first
-stopped. The card beside the head has acceptance, and what drafting costs on this machine.
+at a third of the cost per step, then three tokens ahead, at last with the vocabulary that fits into
+the file. A second call resumes where the first stopped. The card beside the head has acceptance,
+and what drafting costs on this machine.
 """
 
 from __future__ import annotations
@@ -36,29 +37,40 @@ NUM_MEASURED = 12
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Training of a head that goes on from the stage before it."""
+
+    passes: int
+    """Tokens ahead."""
+    steps: int
+    """Optimiser steps of 1,056 tokens."""
+    learning_rate: float
+    """Peak learning rate."""
+    draft_vocab_size: int
+    """Tokens the head can draft."""
+
+
+STAGES = (
+    Stage(passes=1, steps=2400, learning_rate=2e-3, draft_vocab_size=2560),
+    Stage(passes=3, steps=2000, learning_rate=1.5e-3, draft_vocab_size=2560),
+    Stage(passes=3, steps=2000, learning_rate=1e-3, draft_vocab_size=2176),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Args:
     """Train a head for `zoo:code-40m` or another finished target, and write its card."""
 
     target: Path
     """Folder of the target."""
     out: Path = Path("eagle3")
-    """Work folder; OUT/aligned/draft is the head."""
+    """Work folder; the head is in the `draft` of its last stage."""
     prompts: int = 1850
     """Openings that the target continues."""
     max_tokens: int = 192
     """Longest answer."""
-    first_steps: int = 2400
-    """Optimiser steps of 1,056 tokens that train one token ahead; 0: none."""
-    first_learning_rate: float = 2e-3
-    """Peak learning rate of these steps."""
-    steps: int = 2000
-    """Optimiser steps of 1,056 tokens that train three tokens ahead."""
-    learning_rate: float = 1.5e-3
-    """Peak learning rate of these steps."""
     objective: str = "fkl"
     """What is minimised."""
-    draft_vocab_size: int = 2560
-    """Tokens the head can draft."""
     intermediate_size: int = 240
     """Width of its feed-forward."""
     heads: int = 4
@@ -68,25 +80,29 @@ class Args:
     threads: int = 2
     """CPU threads."""
     start: Path | None = None
-    """Head to go on from, such as that of an earlier OUT; None: a fresh one."""
+    """Head to go on from; None: a fresh one."""
+    first_stage: int = 1
+    """Stage to begin with, counted from 1."""
     zoo: Path | None = None
     """Copy the finished head here (src/forerun/models/zoo/NAME)."""
 
 
-def flags(args: Args, *, passes: int, steps: int, learning_rate: float) -> tuple[str, ...]:
-    """Flags of `forerun align` for training a number of tokens ahead."""
+def flags(args: Args, stage: Stage) -> tuple[str, ...]:
+    """Flags of `forerun align` for a stage."""
     return (
         *("--method", "eagle3", "--temperature", "1", "--max-tokens", str(args.max_tokens)),
         *("--max-prompt-tokens", str(MAX_PROMPT), "--fixed-share", str(args.fixed_share)),
-        *("--objective", args.objective, "--num-passes", str(passes), "--num-steps", str(steps)),
-        *("--draft-vocab-size", str(args.draft_vocab_size), "--num-heads", str(args.heads)),
+        *("--objective", args.objective, "--num-heads", str(args.heads)),
         *("--num-kv-heads", str(args.heads // 2)),
         *("--intermediate-size", str(args.intermediate_size)),
-        *("--learning-rate", str(learning_rate), "--tokens-per-step", "1056"),
+        *("--num-passes", str(stage.passes), "--num-steps", str(stage.steps)),
+        *("--learning-rate", str(stage.learning_rate), "--tokens-per-step", "1056"),
+        *("--draft-vocab-size", str(stage.draft_vocab_size)),
         *("--window", str(MAX_PROMPT + args.max_tokens), "--rows-per-pass", "3"),
         *("--num-evaluations", "3", "--max-prompts", "24", "--k", "5"),
         *("--no-prediction", "--threads", str(args.threads)),
         *("--export", "vllm", "--export", "sglang"),
+        *("--cache-dir", str(args.out / "cache")),
     )
 
 
@@ -102,19 +118,16 @@ def main(args: Args) -> None:
     judged.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     files = ("--prompts", str(prompts), "--held-out", str(judged))
     command = [sys.executable, "-m", "forerun", "align", "--target", str(args.target), *files]
-    command += ["--cache-dir", str(args.out / "cache")]
     start = args.start
-    if args.first_steps:
-        first = flags(
-            args, passes=1, steps=args.first_steps, learning_rate=args.first_learning_rate
-        )
-        train(command, args.out / "first", first, start)
-        start = args.out / "first" / "draft"
-    out = args.out / "aligned"
-    if args.first_steps and not out.exists():
-        shutil.copytree(args.out / "first" / "responses", out / "responses")
-    last = flags(args, passes=3, steps=args.steps, learning_rate=args.learning_rate)
-    train(command, out, last, start)
+    for number, stage in enumerate(STAGES, start=1):
+        if number < args.first_stage:
+            continue
+        out = args.out / f"stage-{number}"
+        if number > 1 and not out.exists() and (written := previous(out, number)).exists():
+            shutil.copytree(written, out / "responses")
+        draft = () if start is None else ("--draft", str(start))
+        subprocess.run([*command, "--out", str(out), *flags(args, stage), *draft], check=True)
+        start = out / "draft"
     head = out / "draft"
     size = (head / "model.safetensors").stat().st_size
     if size > MAX_BYTES:
@@ -125,10 +138,9 @@ def main(args: Args) -> None:
         shutil.copytree(head, args.zoo, ignore=ignored, dirs_exist_ok=True)
 
 
-def train(command: list[str], out: Path, chosen: tuple[str, ...], start: Path | None) -> None:
-    """Run one stage from a head, or from a fresh one."""
-    draft = [] if start is None else ["--draft", str(start)]
-    subprocess.run([*command, "--out", str(out), *chosen, *draft], check=True)
+def previous(out: Path, number: int) -> Path:
+    """Return where the stage before keeps the target's answers."""
+    return out.with_name(f"stage-{number - 1}") / "responses"
 
 
 def seconds(engine: Engine, temperature: float) -> tuple[float, list[StepRecord]]:
@@ -176,7 +188,7 @@ def write_card(args: Args, head: Path, out: Path) -> None:
     lines = [
         f"# EAGLE-3 head for {args.target.name}",
         "",
-        f"{size / (1 << 20):.1f} MiB in bf16; {args.draft_vocab_size:,} tokens can be drafted.",
+        f"{size / (1 << 20):.1f} MiB in bf16; it drafts {STAGES[-1].draft_vocab_size:,} tokens.",
         "Trained by `forerun align --method eagle3` on the target's own answers at T=1",
         "(recipes/zoo/code_40m_eagle3.py); judged on 60 prompts from modules kept out of all",
         "training. Intervals are of 95%, over prompts.",

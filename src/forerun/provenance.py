@@ -85,7 +85,9 @@ def collect(models: Mapping[str, str], num_threads: int | None = None) -> Proven
     )
 
 
-def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
+def trace_header(
+    target: str, draft: str | None, device: str, controller: str | None = None
+) -> TraceHeader:
     """Return the header of a trace written by this process; weight files are read for hashes."""
     return TraceHeader(
         target=target,
@@ -98,6 +100,7 @@ def trace_header(target: str, draft: str | None, device: str) -> TraceHeader:
             "python": platform.python_version(),
             **{name: version_of(name) for name in ("forerun", *PACKAGES)},
         },
+        controller=controller,
     )
 
 

@@ -49,6 +49,7 @@ def test_generate_writes_what_summarize_reads(generate, path, tmp_path, capsys):
     answer = json.loads(out)
     (header,), found, (request,) = records_by_kind(path)
     assert header.draft_hash is not None
+    assert header.controller == "auto"
     assert [token for step in found for token in step.token_ids] == answer["token_ids"]
     hashes = {step.num_drafted > 0: step.drafter_hash for step in found}
     assert hashes == {False: None, True: header.draft_hash}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import ScheduledSequence
-from forerun.engine.step import StepClock
+from forerun.engine.step import StepClock, StepEvent
 from forerun.engine.verification import verify
 from forerun.sampling.proposal import Verdict
 from lab.device import Device
@@ -34,7 +34,7 @@ class DeviceClock(StepClock):
         self.began = device.spent()
         self.started_s = self.began.total_s
 
-    def mark(self) -> None:
+    def mark(self, moment: StepEvent) -> None:
         """Do nothing: the device itself tells passes of target and draft apart."""
 
     def durations(self) -> tuple[float, float, float]:

@@ -108,8 +108,10 @@ def add_headers(trace: TraceWriter, pair: PairFlags, engine: Engine) -> dict[str
     from forerun.cli.session import drafters_of
     from forerun.provenance import trace_header
 
-    device = str(engine.target.device)
-    headers = [trace_header(pair.target, name, device) for name in pair.draft_names or (None,)]
+    device, controller = str(engine.target.device), engine.config.controller
+    headers = [
+        trace_header(pair.target, name, device, controller) for name in pair.draft_names or (None,)
+    ]
     for header in headers:
         trace.add(header)
     return dict(zip(drafters_of(engine), (header.draft_hash for header in headers), strict=False))

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from forerun.control.bandit import BanditController
 from forerun.control.base import Controller
-from forerun.control.config import ControllerName
+from forerun.control.config import CONTROLLER_NAMES, ControllerName
 from forerun.control.fixed import FixedController
 from forerun.control.goodput import GoodputController
 from forerun.control.heuristic import ConfidenceController, HeuristicController
@@ -17,7 +17,7 @@ from forerun.control.safety import SafeController
 from forerun.control.step_times import CostSource
 from forerun.errors import InvalidRequest
 
-__all__ = ["CONTROLLERS", "ControllerInputs", "build_controller"]
+__all__ = ["CONTROLLERS", "ControllerInputs", "build_controller", "check_controller"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +98,29 @@ def build_controller(name: ControllerName, inputs: ControllerInputs) -> Controll
     if name not in CONTROLLERS:
         raise InvalidRequest(f"controller {name!r} is unknown; use {', '.join(CONTROLLERS)}")
     return CONTROLLERS[name](inputs)
+
+
+def check_controller(controller: object) -> None:
+    """Refuse an object that is not a controller; None is allowed.
+
+    Raises:
+        InvalidRequest: it is the name of a controller, a class, or lacks a method of `Controller`.
+    """
+    if controller is None:
+        return
+    if isinstance(controller, str):
+        raise InvalidRequest(
+            f"controller is the text {controller!r:.60}, but must be an object; to choose one by "
+            "its name, use config=EngineConfig(controller=NAME) with a name of "
+            f"{', '.join(CONTROLLER_NAMES)}"
+        )
+    if isinstance(controller, type):
+        name = controller.__name__
+        raise InvalidRequest(f"controller is the class {name}; pass an object of it")
+    methods = ("decide", "observe")
+    missing = [name for name in methods if not callable(getattr(controller, name, None))]
+    if missing:
+        raise InvalidRequest(
+            f"controller is an object of type {type(controller).__name__} without the method "
+            f"{' and '.join(missing)}; a controller has both decide and observe (docs/control.md)"
+        )

@@ -49,14 +49,14 @@ class Finding:
         """Describe the fact in words, with its source."""
         value = self.fact.value
         if isinstance(value, bool):
-            said = self.fact.definition if value else f"not: {self.fact.definition}"
+            text = self.fact.definition if value else f"not: {self.fact.definition}"
         elif isinstance(value, float | int):
             unit = FACTS[self.fact.name].unit
-            said = f"{self.fact.name} {value:.3g}{' ' + unit if unit else ''}"
+            text = f"{self.fact.name} {value:.3g}{' ' + unit if unit else ''}"
         else:
             listed = value if isinstance(value, str) else ", ".join(map(str, value))
-            said = f"{self.fact.name}: {listed}"
-        return f"{said} ({self.fact.source})"
+            text = f"{self.fact.name}: {listed}"
+        return f"{text} ({self.fact.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from forerun.diagnose.causes import (
     experiment_for,
     score_causes,
 )
-from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.derive.derive import NO_GAIN, derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, outlook_of, predict
 from forerun.theory.cost import CostTable
@@ -161,13 +161,11 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
 def add_shares(evidence: Evidence, found: Attribution) -> None:
     """Add the share of each part of the cost in the gap to the ideal speedup as a fact."""
     for kind in ("rejection", "draft", "verify", "overhead"):
-        evidence.conclude(
+        evidence.add_or_note(
             f"gap_share_{kind}", found.share(kind), "attribution of the time per token"
         )
 
 
-NO_HARM = (0.97, 1.05)
-"""Speedups that are no complaint by themselves and no gain either."""
 MIN_SCORE_WITHOUT_HARM = 0.35
 MIN_TIMED_DRAFTS = 8
 """Drafts below which times show no cost, because the first steps of a process are slower."""
@@ -186,7 +184,7 @@ def verdict_of(supported: Sequence[ScoredCause], evidence: Evidence) -> Verdict:
     speedup, drafts = evidence.number("speedup"), evidence.number("num_drafts")
     if drafts is not None and 0 < drafts < MIN_TIMED_DRAFTS and likeliest.cause.family == "cost":
         return "insufficient evidence"
-    if speedup is not None and NO_HARM[0] <= speedup <= NO_HARM[1]:
+    if speedup is not None and NO_GAIN[0] <= speedup <= NO_GAIN[1]:
         least = MIN_SCORE_WITHOUT_HARM
     elif drafts is not None and 0 < drafts < MIN_DRAFTS:
         least = MIN_SCORE_OF_FEW

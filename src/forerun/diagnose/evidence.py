@@ -164,15 +164,16 @@ class Evidence:
     """All known facts about a run, one per name, with a record of the sources read.
 
     The first value of a fact stays: sources are read in the order of trust, and a second value that
-    differs is kept as a disagreement. `add` is for facts that a source states, `conclude` for facts
-    that are derived from others; the report prints the `source` of either after the figure.
+    differs is kept as a disagreement. `add` raises an error at an impossible value, for sources
+    that a person can correct; `add_or_note` leaves such a value out with a note, for figures that
+    were counted or calculated. The report prints the `source` of either after the figure.
 
     Attributes:
         facts: by name.
         disagreements: facts that lost against one of another value.
         readings: sources, as they were read.
         series: figures over time, by tag and by K, for the report.
-        notes: derived figures that make no sense and were left out.
+        notes: figures of impossible values, which were left out.
     """
 
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -195,10 +196,10 @@ class Evidence:
         if known is not fact and not alike(known.value, fact.value):
             self.disagreements.append(fact)
 
-    def conclude(
+    def add_or_note(
         self, name: str, value: object, source: str, interval: Interval | None = None
     ) -> None:
-        """Add a derived fact; a value out of range is recorded as a note and left out."""
+        """Add a fact like `add`, but record a value out of range as a note and leave it out."""
         try:
             self.add(name, value, source, interval)
         except ValueError as error:

@@ -34,7 +34,23 @@ class Section:
     lines: tuple[str, ...]
 
 
+MIN_OFF_SHARE = 0.1
+"""Share of plain steps from which on the verdict names it. Below, they are mostly the steps with
+which a controller measures plain decoding, and the last step of each request."""
+
+
 def headline(diagnosis: Diagnosis) -> str:
+    """Return the verdict in one sentence, and one more if a controller switched drafting off."""
+    off = diagnosis.evidence.number("off_share") or 0.0
+    if off < MIN_OFF_SHARE:
+        return verdict_words(diagnosis)
+    return (
+        f"{verdict_words(diagnosis)} Speculation was off for {off:.0%} of the steps because it did "
+        "not pay."
+    )
+
+
+def verdict_words(diagnosis: Diagnosis) -> str:
     """Return the verdict in one sentence."""
     if diagnosis.verdict == "insufficient evidence":
         speedup = diagnosis.evidence.number("speedup")
@@ -216,14 +232,14 @@ def figure_words(fact: Fact) -> str:
     """Describe a value with its interval and source."""
     value = fact.value
     if isinstance(value, bool):
-        said = "yes" if value else "no"
+        text = "yes" if value else "no"
     elif isinstance(value, float | int):
-        said = f"{value:.4g}"
+        text = f"{value:.4g}"
         if fact.interval is not None:
-            said += f" ({fact.interval.low:.3g} to {fact.interval.high:.3g})"
-        said += f" {FACTS[fact.name].unit}" if FACTS[fact.name].unit else ""
+            text += f" ({fact.interval.low:.3g} to {fact.interval.high:.3g})"
+        text += f" {FACTS[fact.name].unit}" if FACTS[fact.name].unit else ""
     elif isinstance(value, str):
-        said = value
+        text = value
     else:
-        said = ", ".join(v if isinstance(v, str) else f"{v:.3g}" for v in value)
-    return f"{said} [{fact.source}]"
+        text = ", ".join(v if isinstance(v, str) else f"{v:.3g}" for v in value)
+    return f"{text} [{fact.source}]"

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from typing import NoReturn
 
 from forerun.control.base import Controller
+from forerun.control.named import check_controller
 from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.engine.config import EngineConfig, RequestTerms
@@ -60,6 +61,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.drafter = drafter
+        check_controller(controller)
         self.controller = controller or default_controller(self.config, drafter, costs or {})
         self.observers = list(observers)
         self.scheduler = Scheduler(self.config)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.control.base import Controller
+from forerun.control.named import check_controller
 from forerun.control.step_times import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.several import SeveralDrafters
@@ -69,7 +70,7 @@ class Engine(EngineCore):
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
             device: "auto", "cpu", "cuda" or "mps".
             config: engine settings.
-            controller: what chooses K; None builds the one that the settings name.
+            controller: an object that chooses K; None builds the one that `config` names.
             costs: of the drafters by their methods, for controllers that need them.
             settings: fields of `EngineConfig` by name, which override `config`, as in
                 `num_speculative_tokens=5`.
@@ -78,9 +79,10 @@ class Engine(EngineCore):
             InvalidModel: the folder is missing, damaged or of an unsupported kind.
             IncompatibleDraft: the tokenizers differ, or a head was trained for another target.
             UnsupportedFeatures: the drafter reads layers that the target does not have.
-            InvalidRequest: a setting is unknown or cannot work.
+            InvalidRequest: a setting is unknown or cannot work, or `controller` is no controller.
             NotEnoughMemory: weights and KV do not fit; nothing has been allocated yet.
         """
+        check_controller(controller)
         config = (config or EngineConfig()).with_settings(settings)
         model, own_tokenizer, ends = load_target(
             target, tokenizer, dtype=dtype, device=device, config=config

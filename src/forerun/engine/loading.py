@@ -19,14 +19,13 @@ from forerun.drafters.registry import build_drafter, find_checkpoint
 from forerun.drafters.several import SeveralDrafters, named_by_method, tree_methods
 from forerun.engine.config import EngineConfig
 from forerun.errors import (
-    IncompatibleDraft,
     InvalidRequest,
     UnsupportedFeatures,
 )
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.load import load_model, load_tokenizer, model_folder, share_loaded
-from forerun.models.tokenizers import Tokenizer, compare_vocabularies
+from forerun.models.tokenizers import Tokenizer, check_vocabularies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +35,6 @@ __all__ = [
     "as_sources",
     "check_features",
     "check_pair",
-    "check_vocabularies",
     "default_controller",
     "eos_token_ids",
     "is_source",
@@ -267,23 +265,6 @@ def check_features(layers: tuple[int, ...], target: LanguageModel) -> None:
                 f"{target.num_layers}, the last of which stands for what leaves it: use a draft "
                 "that was trained for this target"
             )
-
-
-def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """Refuse a draft with another vocabulary.
-
-    Raises:
-        IncompatibleDraft: some token id means different text to the two.
-    """
-    comparison = compare_vocabularies(target, draft)
-    if not comparison.identical:
-        shown = "; ".join(
-            f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
-        )
-        raise IncompatibleDraft(
-            f"the draft's tokenizer is not the target's ({comparison.num_draft} and "
-            f"{comparison.num_target} tokens; {shown}); use a draft trained with the same tokenizer"
-        )
 
 
 def default_controller(

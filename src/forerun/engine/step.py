@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -28,7 +29,10 @@ from forerun.models.context import pack
 from forerun.sampling.proposal import Verdict
 from forerun.theory.record import StepRecord
 
-__all__ = ["StepClock", "Stepper"]
+__all__ = ["StepClock", "StepEvent", "Stepper"]
+
+StepEvent = Literal["draft_start", "draft_end", "pass_start", "pass_end"]
+"""Moments of a step at which its clock is read: around drafting, and around the target pass."""
 
 logger = logging.getLogger("forerun.engine")
 
@@ -48,25 +52,26 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.started_s = time.monotonic()
         self._is_cuda = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
+        self._readings: dict[StepEvent, float | torch.cuda.Event] = {}
 
-    def mark(self) -> None:
-        """Record the start or end of drafting or of the target pass; called four times per step."""
+    def mark(self, moment: StepEvent) -> None:
+        """Record the time of an event; every event comes once a step."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotations here
             event.record()
-            self._marks.append(event)
+            self._readings[moment] = event
         else:
-            self._marks.append(time.monotonic())
+            self._readings[moment] = time.monotonic()
 
     def durations(self) -> tuple[float, float, float]:
         """Seconds of drafting, of the target pass, and of the rest of the step so far."""
         total_s = max(0.0, time.monotonic() - self.started_s)
-        draft_s, verify_s = self._between(0), self._between(2)
+        draft_s = self._between("draft_start", "draft_end")
+        verify_s = self._between("pass_start", "pass_end")
         return draft_s, verify_s, max(0.0, total_s - draft_s - verify_s)
 
-    def _between(self, first: int) -> float:
-        start, end = self._marks[first : first + 2]
+    def _between(self, first: StepEvent, last: StepEvent) -> float:
+        start, end = self._readings[first], self._readings[last]
         if isinstance(start, float) and isinstance(end, float):
             return max(0.0, end - start)
         assert isinstance(start, torch.cuda.Event)
@@ -126,15 +131,19 @@ class Stepper:
         scheduler assigns the rows of the pass, the target runs once, proposals are verified, tokens
         and KV rows are committed; then drafter, controller and observers receive the outcome.
 
+        In this class, `entry` is one scheduled sequence, `fed` are those with rows in the pass, and
+        `emitting` are those of them whose pending tokens are all in the pass, so that it yields
+        tokens; the others are still reading their prompt.
+
         Raises:
             NumericalError: some logits cannot be used; nothing was committed.
         """
         clock = self.new_clock(self.target.device)
         scheduled = [ScheduledSequence.of(sequence) for sequence in self.scheduler.running]
         self._decide_plans(scheduled, clock.started_s)
-        clock.mark()
+        clock.mark("draft_start")
         self._propose(scheduled)
-        clock.mark()
+        clock.mark("draft_end")
         fed = self.scheduler.assign_rows(scheduled)
         emitting = [entry for entry in fed if entry.completes]
         self._forward_and_verify(fed, emitting, clock)
@@ -174,10 +183,10 @@ class Stepper:
         self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
     ) -> None:
         """Run the target once and verify all sequences whose pending tokens are fed."""
-        clock.mark()
+        clock.mark("pass_start")
         batch = self._batch(fed)
         output = self.target.forward(batch)
-        clock.mark()
+        clock.mark("pass_end")
         if output.features is not None:
             self._stage_features(fed, output.features)
         tokens = batch.tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from forerun.errors import InvalidRequest
+from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.token_text import TextStream, token_decoder
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerDefinition",
     "VocabularyComparison",
+    "check_vocabularies",
     "compare_vocabularies",
 ]
 
@@ -232,3 +233,20 @@ def compare_vocabularies(
         num_different=len(different),
         first_differences=tuple((t, ours.get(t), theirs.get(t)) for t in different[:max_shown]),
     )
+
+
+def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
+    """Refuse a draft with another vocabulary.
+
+    Raises:
+        IncompatibleDraft: some token id means different text to the two.
+    """
+    comparison = compare_vocabularies(target, draft)
+    if not comparison.identical:
+        shown = "; ".join(
+            f"id {i}: target {t!r}, draft {d!r}" for i, t, d in comparison.first_differences
+        )
+        raise IncompatibleDraft(
+            f"the draft's tokenizer is not the target's ({comparison.num_draft} and "
+            f"{comparison.num_target} tokens; {shown}); use a draft trained with the same tokenizer"
+        )

@@ -27,6 +27,8 @@ class TraceHeader:
         tokenizer_hash: hash of the mapping from ids to token bytes.
         device: the target's device, in words.
         versions: package name to version: forerun, torch, transformers, python.
+        controller: name of the controller that chose what is drafted; None where it is not known,
+            or not the same in all requests.
         schema_version: version of these records.
     """
 
@@ -37,6 +39,7 @@ class TraceHeader:
     tokenizer_hash: str
     device: str
     versions: dict[str, str]
+    controller: str | None = None
     schema_version: int = SCHEMA_VERSION
 
     def to_dict(self) -> dict[str, Json]:

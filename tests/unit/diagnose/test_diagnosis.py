@@ -74,6 +74,15 @@ def test_health_without_a_plain_rate_is_said_with_care():
     assert found.verdict == "healthy" and "as far as is known" in headline(found)
 
 
+def test_speculation_that_was_switched_off_is_named_and_is_no_fault():
+    facts = {"k": 4, "acceptance_rate_per_position": [0.85, 0.7, 0.6, 0.5]}
+    few, many = found_from(**facts, off_share=0.09), found_from(**facts, off_share=0.83)
+    assert many.verdict == few.verdict == "healthy"
+    assert many.causes == few.causes
+    line = "Speculation was off for 83% of the steps because it did not pay."
+    assert headline(many) == f"{headline(few)} {line}"
+
+
 def test_a_cost_table_predicts_other_k():
     line = CostLine(rows=(1, 9), verify_s=(0.010, 0.012), plain_s=0.010, draft_s=0.0005)
     facts = {"acceptance_rate_per_position": [0.9], "k": 1}

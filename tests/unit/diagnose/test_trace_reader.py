@@ -16,6 +16,7 @@ from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace import reader
 from forerun.diagnose.readers.trace.reader import blocks, read_trace_evidence
+from forerun.diagnose.words import headline
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
 from forerun.trace.columns import read_columns
@@ -80,6 +81,26 @@ def test_figures_by_hand(tmp_path: Path, suffix: str):
     assert found.number("temperature") == 0.5 and found.number("batch") == 1.0
     assert found.series["K"] == ((4.0, 100.0, 100.0),)
     assert [(tag, n) for tag, _, n in found.series["tag"]] == [("code", 100.0)]
+
+
+@pytest.mark.parametrize(
+    ("controllers", "share"),
+    [
+        (("auto",), 20 / 120),
+        (("goodput", "auto"), 20 / 120),
+        (("fixed",), None),  # its plain steps are chosen by the requests
+        ((None,), None),
+        (("auto", None), None),
+    ],
+)
+def test_steps_for_which_a_controller_planned_no_draft_are_a_share(tmp_path, controllers, share):
+    headers = [replace(HEADER, controller=name) for name in controllers]
+    found = read(tmp_path / "trace.jsonl", [*headers, *RUN[1:]])
+    assert found.number("off_share") == (None if share is None else pytest.approx(share))
+    text = headline(diagnose(found))
+    assert ("Speculation was off for 17% of the steps because it did not pay." in text) == bool(
+        share
+    )
 
 
 def test_requests_of_one_cycle_share_its_time(tmp_path: Path):

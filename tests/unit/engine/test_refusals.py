@@ -9,6 +9,7 @@ import torch
 from tests import tiny
 from tests.automaton import Automaton
 
+from forerun.control.fixed import FixedController
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
@@ -171,3 +172,32 @@ def test_ids_may_be_integers_of_any_kind(engine: Engine) -> None:
 )
 def test_masks_that_are_none(engine: Engine, mask: object, message: str) -> None:
     refused(engine, lambda: engine.add_request([1, 2], RUNNING, mask=mask), message)
+
+
+class WithoutObserve:
+    """Half a controller."""
+
+    def decide(self, states: object, capacity: object) -> list[object]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("controller", "message"),
+    [
+        ("fixed", r"controller is the text 'fixed'.*EngineConfig\(controller=NAME\)"),
+        ("", "controller is the text ''"),
+        (4, "type int without the method decide and observe"),
+        (WithoutObserve(), "type WithoutObserve without the method observe"),
+        (FixedController, "controller is the class FixedController; pass an object of it"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_controller_is_refused_before_anything_is_loaded(controller, message):
+    with pytest.raises(InvalidRequest, match=message):
+        Engine.load("a folder that does not exist", controller=controller)
+    target = tiny.tabular(0)
+    drafter = tiny.drafting(tiny.cousin(target, 5), VOCAB)
+    with pytest.raises(InvalidRequest, match=message):
+        tiny.engine_over(target, drafter, controller=controller)
+    with pytest.raises(InvalidRequest, match=message):
+        tiny.engine_over(target).with_draft(drafter, controller=controller)

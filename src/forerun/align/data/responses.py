@@ -10,10 +10,11 @@ from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.response_store import Response, ResponseOrigin, ResponseStore
 from forerun.align.progress import OnProgress
 from forerun.engine.engine import Engine
-from forerun.engine.loading import check_vocabularies, load_pair_member
+from forerun.engine.loading import load_pair_member
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import tokenizer_hash
 from forerun.models.load import model_folder
+from forerun.models.tokenizers import check_vocabularies
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.theory.splitmix import INCREMENT, finalise

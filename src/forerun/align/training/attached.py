@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,8 @@ def load_attached(config: AlignConfig, samples: Sequence[Sample]) -> AttachedDra
         head = fresh_eagle3(config.attached, target, samples, seed)
     else:
         head = known_eagle3(model_folder(config.draft), target)
+        if config.attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
+            head = with_vocabulary(head, target, samples, config.attached.draft_vocab_size)
     layers = head.config.feature_layers
     model = UnrolledEagle3(head, target.embedding)
     return AttachedDraft(config, model, layers, golden_text(target.model, layers, samples))
@@ -296,6 +298,29 @@ def known_eagle3(folder: Path, target: TargetParts) -> Eagle3Head:
         )
     check_layers(head.config.feature_layers, sizes.num_layers)
     return head
+
+
+def with_vocabulary(
+    head: Eagle3Head, target: TargetParts, samples: Sequence[Sample], size: int | None
+) -> Eagle3Head:
+    """Return a head whose vocabulary is chosen again; tokens new to it begin with the target's row.
+
+    Args:
+        head: in fp32.
+        target: of the head.
+        samples: the responses, from which the vocabulary is chosen.
+        size: tokens that can be drafted; see `drafted_tokens`.
+
+    Raises:
+        InvalidRequest: the vocabulary is to be larger than the target's.
+    """
+    tokens = drafted_tokens(samples, target.architecture.vocab_size, size)
+    found = Eagle3Head(replace(head.config, draft_vocab_size=len(tokens)), tokens)
+    rows = target.head.clone()
+    rows[head.target_ids] = head.lm_head.weight.detach()
+    maps = {"d2t": found.d2t, "t2d": found.t2d}
+    found.load_state_dict({**head.state_dict(), "lm_head.weight": rows[tokens], **maps})
+    return found
 
 
 def fresh_medusa(attached: AttachedConfig, target: TargetParts) -> MedusaOverTarget:

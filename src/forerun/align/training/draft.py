@@ -19,13 +19,13 @@ from forerun.align.objectives.named import Objective
 from forerun.align.training.loss_module import DraftLoss, DraftRows, causal_rows
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
-from forerun.engine.loading import check_vocabularies
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import read_architecture
 from forerun.models.checkpoint import read_checkpoint, read_object
 from forerun.models.huggingface import quiet_transformers, read_weights
 from forerun.models.load import load_tokenizer, read_config
 from forerun.models.tensor_files import writing_tensors
+from forerun.models.tokenizers import check_vocabularies
 
 __all__ = [
     "Draft",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from forerun.diagnose.derive.rates_and_costs import add_costs, add_rates, add_ratios
 from forerun.diagnose.evidence import Evidence, Fact, Value
 
-__all__ = ["add_changes", "derive"]
+__all__ = ["NO_GAIN", "add_changes", "derive"]
 
 MIN_DRAFTS = 30
 """Fewer drafts say nothing about what is never accepted."""
@@ -66,7 +66,7 @@ def add_observations(evidence: Evidence) -> None:
     for threshold in THRESHOLDS:
         fact = evidence.facts.get(threshold.figure)
         if fact is not None and threshold.name not in evidence:
-            evidence.conclude(
+            evidence.add_or_note(
                 threshold.name, threshold.answer(fact), f"{fact.name} {fact.value:.3g}"
             )
     add_unplaced_rate(evidence)
@@ -85,9 +85,11 @@ def add_unplaced_rate(evidence: Evidence) -> None:
     if fact is None or rate is None or "alpha_1" in evidence:
         return
     if rate >= 0.7 and "acceptance_fine" not in evidence:
-        evidence.conclude("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
+        evidence.add_or_note("acceptance_fine", True, f"{rate:.0%} of the drafted tokens")
     if rate <= 0.2 and "acceptance_low" not in evidence:
-        evidence.conclude("acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known")
+        evidence.add_or_note(
+            "acceptance_low", True, f"{rate:.0%} of the drafted tokens, K not known"
+        )
 
 
 def add_nothing_accepted(evidence: Evidence) -> None:
@@ -99,22 +101,28 @@ def add_nothing_accepted(evidence: Evidence) -> None:
     if fact is None:
         if tau is not None:
             answer = True if tau <= 1.02 else False if tau >= 1.15 else None
-            evidence.conclude("acceptance_zero", answer, f"tau {tau:.2f}")
+            evidence.add_or_note("acceptance_zero", answer, f"tau {tau:.2f}")
         return
     seen = drafts if drafts is not None else drafted
     rate = evidence.number("draft_acceptance_rate") or 0.0
     first = evidence.number("alpha_1") or 0.0
     if rate > 0.05 or first > 0.15:
-        evidence.conclude("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
+        evidence.add_or_note("acceptance_zero", False, f"{rate:.1%} of the drafted tokens")
     elif rate <= 0.02 and first <= 0.1 and (seen is None or seen >= MIN_DRAFTS):
-        evidence.conclude("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
+        evidence.add_or_note("acceptance_zero", True, f"{rate:.1%} of the drafted tokens")
+
+
+NO_GAIN = (0.97, 1.05)
+"""Speedups that are neither a gain nor a loss: below 0.97 decoding is `slower_than_plain`, and the
+timing of a short run does not show a gain of less than 5%."""
 
 
 def add_no_gain(evidence: Evidence) -> None:
     """Add whether the speedup is so close to 1 that speculation makes no difference."""
     gain = evidence.number("speedup")
     if gain is not None and "no_gain" not in evidence:
-        evidence.conclude("no_gain", 0.97 <= gain <= 1.05, f"speedup {gain:.3f}")
+        least, most = NO_GAIN
+        evidence.add_or_note("no_gain", least <= gain <= most, f"speedup {gain:.3f}")
 
 
 def add_not_drafted(evidence: Evidence) -> None:
@@ -124,38 +132,40 @@ def add_not_drafted(evidence: Evidence) -> None:
     if "drafts_absent" in evidence:
         return
     if drafts or drafted:
-        evidence.conclude("drafts_absent", False, "drafted tokens are counted")
+        evidence.add_or_note("drafts_absent", False, "drafted tokens are counted")
     elif (drafts == 0 or drafted == 0) and (steps is None or steps >= MIN_DRAFTS):
-        evidence.conclude("drafts_absent", True, "no drafted token is counted")
+        evidence.add_or_note("drafts_absent", True, "no drafted token is counted")
     elif "acceptance_length" in evidence or "draft_acceptance_rate" in evidence:
-        evidence.conclude("drafts_absent", False, "acceptance was measured")
+        evidence.add_or_note("drafts_absent", False, "acceptance was measured")
 
 
 def add_comparisons(evidence: Evidence) -> None:
     """Add observations that compare two figures, such as drafting time and step time."""
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
-        evidence.conclude(
+        evidence.add_or_note(
             "slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s"
         )
     cycle, draft = evidence.number("cycle_s"), evidence.number("draft_s")
     if cycle and draft is not None and "draft_share_high" not in evidence:
-        evidence.conclude("draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step")
+        evidence.add_or_note(
+            "draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step"
+        )
     sizes = evidence.number("target_vocab_size"), evidence.number("draft_vocab_size")
     if sizes[0] and sizes[1] and "vocabularies_differ" not in evidence:
         # Padding to a multiple moves sizes by a few percent; maps that differ, by more.
         apart = abs(sizes[0] - sizes[1]) / max(sizes[0], sizes[1]) > 0.05
-        evidence.conclude(
+        evidence.add_or_note(
             "vocabularies_differ", apart or None, f"{sizes[0]:g} and {sizes[1]:g} entries"
         )
     ratio, tau = evidence.number("client_ratio"), evidence.number("acceptance_length")
     if ratio and tau and tau > 1.2 and ratio > 1.1:
-        evidence.conclude(
+        evidence.add_or_note(
             "client_ratio_is_tau", abs(ratio / tau - 1) < 0.2, f"{ratio:.2f}, tau {tau:.2f}"
         )
     prompt, output = evidence.number("num_prompt_tokens"), evidence.number("num_output_tokens")
     if prompt and output and "outputs_short" not in evidence:
-        evidence.conclude(
+        evidence.add_or_note(
             "outputs_short", output < 64 and prompt > 8 * output, f"{output:g} tokens"
         )
 
@@ -182,15 +192,15 @@ def add_name(evidence: Evidence, side: str, name: str) -> None:
     """Add facts that follow from the name of one checkpoint."""
     source = f"name of the {side}: {name}"
     if (size := billions_of(name)) is not None and f"{side}_parameters" not in evidence:
-        evidence.conclude(f"{side}_parameters", size, source)
+        evidence.add_or_note(f"{side}_parameters", size, source)
     if QUANTISED.search(name) and f"{side}_quantised" not in evidence:
-        evidence.conclude(f"{side}_quantised", True, source)
+        evidence.add_or_note(f"{side}_quantised", True, source)
     if side != "target":
         return
     if (ACTIVE.search(name) or EXPERTS.search(name)) and "target_moe" not in evidence:
-        evidence.conclude("target_moe", True, source)
+        evidence.add_or_note("target_moe", True, source)
     if RECURRENT.search(name) and "target_recurrent" not in evidence:
-        evidence.conclude("target_recurrent", True, source)
+        evidence.add_or_note("target_recurrent", True, source)
 
 
 def billions_of(name: str) -> float | None:
@@ -207,12 +217,12 @@ SAMENESS: Mapping[str, tuple[str, ...]] = {
     "engine": ("engine_version",),
     "hardware": ("device",),
 }
-"""What decides whether something is the same, the better witness first."""
+"""Facts that show whether a part of the setup is the same; the first one both runs have decides."""
 DIFFERENCE: Mapping[str, tuple[str, ...]] = {
     "config": ("k", "method"),
     "traffic": ("temperature",),
 }
-"""What shows a change, and would not show every one."""
+"""Facts that show a change of a part where they differ, and prove nothing where they are equal."""
 
 
 def add_changes(evidence: Evidence, before: Evidence) -> None:
@@ -222,33 +232,33 @@ def add_changes(evidence: Evidence, before: Evidence) -> None:
         evidence: of today; what is found is added to it.
         before: of the run it is compared with.
     """
-    said = evidence.words("changed")
-    changed: set[str] = set(said)
+    given = evidence.words("changed")
+    changed: set[str] = set(given)
     same: set[str] = set()
-    for name, witnesses in SAMENESS.items():
-        pair = both(evidence, before, witnesses)
+    for part, names in SAMENESS.items():
+        pair = values_of_both(evidence, before, names)
         if pair is not None:
-            (changed if pair[0] != pair[1] else same).add(name)
-    for name, witnesses in DIFFERENCE.items():
-        pairs = [both(evidence, before, (witness,)) for witness in witnesses]
+            (changed if pair[0] != pair[1] else same).add(part)
+    for part, names in DIFFERENCE.items():
+        pairs = [values_of_both(evidence, before, (name,)) for name in names]
         if any(pair is not None and pair[0] != pair[1] for pair in pairs):
-            changed.add(name)
+            changed.add(part)
     source = "both runs compared"
-    if changed - set(said):
-        if said:
+    if changed - set(given):
+        if given:
             source = f"{evidence.facts['changed'].source}; {source}"
         values = tuple(sorted(changed))
         evidence.facts["changed"] = Fact(name="changed", value=values, source=source)
     if same - changed:
-        evidence.conclude("unchanged", sorted(same - changed), "both runs compared")
+        evidence.add_or_note("unchanged", sorted(same - changed), "both runs compared")
 
 
-def both(
-    evidence: Evidence, before: Evidence, witnesses: tuple[str, ...]
+def values_of_both(
+    evidence: Evidence, before: Evidence, names: tuple[str, ...]
 ) -> tuple[Value, Value] | None:
-    """Return both runs' values of the first of some facts that both have."""
-    for witness in witnesses:
-        now, then = evidence.facts.get(witness), before.facts.get(witness)
+    """Return both runs' values of the first named fact that both have; None without one."""
+    for name in names:
+        now, then = evidence.facts.get(name), before.facts.get(name)
         if now is not None and then is not None:
             return now.value, then.value
     return None

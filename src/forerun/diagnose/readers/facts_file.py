@@ -44,8 +44,8 @@ def read_facts(document: Mapping[str, object], name: str) -> Evidence:
     facts = document.get("facts")
     if not isinstance(facts, Mapping):
         raise InvalidRequest(f"{name} has no object named facts")
-    said = document.get("source")
-    source = f"{name}: {said[:MAX_WORD]}" if isinstance(said, str) else name
+    given = document.get("source")
+    source = f"{name}: {given[:MAX_WORD]}" if isinstance(given, str) else name
     evidence = Evidence(readings=[Reading(source=name, kinds={"facts"}, num_lines=len(facts))])
     for key, value in facts.items():
         try:

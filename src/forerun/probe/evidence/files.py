@@ -12,11 +12,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from forerun.diagnose.evidence import Evidence, Reading
-from forerun.engine.loading import check_vocabularies
 from forerun.errors import IncompatibleDraft
 from forerun.models.checkpoint import read_checkpoint, template_hash
 from forerun.models.draft_card import CardFigures, DraftCard, identify, read_card
 from forerun.models.load import load_tokenizer, read_config
+from forerun.models.tokenizers import check_vocabularies
 
 __all__ = [
     "add_card_ratio",

@@ -156,6 +156,26 @@ def test_its_vocabulary_is_that_of_the_responses(tmp_path):
     assert set(found) <= learned
 
 
+def test_the_vocabulary_of_a_known_head_is_chosen_again_for_another_size(tmp_path):
+    config = config_of(tmp_path, draft_vocab_size=20)
+    samples = training.samples()
+    draft = load_attached(config, samples)
+    out = tmp_path / "head"
+    weights = {f"model.head.{name}": p + 1 for name, p in head_of(draft).named_parameters()}
+    draft.save(out, weights)
+    known = read_eagle3_head(out)
+    rows = dict(zip(known.target_ids.tolist(), known.lm_head.weight, strict=True))
+    for size in (12, 25):
+        smaller = replace(config_of(tmp_path, draft_vocab_size=size), draft=str(out))
+        found = head_of(load_attached(smaller, samples))
+        kept = [i for i, t in enumerate(found.target_ids.tolist()) if t in rows]
+        assert found.lm_head.weight.shape[0] == found.config.draft_vocab_size == size
+        assert len(kept) == min(size, 20)
+        for row in kept:
+            assert torch.equal(found.lm_head.weight[row], rows[found.target_ids.tolist()[row]])
+        assert torch.equal(found.fc.weight, known.fc.weight)
+
+
 def test_its_shape_can_be_chosen(tmp_path):
     shape = {"intermediate_size": 20, "num_heads": 3, "num_kv_heads": 1}
     head = head_of(load_attached(config_of(tmp_path, **shape), training.samples()))

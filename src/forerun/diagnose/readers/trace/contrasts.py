@@ -110,7 +110,7 @@ def add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
         f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
     )
     words = f"alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}"
-    evidence.conclude(name, answer, f"{source}: {words}")
+    evidence.add_or_note(name, answer, f"{source}: {words}")
 
 
 def ends(places: StretchCounts) -> Comparison | None:
@@ -142,7 +142,7 @@ def add_growth(
             found.append((num, long_s / short_s, words))
     if found:
         _, growth, words = max(found)
-        evidence.conclude("context_growth", growth, f"{source}: {words}")
+        evidence.add_or_note("context_growth", growth, f"{source}: {words}")
 
 
 def asked(

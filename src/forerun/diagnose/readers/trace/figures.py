@@ -24,10 +24,10 @@ def add_figures(
 ) -> None:
     """Add facts that are figures, and the data series of the charts."""
     counts = counts_of(totals)
-    evidence.conclude("num_steps", totals.num_steps, source)
-    evidence.conclude("num_drafts", counts.num_steps, source)
-    evidence.conclude("num_drafted", counts.num_drafted, source)
-    evidence.conclude("num_accepted", counts.num_accepted, source)
+    evidence.add_or_note("num_steps", totals.num_steps, source)
+    evidence.add_or_note("num_drafts", counts.num_steps, source)
+    evidence.add_or_note("num_drafted", counts.num_drafted, source)
+    evidence.add_or_note("num_accepted", counts.num_accepted, source)
     if counts.num_steps:
         add_counts(evidence, totals, counts, source)
     add_costs(evidence, totals, source)
@@ -51,26 +51,28 @@ def add_counts(
     by_k: dict[int, int] = {}
     for (k, _, _, _), steps in totals.acceptance.items():
         by_k[k] = by_k.get(k, 0) + steps
-    evidence.conclude("k", max(by_k, key=lambda k: by_k[k]), source)
+    evidence.add_or_note("k", max(by_k, key=lambda k: by_k[k]), source)
     evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in sorted(by_k.items()))
-    evidence.conclude("num_emitted", counts.num_emitted, source)
-    evidence.conclude("accepted_per_position", counts.accepted_per_position, source)
-    evidence.conclude("drafted_per_position", counts.drafted_per_position, source)
-    evidence.conclude("conditional_acceptance_per_position", counts.conditional_acceptance, source)
+    evidence.add_or_note("num_emitted", counts.num_emitted, source)
+    evidence.add_or_note("accepted_per_position", counts.accepted_per_position, source)
+    evidence.add_or_note("drafted_per_position", counts.drafted_per_position, source)
+    evidence.add_or_note(
+        "conditional_acceptance_per_position", counts.conditional_acceptance, source
+    )
     full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
     none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
-    evidence.conclude("full_accept_share", full / counts.num_steps, source)
-    evidence.conclude("zero_accept_share", none / counts.num_steps, source)
+    evidence.add_or_note("full_accept_share", full / counts.num_steps, source)
+    evidence.add_or_note("zero_accept_share", none / counts.num_steps, source)
     if totals.expected > 0.0:
         ratio = counts.num_accepted / totals.expected
         interval = normal_interval(ratio, math.sqrt(totals.squares) / totals.expected)
-        evidence.conclude("expected_accepted", totals.expected, source)
-        evidence.conclude("calibration", ratio, source, interval)
+        evidence.add_or_note("expected_accepted", totals.expected, source)
+        evidence.add_or_note("calibration", ratio, source, interval)
     overlap, num_known = totals.overlap
     reached = sum(counts.reached_per_position)
     if num_known and overlap > 0.0:
         found = counts.num_accepted / reached / (overlap / num_known)
-        evidence.conclude("accept_rule_ratio", found, source)
+        evidence.add_or_note("accept_rule_ratio", found, source)
 
 
 def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
@@ -93,11 +95,11 @@ def add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         ("verify_s", used.verify_s),
         ("other_s", used.other_s),
     ):
-        evidence.conclude(name, seconds / used.num_cycles, source)
-    evidence.conclude("batch", used.num_steps / used.num_cycles, source)
+        evidence.add_or_note(name, seconds / used.num_cycles, source)
+    evidence.add_or_note("batch", used.num_steps / used.num_cycles, source)
     if compared:
         plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
-        evidence.conclude("plain_step_s", plain_s / used.num_cycles, source)
+        evidence.add_or_note("plain_step_s", plain_s / used.num_cycles, source)
         add_batch(evidence, compared, plain_step_s, source)
         add_verify_curve(evidence, totals, plain_step_s, source)
 
@@ -116,7 +118,7 @@ def add_batch(
     few, many = min(plain_step_s), max(plain_step_s)
     if many >= FAR * few:
         growth = (plain_step_s[many] / plain_step_s[few] - 1.0) / (many / few - 1.0)
-        evidence.conclude(
+        evidence.add_or_note(
             "batch_linearity", max(0.0, growth), f"{source}: {few} and {many} sequences"
         )
     kappas = {
@@ -129,7 +131,7 @@ def add_batch(
         ratio = kappas[many] / kappas[few]
         answer = True if ratio >= COSTLIER else False if ratio <= AS_COSTLY else None
         words = f"kappa {kappas[few]:.2f} for {few}, {kappas[many]:.2f} for {many}"
-        evidence.conclude("slower_with_batch", answer, f"{source}: {words}")
+        evidence.add_or_note("slower_with_batch", answer, f"{source}: {words}")
 
 
 def add_verify_curve(
@@ -147,8 +149,8 @@ def add_verify_curve(
         if s == size and total.num_cycles >= MIN_PLAIN_STEPS
     ]
     if len(curve) > 1:
-        evidence.conclude("verify_rows", [rows for rows, _ in curve], source)
-        evidence.conclude("verify_costs", [cost for _, cost in curve], source)
+        evidence.add_or_note("verify_rows", [rows for rows, _ in curve], source)
+        evidence.add_or_note("verify_costs", [cost for _, cost in curve], source)
 
 
 def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
@@ -159,20 +161,20 @@ def add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     }
     everything_s = math.fsum(total.total_s for total in by_kind.values())
     if everything_s > 0.0:
-        evidence.conclude("prefill_share", by_kind["prefill"].total_s / everything_s, source)
+        evidence.add_or_note("prefill_share", by_kind["prefill"].total_s / everything_s, source)
         decode_s = everything_s - by_kind["prefill"].total_s
         if decode_s > 0.0:
             decoded = totals.num_tokens - by_kind["prefill"].num_steps
-            evidence.conclude("tokens_per_s", max(0, decoded) / decode_s, source)
+            evidence.add_or_note("tokens_per_s", max(0, decoded) / decode_s, source)
     steps = sum(totals.request_steps[name] for name in totals.drafting_steps)
     if steps:
         drafted = totals.drafting_steps.total()
-        evidence.conclude("k0_share", max(0.0, 1.0 - drafted / steps), source)
+        evidence.add_or_note("k0_share", max(0.0, 1.0 - drafted / steps), source)
     if totals.num_pairs:
-        evidence.conclude("k_change_share", totals.num_k_changes / totals.num_pairs, source)
+        evidence.add_or_note("k_change_share", totals.num_k_changes / totals.num_pairs, source)
         add_swing(evidence, totals, source)
     if graphs := totals.graph_hits.total():
-        evidence.conclude("graph_hit_share", totals.graph_hits[True] / graphs, source)
+        evidence.add_or_note("graph_hit_share", totals.graph_hits[True] / graphs, source)
 
 
 def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
@@ -181,22 +183,22 @@ def add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
         return
     moved, of = totals.k_swing
     if of:
-        evidence.conclude("k_swing", moved / of, f"{source}: mean change of K over mean K")
+        evidence.add_or_note("k_swing", moved / of, f"{source}: mean change of K over mean K")
     rises = totals.num_k_rises / totals.num_pairs
     if rises > MIN_RISES:
-        evidence.conclude("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
+        evidence.add_or_note("adaptive_k", True, f"{source}: K rises in {rises:.0%} of the steps")
 
 
 def add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source: str) -> None:
     """Add medians and means of the requests' lengths and settings."""
     if not requests:
         return
-    evidence.conclude("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)
-    evidence.conclude("num_output_tokens", fmean(r.num_output_tokens for r in requests), source)
+    evidence.add_or_note("num_prompt_tokens", fmean(r.num_prompt_tokens for r in requests), source)
+    evidence.add_or_note("num_output_tokens", fmean(r.num_output_tokens for r in requests), source)
     if ttft := [request.ttft_s for request in requests if request.ttft_s is not None]:
-        evidence.conclude("ttft_s", median(ttft), source)
+        evidence.add_or_note("ttft_s", median(ttft), source)
     for name in ("temperature", "top_k", "top_p"):
         asked = {request.parameters.get(name) for request in requests}
         value = asked.pop() if len(asked) == 1 else None
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-            evidence.conclude(name, value, source)
+            evidence.add_or_note(name, value, source)

@@ -42,7 +42,7 @@ def add_setup(
     """
     if not headers:
         return
-    evidence.conclude("engine", "forerun", source)
+    evidence.add_or_note("engine", "forerun", source)
     for name, values in (
         ("target_name", {header.target for header in headers}),
         ("draft_name", {header.draft for header in headers}),
@@ -53,11 +53,26 @@ def add_setup(
     ):
         value = values.pop() if len(values) == 1 else None
         if value is not None and len(value) <= MAX_WORD:
-            evidence.conclude(name, value, source)
+            evidence.add_or_note(name, value, source)
     add_changed_target(evidence, headers, source)
     if methods:
         most = max(methods, key=lambda method: methods[method])
-        evidence.conclude("method", METHODS.get(most, "other"), source)
+        evidence.add_or_note("method", METHODS.get(most, "other"), source)
+
+
+SWITCHING = frozenset({"auto", "goodput", "bandit"})
+"""Controllers that plan K = 0 where they expect or measured that drafting does not pay."""
+
+
+def add_off_share(
+    evidence: Evidence, headers: Sequence[TraceHeader], totals: TraceTotals, source: str
+) -> None:
+    """Add how often a controller planned no draft, where one ran that switches drafting off."""
+    names = {header.controller for header in headers}
+    steps = totals.request_steps.total()
+    if steps and names and names <= SWITCHING:
+        controller = " and ".join(sorted(filter(None, names)))
+        evidence.add_or_note("off_share", totals.num_off / steps, f"{source}: {controller}")
 
 
 def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], source: str) -> None:
@@ -68,7 +83,7 @@ def add_changed_target(evidence: Evidence, headers: Sequence[TraceHeader], sourc
     drafts = {header.draft_hash for header in headers}
     targets = {header.target_hash for header in headers}
     if len(targets) == 2 and len(drafts) == 1:
-        evidence.conclude(
+        evidence.add_or_note(
             "changed", ["target"], f"{source}: its headers name two targets, one draft"
         )
 
@@ -82,9 +97,13 @@ def add_asked(evidence: Evidence, requests: Sequence[RequestRecord], source: str
     }
     if len(rules) == 1 and "draft_model" in evidence.words("method"):
         rule, draft_temperature = rules.pop()
-        evidence.conclude("draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature")
+        evidence.add_or_note(
+            "draft_one_hot", draft_temperature == 0, f"{source}: draft_temperature"
+        )
         if rule in ("walk", "block", "token"):
-            evidence.conclude("exact_match_rule", rule == "walk", f"{source}: verification {rule}")
+            evidence.add_or_note(
+                "exact_match_rule", rule == "walk", f"{source}: verification {rule}"
+            )
     add_prompts(evidence, requests, source)
 
 
@@ -98,7 +117,7 @@ def add_prompts(evidence: Evidence, requests: Sequence[RequestRecord], source: s
         return
     share = sum(count for _, count in counts.most_common(COMMON)) / total
     answer = True if share < 0.05 else False if share > 0.12 else None
-    evidence.conclude(
+    evidence.add_or_note(
         "random_prompts", answer, f"{source}: {share:.0%} of prompts are {COMMON} tokens"
     )
 
@@ -116,7 +135,9 @@ def add_texts(evidence: Evidence, texts: Iterable[Sequence[int]], source: str) -
         total += len(grams)
         distinct += len(set(grams))
     if total >= MIN_GRAMS:
-        evidence.conclude("distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams")
+        evidence.add_or_note(
+            "distinct_4gram_share", distinct / total, f"{source}: of {total} 4-grams"
+        )
 
 
 BLOCK_ROWS = 1 << 16
@@ -187,7 +208,7 @@ def evidence_of_steps(steps: Sequence[StepRecord], name: str) -> Evidence:
     evidence = evidence_of(read, name, name)
     method = read.totals.methods.most_common(1)
     if method:
-        evidence.conclude("method", METHODS.get(method[0][0], "other"), name)
+        evidence.add_or_note("method", METHODS.get(method[0][0], "other"), name)
     return evidence
 
 
@@ -203,6 +224,7 @@ def evidence_of(read: TraceRead, name: str, source: str) -> Evidence:
     add_figures(evidence, read.totals, read.requests, source)
     add_contrasts(evidence, read.totals, read.requests, source)
     add_setup(evidence, read.headers, read.totals.methods, source)
+    add_off_share(evidence, read.headers, read.totals, source)
     add_asked(evidence, read.requests, source)
     add_texts(evidence, read.totals.texts.values(), source)
     return evidence

@@ -91,6 +91,7 @@ class TraceTotals:
         methods: drafting steps by drafter.
         drafting_steps: drafting steps of each request.
         request_steps: decode steps of each request, plain ones included.
+        num_off: decode steps for which nothing was to be drafted (K = 0).
         over_time: mean time and hits of slices of the trace.
         num_pairs: consecutive steps of a request.
         num_k_changes: those of them whose K differs.
@@ -114,6 +115,7 @@ class TraceTotals:
     methods: Counter[str] = field(default_factory=Counter)
     drafting_steps: Counter[str] = field(default_factory=Counter)
     request_steps: Counter[str] = field(default_factory=Counter)
+    num_off: int = 0
     over_time: list[tuple[float, Hits]] = field(default_factory=list)
     num_pairs: int = 0
     num_k_changes: int = 0
@@ -211,6 +213,7 @@ class TraceTotals:
     def _add_requests(self, steps: pa.Table) -> None:
         decoding = steps.filter(pc.equal(steps["num_prefill_rows"], 0))
         add_values(self.request_steps, decoding["request_id"])
+        self.num_off += decoding.filter(pc.equal(decoding["k_budget"], 0)).num_rows
 
     def _add_changes(self, steps: pa.Table) -> None:
         pairs = steps.select(["k_budget", "previous_k", "since_start"]).drop_null()
