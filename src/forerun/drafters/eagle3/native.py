@@ -5,7 +5,9 @@ The head computes with the kernels and the threads of its target, and with the t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float, Int64
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
 from forerun.drafters.eagle3.states import RowStates, store_for
-from forerun.errors import NotEnoughMemory, RunnerUnavailable
+from forerun.errors import RunnerUnavailable
+from forerun.models.architecture import Architecture
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.runner.native import NativeModel, PackedWeights, new_decoder
@@ -66,13 +69,7 @@ class NativeEagle3Model(NativeModel):
         Raises:
             NotEnoughMemory: there is no memory to compute.
         """
-        joined = self.network.joined(features).contiguous()
-        states = torch.empty(len(joined), self.hidden_size)
-        if not self.weights.kernels.library.forerun_decoder_head(
-            self._projection.handle, joined.data_ptr(), len(joined), states.data_ptr()
-        ):
-            raise NotEnoughMemory(f"no memory for the states of {len(joined)} rows; pass fewer")
-        return states
+        return self._projection.times_head(self.network.joined(features), self.hidden_size)
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         """Run one pass, which stages the KV of every row; the caller commits the rows.
@@ -106,24 +103,12 @@ class NativeEagle3Model(NativeModel):
 def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
     """Return the packed weights of a head and the number of its parameters."""
     config, kernels = head.config, target.weights.kernels
-    architecture = rotary_sizes(config)[0]
-    decoder = Decoder(
-        architecture=architecture,
-        intermediate_size=config.intermediate_size,
-        norm_eps=config.norm_eps,
-        inv_freq=head.inv_freq,
-        rope_scale=head.rope_scale,
-        qkv_bias=False,
-        qk_norm=False,
-        tied=True,
-    )
     flags = {
         "is_attached": True,
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
     }
-    handle = new_decoder(decoder, target.dtype, kernels, flags)
-    weights = PackedWeights(kernels, handle, config.norm_eps)
+    weights = empty_weights(head, rotary_sizes(config)[0], target, flags)
     num_parameters = weights.put_layer(0, layer_of(head))
     norm = head.state_dict()["layers.0.hidden_norm.weight"]
     num_parameters += weights.put_vector(VectorKind.HIDDEN_NORM, 0, norm)
@@ -131,16 +116,39 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
     weights.last_norm = head.norm.weight.float()
     num_parameters += weights.put_matrix(MatrixKind.HEAD, 0, head.lm_head.weight)
     target_ids = head.target_ids.contiguous()
-    kernels.library.forerun_decoder_attach(handle, target.weights.handle, target_ids.data_ptr())
+    kernels.library.forerun_decoder_attach(
+        weights.handle, target.weights.handle, target_ids.data_ptr()
+    )
     return weights, num_parameters + head.fc.weight.numel()
 
 
 def packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
     """Pack the matrix from features to states as the output matrix of a decoder without layers."""
     num_outputs, num_inputs = head.fc.weight.shape
-    sizes, _ = rotary_sizes(head.config)
-    no_layers = Decoder(
-        architecture=replace(sizes, num_layers=0, hidden_size=num_inputs, vocab_size=num_outputs),
+    no_layers = replace(
+        rotary_sizes(head.config)[0], num_layers=0, hidden_size=num_inputs, vocab_size=num_outputs
+    )
+    weights = empty_weights(head, no_layers, target)
+    weights.put_matrix(MatrixKind.HEAD, 0, head.fc.weight)
+    return weights
+
+
+def empty_weights(
+    head: Eagle3Head,
+    architecture: Architecture,
+    target: NativeModel,
+    flags: Mapping[str, bool] = MappingProxyType({}),
+) -> PackedWeights:
+    """Create a decoder of these sizes in the target's kernels, whose weights are still to be put.
+
+    Args:
+        head: whose constants it has.
+        architecture: its sizes.
+        target: of the head.
+        flags: see `new_decoder`.
+    """
+    decoder = Decoder(
+        architecture=architecture,
         intermediate_size=head.config.intermediate_size,
         norm_eps=head.config.norm_eps,
         inv_freq=head.inv_freq,
@@ -150,11 +158,8 @@ def packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
         tied=True,
     )
     kernels = target.weights.kernels
-    weights = PackedWeights(
-        kernels, new_decoder(no_layers, target.dtype, kernels), head.config.norm_eps
-    )
-    weights.put_matrix(MatrixKind.HEAD, 0, head.fc.weight)
-    return weights
+    handle = new_decoder(decoder, target.dtype, kernels, flags)
+    return PackedWeights(kernels, handle, head.config.norm_eps)
 
 
 def layer_of(head: Eagle3Head) -> LayerWeights:

@@ -113,13 +113,7 @@ class NativeModel(StoredModel):
         Raises:
             NotEnoughMemory: there is no memory to compute.
         """
-        rows = hidden.to(self.dtype).contiguous()
-        logits = torch.empty((len(rows), self.architecture.vocab_size))
-        if not self.weights.kernels.library.forerun_decoder_head(
-            self.weights.handle, rows.data_ptr(), len(rows), logits.data_ptr()
-        ):
-            raise NotEnoughMemory(f"no memory for the head over {len(rows)} rows; pass fewer")
-        return logits
+        return self.weights.times_head(hidden.to(self.dtype), self.architecture.vocab_size)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
@@ -293,6 +287,18 @@ class PackedWeights:
         values = matrix.contiguous()
         self.kernels.library.forerun_decoder_put_matrix(self.handle, kind, layer, values.data_ptr())
         return values.numel()
+
+    def times_head(
+        self, rows: Float[Tensor, "rows width"], num_outputs: int
+    ) -> Float32[Tensor, "rows num_outputs"]:
+        """Multiply rows, in the dtype of the weights, with the output matrix (NotEnoughMemory)."""
+        rows = rows.contiguous()
+        products = torch.empty((len(rows), num_outputs))
+        if not self.kernels.library.forerun_decoder_head(
+            self.handle, rows.data_ptr(), len(rows), products.data_ptr()
+        ):
+            raise NotEnoughMemory(f"no memory for the head over {len(rows)} rows; pass fewer")
+        return products
 
     def put_layer(self, index: int, layer: LayerWeights) -> int:
         """Pack a layer; returns its number of elements."""
