@@ -120,7 +120,7 @@ def test_a_profile_of_a_head_plans_and_controls_it(capsys, folder, tmp_path):
     profile = load_profile(out)
     assert profile.setup.draft_runner in ("NativeEagle3Model", "Eagle3Model")
     assert profile.reading is not None
-    assert all(seconds > 0 for line in profile.greedy.lines for seconds in line.draft_s)
+    assert all(s > 0 for line in profile.greedy.lines for s in (*line.verify_s, line.plain_s))
     exact_times(out)
     flags = ("--profile", str(out), "--acceptance", "0.8", "--temperature", "0", "--json")
     assert main(["plan", *flags]) == 0
