@@ -13,111 +13,30 @@ its cache. Nothing else should run.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import shlex
 import signal
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from servers import Arm, Models, Server, arms_of
+import httpx
+from servers import Models, Server, arms_of
 
+from forerun.bench.endpoints import LoadBlock, load_figures, load_rows, measure_load
+from forerun.engine.http_backend import HttpBackend
 from forerun.models.load import load_tokenizer
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash
-from forerun.theory.intervals import bootstrap_ratio
+from forerun.sampling.config import SamplingParams
 
 PEERS = ("vLLM", "llama.cpp")
 REQUESTS = {1: 3, 4: 8, 8: 16, 16: 32}
 """Requests of a block, by concurrency."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """One streamed answer: seconds to its first event with a choice, and to its last."""
-
-    first_s: float
-    last_s: float
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """One measurement of one arm at one concurrency."""
-
-    arm: str
-    concurrency: int
-    round: int
-    wall_s: float
-    replies: Sequence[Reply]
-
-
-async def asked(server: Server, body: dict[str, Any]) -> Reply:
-    """Send one request and read its stream as bytes, which takes little of the processor."""
-    content = json.dumps(body).encode()
-    asked_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
-    )
-    found, first_s, last_s = b"", 0.0, 0.0
-    while part := await reader.read(1 << 16):
-        found += part
-        if b'"text"' in part:
-            last_s = time.perf_counter() - asked_s
-            first_s = first_s or last_s
-    writer.close()
-    if b'"completion_tokens":' not in found:
-        raise RuntimeError(f"no usage in the answer: {found[-300:]!r}")
-    usage = found[found.rindex(b'"completion_tokens":') :]
-    number = usage.split(b":")[1].split(b",")[0].rstrip(b"} \r\n")
-    return Reply(first_s=first_s, last_s=last_s, num_tokens=int(number))
-
-
-async def block_of(
-    arm: Arm,
-    server: Server,
-    concurrency: int,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    at: int,
-) -> Block:
-    """Answer all prompts, so many at once."""
-    bodies: Iterator[dict[str, Any]] = iter(
-        [
-            {
-                "model": server.model,
-                "prompt": list(prompt),
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                **arm.extra,
-            }
-            for prompt in prompts
-        ]
-    )
-    replies: list[Reply] = []
-
-    async def client() -> None:
-        for body in bodies:
-            replies.append(await asked(server, body))
-
-    started_s = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(concurrency)))
-    wall_s = time.perf_counter() - started_s
-    wrong = [reply.num_tokens for reply in replies if reply.num_tokens != max_tokens]
-    if wrong:
-        raise RuntimeError(f"{arm.name} returned {wrong} tokens where {max_tokens} were asked for")
-    return Block(arm=arm.name, concurrency=concurrency, round=at, wall_s=wall_s, replies=replies)
+OURS = "forerun auto"
 
 
 def prompts_of(options: argparse.Namespace) -> list[list[int]]:
@@ -127,8 +46,8 @@ def prompts_of(options: argparse.Namespace) -> list[list[int]]:
     return [ids[-options.prompt_tokens :] for ids in found if len(ids) >= options.prompt_tokens]
 
 
-def measure(options: argparse.Namespace, models: Models, blocks: list[Block]) -> None:
-    """Append blocks until the rounds or the time are over."""
+def measure(options: argparse.Namespace, models: Models, results: Results) -> None:
+    """Measure blocks, and write them after every round, until the rounds or the time are over."""
     began_s = time.monotonic()
     arms, prompts = arms_of(models, options.peers), prompts_of(options)
     options.logs.mkdir(parents=True, exist_ok=True)
@@ -153,59 +72,76 @@ def measure(options: argparse.Namespace, models: Models, blocks: list[Block]) ->
                         [serial + 1, *prompts[(at * 37 + n) % len(prompts)][1:]]
                         for n in range(number)
                     ]
-                    server = servers[arm.server]
-                    tokens = 8 if at < 0 else options.max_tokens
-                    with server.running():
-                        found = asyncio.run(block_of(arm, server, concurrency, chosen, tokens, at))
+                    server, tokens = servers[arm.server], 8 if at < 0 else options.max_tokens
+                    with server.running(), backend_of(server, arm.extra) as backend:
+                        block = measure_load(
+                            backend,
+                            chosen,
+                            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+                            endpoint=arm.name,
+                            concurrency=concurrency,
+                            index=at,
+                            clock=time.perf_counter,
+                        )
+                    check(block, backend, tokens)
                     if at >= 0:
-                        blocks.append(found)
+                        results.blocks.append(block)
+            results.write()
             print(f"{time.monotonic() - began_s:.0f} s: round {at + 1} is over", flush=True)
 
 
-def rows_of(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+def backend_of(server: Server, extra: Mapping[str, Any]) -> HttpBackend:
+    """Return a client that keeps no connections, which a stopped server would have to end."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    client = httpx.Client(timeout=600.0, limits=limits)
+    return HttpBackend(server.url, server.model, extra=extra, client=client)
+
+
+def check(block: LoadBlock, backend: HttpBackend, num_tokens: int) -> None:
+    """Refuse a block with answers of another length, or with requests that were sent again."""
+    wrong = [c.num_tokens for c in block.completions if c.num_tokens != num_tokens]
+    if wrong:
+        raise RuntimeError(f"{block.endpoint} returned {wrong} tokens, not {num_tokens}")
+    if backend.endpoint.waits_s:
+        raise RuntimeError(f"{block.endpoint} failed {len(backend.endpoint.waits_s)} times")
+
+
+class Results:
+    """Blocks measured so far, and the files with them."""
+
+    def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+        self.out: Path = options.out
+        self.facts = facts
+        self.blocks: list[LoadBlock] = []
+
+    def write(self) -> str:
+        """Write all blocks and the table, and return the table."""
+        rows = rows_of(self.blocks)
+        self.out.mkdir(parents=True, exist_ok=True)
+        blocks = [block.to_dict() for block in self.blocks]
+        content = {**self.facts, "rows": rows, "blocks": blocks}
+        (self.out / "serve.json").write_text(json.dumps(content, indent=1) + "\n")
+        text = table(rows)
+        (self.out / "table.md").write_text(text + "\n")
+        return text
+
+
+def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
     """Return the figures of every arm at every concurrency, over the rounds that all arms have."""
     rows = []
-    for concurrency in sorted({block.concurrency for block in blocks}):
-        here = [block for block in blocks if block.concurrency == concurrency]
-        arms = list(dict.fromkeys(sorted(block.arm for block in here)))
-        by_arm = {arm: {b.round: b for b in here if b.arm == arm} for arm in arms}
-        shared = sorted(set.intersection(*(set(found) for found in by_arm.values())))
-        for arm in arms if shared else ():
-            found = [by_arm[arm][at] for at in shared]
-            rows.append(row_of(found) | ratios_of(found, by_arm, shared))
+    for by_arm in load_rows(blocks):
+        for arm, found in sorted(by_arm.items()):
+            row: dict[str, Any] = {
+                "concurrency": found[0].concurrency,
+                "arm": arm,
+                "rounds": len(found),
+            }
+            row |= {name: figure.estimate for name, figure in load_figures(found).items()}
+            if len(found) > 1 and OURS in by_arm:
+                ratio = load_figures(by_arm[OURS], found)["requests_per_s"]
+                row["auto_over_this"] = [ratio.estimate, ratio.low, ratio.high]
+            rows.append(row)
     return rows
-
-
-def row_of(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return the figures of one arm at one concurrency."""
-    replies = [reply for block in blocks for reply in block.replies]
-    wall_s = sum(block.wall_s for block in blocks)
-    tpot_s = [(r.last_s - r.first_s) / (r.num_tokens - 1) for r in replies]
-    return {
-        "concurrency": blocks[0].concurrency,
-        "arm": blocks[0].arm,
-        "rounds": len(blocks),
-        "requests_per_s": len(replies) / wall_s,
-        "tokens_per_s": sum(reply.num_tokens for reply in replies) / wall_s,
-        "ttft_ms": 1e3 * statistics.median(reply.first_s for reply in replies),
-        "tpot_ms": 1e3 * statistics.median(tpot_s),
-    }
-
-
-def ratios_of(
-    blocks: Sequence[Block], by_arm: dict[str, dict[int, Block]], rounds: Sequence[int]
-) -> dict[str, Any]:
-    """Return how many times the requests/s of this arm forerun's controller reaches.
-
-    Empty where the time was over before the controller was measured twice.
-    """
-    ours = by_arm.get("forerun auto")
-    if ours is None or len(rounds) < 2:
-        return {}
-    ratio = bootstrap_ratio(
-        [block.wall_s for block in blocks], [ours[at].wall_s for at in rounds], seed=0
-    )
-    return {"auto_over_this": [ratio.estimate, ratio.low, ratio.high]}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -220,8 +156,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             ratio = "{:.2f} ({:.2f}–{:.2f})".format(*row["auto_over_this"])
         lines.append(
             f"| {row['concurrency']} | {row['arm']} | {row['requests_per_s']:.2f} "
-            f"| {row['tokens_per_s']:.0f} | {row['ttft_ms']:.0f} | {row['tpot_ms']:.1f} "
-            f"| {ratio} |"
+            f"| {row['tokens_per_s']:.0f} | {1e3 * row['ttft_median_s']:.0f} "
+            f"| {1e3 * row['tpot_median_s']:.1f} | {ratio} |"
         )
     return "\n".join(lines)
 
@@ -270,17 +206,11 @@ def main() -> None:
         "provenance": collect(hashes).to_dict(),
         "requests": options.requests,
     }
-    blocks: list[Block] = []
+    results = Results(options, facts)
     try:
-        measure(options, models, blocks)
+        measure(options, models, results)
     finally:
-        rows = rows_of(blocks)
-        options.out.mkdir(parents=True, exist_ok=True)
-        content = {**facts, "rows": rows, "blocks": [asdict(block) for block in blocks]}
-        (options.out / "serve.json").write_text(json.dumps(content, indent=1) + "\n")
-        text = table(rows)
-        (options.out / "table.md").write_text(text + "\n")
-        print(text)
+        print(results.write())
 
 
 if __name__ == "__main__":

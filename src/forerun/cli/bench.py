@@ -1,4 +1,4 @@
-"""`forerun bench`: drafts and K compared with plain decoding, paired and interleaved."""
+"""`forerun bench`: drafts and K compared with plain decoding, or servers with each other."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import UseAppendAction, arg
 
 from forerun.atomic_write import atomic_write
-from forerun.bench.config import BenchConfig, parse_arms
+from forerun.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
+from forerun.cli.bench_endpoints import EndpointFlags, EndpointRun
 from forerun.cli.command import Command, is_flag
-from forerun.cli.flags import Model, TraceFlags, check_picture, check_threads, check_writable
+from forerun.cli.flags import TraceFlags, check_picture, check_threads, check_writable
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.control.config import ControllerName
 from forerun.errors import InvalidRequest
@@ -38,8 +39,9 @@ SHIPPED_ARMS = (PREFIX + "code-2m@1,2,3,4",)
 class BenchOptions:
     """Options of `forerun bench`."""
 
-    target: Model = DEFAULTS.target
-    """Target: folder, hub name or zoo: name of the model whose text is wanted."""
+    model: Annotated[str | None, arg(name="model", aliases=("--target",))] = None
+    """Target: folder, hub name or zoo: name of the model whose text is wanted.
+    Default: zoo:code-11m."""
     arms: UseAppendAction[tuple[str, ...]] = ()
     """Compared with plain decoding: [NAME=]DRAFT@K[,K...], one arm per K, or
     [NAME=]DRAFT@tree:NODES[,DEPTH,WIDTH], where every draft is a tree of that shape.
@@ -89,6 +91,14 @@ class BenchOptions:
     tracing: TraceFlags = field(default_factory=TraceFlags)
     """Written between the measurements, so that no measurement pays for it."""
 
+    endpoints: EndpointFlags = field(default_factory=EndpointFlags)
+    """Of servers with the OpenAI API."""
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self.model or DEFAULTS.target
+
     @property
     def config(self) -> BenchConfig:
         """Return the settings of the comparison.
@@ -133,6 +143,9 @@ class BenchOptions:
 
 def run(options: BenchOptions) -> int:
     """Run the comparison; an interruption or failure still shows the results before it."""
+    options.endpoints.check()
+    if options.endpoints.url:
+        return endpoint_run(options).run(texts_of(options))
     config = options.config
     options.check()
     prompts = texts_of(options)
@@ -162,6 +175,44 @@ def run(options: BenchOptions) -> int:
             "other --prompts, or --temperature 1"
         )
     return 0
+
+
+FOR_ENDPOINTS = frozenset(
+    ("model", "prompts", "tag", "temperatures", "blocks", "max_tokens", "json", "out", "endpoints")
+)
+
+
+def endpoint_run(options: BenchOptions) -> EndpointRun:
+    """Return the load test of the servers that the options name.
+
+    Raises:
+        InvalidRequest: an option has no meaning for servers.
+    """
+    from forerun.sampling.config import SamplingParams
+
+    defaults = BenchOptions()
+    for item in fields(options):
+        name = item.name
+        if name not in FOR_ENDPOINTS and getattr(options, name) != getattr(defaults, name):
+            flag = "trace" if name == "tracing" else name.replace("_", "-")
+            raise InvalidRequest(f"--{flag} has no effect with --url")
+    if len(options.temperatures) > 1 or options.blocks < LEAST_BLOCKS:
+        raise InvalidRequest(
+            f"--url takes one --temperature, and at least {LEAST_BLOCKS} --blocks for an interval"
+        )
+    params = SamplingParams(
+        temperature=options.temperatures[0] if options.temperatures else 0.0,
+        max_tokens=options.max_tokens,
+        ignore_eos=options.endpoints.ignore_eos,
+    )
+    return EndpointRun(
+        options.endpoints,
+        options.model,
+        params,
+        num_blocks=options.blocks,
+        json_output=options.json,
+        out=options.out,
+    )
 
 
 def texts_of(options: BenchOptions) -> list[str]:
@@ -234,6 +285,9 @@ LISTS = {
     "--controller": ",",
     "--controllers": ",",
     "--profile": ",",
+    "--url": "",
+    "--api-key-env": "",
+    "--concurrency": ",",
 }
 
 
@@ -259,7 +313,8 @@ COMMAND = Command(
     rewrite=rewritten,
     description="Compare drafts and K with plain decoding of the same target: every arm continues\n"
     "a batch of prompts before the next comes, and intervals are of the paired ratio. The best\n"
-    "of several arms is chosen on one half of the blocks and scored on the other half.",
+    "of several arms is chosen on one half of the blocks and scored on the other half.\n"
+    "With --url, servers answer streamed requests of several clients at once.",
     examples=(
         "forerun bench",
         "forerun bench --arms zoo:code-2m@2,4 other=zoo:books-1m@2 --batch 1 8",
@@ -268,6 +323,7 @@ COMMAND = Command(
         "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl --tag code",
         "forerun bench --arms zoo:code-2m@2,4,8 --controller auto",
         "forerun bench --temperature 0 --blocks 30 --out bench.json --plot bench.svg",
+        "forerun bench --url http://127.0.0.1:8000/v1 --concurrency 1 4",
         "forerun bench --trace bench.parquet && forerun trace summarize bench.parquet",
     ),
 )

@@ -28,6 +28,7 @@ logger = logging.getLogger("forerun.engine")
 
 API_KEY = "OPENAI_API_KEY"
 REFUSED = (400, 422)
+UNAUTHORIZED = (401, 403)
 BUSY = (408, 409, 425, 429)
 ID_FLAGS: tuple[Mapping[str, object], ...] = (
     {"return_token_ids": True, "return_tokens_as_token_ids": True},
@@ -35,6 +36,7 @@ ID_FLAGS: tuple[Mapping[str, object], ...] = (
     {},
 )
 """Flags that ask vLLM and forerun for token ids; a strict server refuses those it does not know."""
+CONNECT_S = 10.0
 MAX_BODY_BYTES = 1 << 26
 """Of one answer, unpacked: 30,000 tokens with 20 log-probabilities each take half of it."""
 ENCODINGS = ("identity", "gzip", "deflate")
@@ -84,12 +86,27 @@ def sampling_fields(params: SamplingParams) -> dict[str, object]:
     return found
 
 
-def client_for(timeout_s: float, max_connections: int) -> httpx.Client:
-    """Return an HTTP client that sends OPENAI_API_KEY if the environment has it."""
-    key = os.environ.get(API_KEY)
+def client_for(
+    timeout_s: float, max_connections: int, key_variable: str | None = None
+) -> httpx.Client:
+    """Return an HTTP client that sends the API key of the environment.
+
+    Args:
+        timeout_s: seconds to wait for each part of an answer; for a connection at most 10.
+        max_connections: connections at once.
+        key_variable: environment variable with the key; None takes OPENAI_API_KEY if it is set.
+
+    Raises:
+        InvalidRequest: the named variable is not set, or its value cannot be sent.
+    """
+    key = os.environ.get(key_variable or API_KEY, "")
+    if key_variable is not None and not key:
+        raise InvalidRequest(f"the environment variable {key_variable!r}, for a key, is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidRequest(f"{key_variable or API_KEY} is no API key: it has special characters")
     authorization = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(
-        timeout=timeout_s,
+        timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S)),
         headers={"Accept-Encoding": "gzip"} | authorization,
         limits=httpx.Limits(max_connections=max_connections),
     )
@@ -108,6 +125,7 @@ class Endpoint:
         timeout_s: seconds to wait for a whole answer.
         closing: set when the answers are not needed any more; all waiting then ends.
         num_refused_flags: of `ID_FLAGS`, how many the server has refused.
+        waits_s: seconds waited before every further try of a request.
     """
 
     url: str
@@ -118,6 +136,7 @@ class Endpoint:
     timeout_s: float = 600.0
     closing: Event = field(default_factory=Event)
     num_refused_flags: int = field(default=0, init=False)
+    waits_s: list[float] = field(default_factory=list, init=False)
 
     def ask(
         self, body: Mapping[str, object], read: Callable[[Any], Result], where: str = "the request"
@@ -177,6 +196,7 @@ class Endpoint:
                 problem = printable(error) or type(error).__name__
             if index + 1 < self.num_tries:
                 logger.info("%s: %s; again in %.0f s", self.url, problem, wait_s)
+                self.waits_s.append(wait_s)
                 if self.closing.wait(wait_s):
                     break
         raise ServerUnavailable(f"{self.url} gave no response in {self.num_tries} tries: {problem}")
@@ -280,6 +300,8 @@ def check_status(reply: httpx.Response, url: str, where: str) -> None:
     problem = f"status {reply.status_code}: {start_of(reply)}"
     if reply.status_code >= 500 or reply.status_code in BUSY:
         raise BusyReply(problem, reply.headers.get("retry-after"))
+    if reply.status_code in UNAUTHORIZED:
+        problem += f" (its API key is read from {API_KEY} or a variable that is named)"
     raise InvalidRequest(f"{where}: {url} refuses it with {problem}")
 
 

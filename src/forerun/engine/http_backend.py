@@ -13,9 +13,18 @@ from typing import Any
 import httpx
 
 from forerun.engine.backend import BackendStats, Capabilities
-from forerun.engine.endpoint import Endpoint, client_for, sampling_fields
+from forerun.engine.endpoint import (
+    BrokenReply,
+    Endpoint,
+    check_encoding,
+    check_status,
+    client_for,
+    parsed,
+    read_whole,
+    sampling_fields,
+)
 from forerun.engine.results import Completion, FinishReason, RequestOutput, StreamChunk
-from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.choice import TokenSource
 from forerun.sampling.config import SamplingParams
@@ -28,6 +37,7 @@ MAX_CONCURRENT = 64
 SEED_MASK = (1 << 31) - 1
 """Seeds that every server takes."""
 TIMEOUT_S = 600.0
+LISTING_TIMEOUT_S = 30.0
 FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "abort": "abort"}
 """Every other one, such as that of a tool call, is an end by the model: "stop"."""
 
@@ -80,6 +90,7 @@ class Arriving:
             total_s=ended_s - self.started_s,
             num_cached_tokens=0,
             num_preemptions=0,
+            num_counted=self.num_tokens,
         )
 
 
@@ -102,7 +113,8 @@ class HttpBackend:
         client: carries the requests; None makes one.
 
     Raises:
-        ServerUnavailable: the server does not list its models.
+        InvalidRequest: the server refuses the API key, or does not serve the model.
+        ServerUnavailable: the server cannot be reached, or does not list its models.
     """
 
     def __init__(
@@ -120,7 +132,11 @@ class HttpBackend:
         self.endpoint = Endpoint(url=self.base + "/completions", client=self.client)
         self.tokenizer = tokenizer
         self.extra = dict(extra or {})
-        card = self._card(model)
+        try:
+            card = self._card(model)
+        except BaseException:
+            self.client.close()
+            raise
         self.model: str = card["id"]
         self._capabilities = capabilities_of(card)
         self._lock = threading.Lock()
@@ -145,16 +161,25 @@ class HttpBackend:
 
     def _card(self, model: str | None) -> dict[str, Any]:
         """Return the server's description of the model."""
+        url = self.base + "/models"
         try:
-            listed = self.client.get(self.base + "/models").raise_for_status().json()["data"]
+            with self.client.stream("GET", url, timeout=LISTING_TIMEOUT_S) as reply:
+                check_encoding(reply, url)
+                read_whole(reply, url, LISTING_TIMEOUT_S)
+            check_status(reply, url, "the list of models")
+            listed = parsed(reply)["data"]
             cards = [card for card in listed if model is None or card["id"] == model]
             names = ", ".join(str(card["id"]) for card in listed)
-        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-            raise ServerUnavailable(
-                f"{self.base}/models lists no models: {printable(error) or type(error).__name__}"
-            ) from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            problem = printable(error) or type(error).__name__
+            raise ServerUnavailable(f"{self.base} cannot be reached: {problem}") from error
+        except (UnreadableInput, BrokenReply, KeyError, TypeError, ValueError) as error:
+            problem = printable(error) or type(error).__name__
+            raise ServerUnavailable(f"{url} lists no models: {problem}") from error
         if not cards:
-            raise InvalidRequest(f"{self.base} does not serve {model!r}; it serves {names}")
+            raise InvalidRequest(
+                f"{self.base} does not serve {model!r}; it serves {printable(names) or 'nothing'}"
+            )
         return dict(cards[0])
 
     def generate(
@@ -174,6 +199,8 @@ class HttpBackend:
         else:
             each = list(params)
         bodies = [self._body(*pair) for pair in zip(batch, each, strict=True)]
+        if len(batch) == 1:
+            return [self._finish(batch[0], bodies[0])]
         with ThreadPoolExecutor(max(1, min(MAX_CONCURRENT, len(batch)))) as executor:
             return list(executor.map(self._finish, batch, bodies))
 

@@ -136,6 +136,7 @@ class Completion:
         total_s: seconds from arrival to the end.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
         num_preemptions: how often it had to give up its place in the batch for a while.
+        num_counted: emitted tokens by the count of a server, which may return no ids; else None.
     """
 
     index: int
@@ -151,6 +152,12 @@ class Completion:
     total_s: float
     num_cached_tokens: int
     num_preemptions: int
+    num_counted: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of emitted tokens."""
+        return len(self.token_ids) if self.num_counted is None else self.num_counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

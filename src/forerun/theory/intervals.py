@@ -20,6 +20,7 @@ __all__ = [
     "bootstrap_ratio",
     "median_interval",
     "normal_interval",
+    "quantile",
     "wilson_interval",
 ]
 
@@ -116,8 +117,8 @@ def bootstrap(
     values = sorted(map(statistic, resamples))
     return Interval(
         estimate=statistic([range(size) for size in sizes]),
-        low=_quantile(values, tail),
-        high=_quantile(values, 1 - tail),
+        low=quantile(values, tail),
+        high=quantile(values, 1 - tail),
     )
 
 
@@ -198,7 +199,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     if not ordered or not all(map(math.isfinite, ordered)):
         raise ValueError(f"a median of {len(ordered)} values needs at least one, all finite")
     rank = _median_rank(len(ordered), (1 - _checked(confidence)) / 2)
-    return Interval(estimate=_quantile(ordered, 0.5), low=ordered[rank], high=ordered[-1 - rank])
+    return Interval(estimate=quantile(ordered, 0.5), low=ordered[rank], high=ordered[-1 - rank])
 
 
 @lru_cache(maxsize=1024)
@@ -241,8 +242,8 @@ def _normal_quantile(probability: float) -> float:
     return NormalDist().inv_cdf(probability)
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Interpolate linearly between order statistics."""
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return a quantile of ascending values, interpolated linearly between order statistics."""
     place = share * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
