@@ -81,7 +81,6 @@ def measure(options: argparse.Namespace, models: Models, results: Results) -> No
                             endpoint=arm.name,
                             concurrency=concurrency,
                             index=at,
-                            clock=time.perf_counter,
                         )
                     check(block, backend, tokens)
                     if at >= 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
@@ -138,7 +137,6 @@ class EndpointRun:
                         self.params,
                         num_requests=counts,
                         num_blocks=self.num_blocks,
-                        clock=time.perf_counter,
                     ):
                         self.blocks.append(block)
                         done = len(self.blocks)
