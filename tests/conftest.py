@@ -12,9 +12,11 @@ import hypothesis
 import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
+from tests import checking
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "forerun"
+LONGEST_ID = 80
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Compiled kernels outlive a run: their names say what they were made of.
@@ -26,21 +28,22 @@ hypothesis.settings.load_profile("forerun")
 
 # Every annotated function of the package checks its arguments, shapes included, while tests run.
 # Configurations are left out: they judge wrong types themselves, and the tests must get that far.
-# Kernels are read by Triton, not run by Python.
-# Type checkers read `float` as "int too", hence the numeric tower. A protocol must be declared
-# `@runtime_checkable` for this. The hook must precede the first import of the package.
+# Kernels are read by Triton, not run by Python. A protocol must be declared `@runtime_checkable`
+# for this. The hook must precede the first import of the package.
 install_import_hook(
     [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in PACKAGE.rglob("*.py")
         if path.stem not in {"__init__", "config", "kinds", "triton_kernels"}
     ],
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+    "tests.checking.checked",
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Compile the kernels before there are workers, which would all do it at once."""
+    if config.option.markexpr != "not full":
+        checking.BUDGET.per_test = None
     from forerun.errors import RunnerUnavailable
     from forerun.native.compiler import compiled_kernels
 
@@ -55,6 +58,21 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name long texts by their length: some are megabytes of hostile input."""
+    if isinstance(val, str | bytes) and len(val) > LONGEST_ID:
+        return f"{type(val).__name__}-of-{len(val)}"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def some_calls_checked() -> Iterator[None]:
+    """Every test has its first calls checked, whatever the tests before it did."""
+    checking.BUDGET.restart()
+    yield
+    checking.BUDGET.restart()
 
 
 @pytest.fixture(autouse=True)
