@@ -30,8 +30,7 @@ from forerun.provenance import collect, content_hash, trace_header
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
-from forerun.trace.files import SUFFIXES, open_trace
-from forerun.trace.writer import TraceWriter
+from forerun.trace.files import SUFFIXES, TraceWriter, open_trace
 
 TARGET, DRAFT = "zoo:code-11m", "zoo:code-2m"
 KS = (0, 3)

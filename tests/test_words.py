@@ -24,7 +24,7 @@ CLEAN: tuple[str, ...] = (
     "bench",
     "bounded_documents.py",
     "bounded_http.py",
-    "bounded_parquet.py",
+    "bounded_documents.py",
     "bounded_read.py",
     "cache.py",
     "cli",

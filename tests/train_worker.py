@@ -22,7 +22,7 @@ from tests import training
 
 from forerun.align.progress import MetricsLog, StepMetrics
 from forerun.align.training.draft import TrainedDraft
-from forerun.align.training.processes import configure_sharding
+from forerun.align.training.trainer import configure_sharding
 
 METRICS = "metrics.jsonl"
 

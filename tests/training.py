@@ -21,15 +21,17 @@ from forerun.align.config import (
 )
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample
-from forerun.align.distribution import DenseDistribution, TargetDistribution
-from forerun.align.objectives.named import make_objective, objective_of
-from forerun.align.teachers.features import OnlineFeatures
+from forerun.align.objectives import (
+    DenseDistribution,
+    TargetDistribution,
+    make_objective,
+    objective_of,
+)
+from forerun.align.teachers.hidden import OnlineFeatures
 from forerun.align.teachers.target import load_target
 from forerun.align.training.attached import AttachedDraft, load_attached
-from forerun.align.training.draft import Draft, DraftConfig, load_draft
-from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.processes import make_accelerator
-from forerun.align.training.trainer import Trainer
+from forerun.align.training.draft import Draft, DraftConfig, DraftLoss, load_draft
+from forerun.align.training.trainer import Trainer, make_accelerator
 
 WINDOW = 24
 

@@ -33,14 +33,12 @@ from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
-from forerun.align.objectives.named import make_objective, suited_objective
+from forerun.align.objectives import make_objective, suited_objective
 from forerun.align.progress import StepMetrics
 from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
-from forerun.align.training.draft import DraftConfig, load_draft
-from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.processes import make_accelerator
-from forerun.align.training.trainer import Trainer
+from forerun.align.training.draft import DraftConfig, DraftLoss, load_draft
+from forerun.align.training.trainer import Trainer, make_accelerator
 from forerun.align.workspace import Workspace, read_settings
 from forerun.engine.engine import Engine
 from forerun.models.load import model_folder

@@ -23,7 +23,7 @@ import torch
 from forerun.align.config import ObjectiveConfig, TeacherConfig, TeacherKind
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample, prompt_hash
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives import make_objective
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.models.load import load_tokenizer

@@ -29,14 +29,11 @@ import torch.nn.functional as F
 from forerun.align.config import ObjectiveConfig, TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample
-from forerun.align.distribution import DenseDistribution, TargetDistribution
-from forerun.align.objectives.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives import DenseDistribution, TargetDistribution, make_objective
 from forerun.align.progress import StepMetrics
-from forerun.align.training.draft import DraftConfig, load_draft
-from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.processes import make_accelerator
-from forerun.align.training.trainer import Trainer
+from forerun.align.training.chunked import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
+from forerun.align.training.draft import DraftConfig, DraftLoss, load_draft
+from forerun.align.training.trainer import Trainer, make_accelerator
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.zoo.catalog import held_out_prompts
 from forerun.provenance import collect, content_hash

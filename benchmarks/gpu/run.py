@@ -32,7 +32,7 @@ from forerun.probe.config import ProbeConfig
 from forerun.probe.measurement import measure_pair
 from forerun.probe.pair import LoadedPair
 from forerun.probe.profile import Profile
-from forerun.probe.stopwatch import Stopwatch
+from forerun.probe.rounds import Stopwatch
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
 

@@ -39,8 +39,7 @@ from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_mean
 from forerun.theory.record import StepRecord
-from forerun.trace.files import open_trace, read_trace
-from forerun.trace.writer import TraceWriter
+from forerun.trace.files import TraceWriter, open_trace, read_trace
 
 DRAFT = "zoo:code-2m"
 WORKLOADS = Path(__file__).parent / "workloads"

@@ -23,8 +23,15 @@ from edits import edit_prompts
 from scripted import ScriptedModel, ScriptReader
 
 import forerun
-from forerun.bench.arms import on_best_threads, warm_up
-from forerun.bench.compare import BenchArm, Prompt, batched, run_blocks, scouted
+from forerun.bench.compare import (
+    BenchArm,
+    Prompt,
+    batched,
+    on_best_threads,
+    run_blocks,
+    scouted,
+    warm_up,
+)
 from forerun.bench.summary import ArmSummary, summarise
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest

@@ -30,7 +30,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.models.zoo.catalog import held_out_prompts
-from forerun.probe.stopwatch import Stopwatch, TimedModel, timed
+from forerun.probe.rounds import Stopwatch, TimedModel, timed
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio

@@ -10,12 +10,10 @@ from rich.console import Console
 from forerun.align.config import TrainingConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample, prompt_hash
-from forerun.align.objectives.named import CrossEntropy
+from forerun.align.objectives import Objective
 from forerun.align.progress import TrainingProgress
-from forerun.align.training.draft import DraftConfig, load_draft
-from forerun.align.training.loss_module import DraftLoss
-from forerun.align.training.processes import make_accelerator
-from forerun.align.training.trainer import Trainer
+from forerun.align.training.draft import DraftConfig, DraftLoss, load_draft
+from forerun.align.training.trainer import Trainer, make_accelerator
 from forerun.models.load import load_tokenizer, model_folder
 from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import content_hash
@@ -54,7 +52,7 @@ def finetune(target: str, out: Path, config: TrainingConfig, console: Console) -
     )
     trainer = Trainer(
         config=config,
-        module=DraftLoss(model.model, CrossEntropy(), temperature=1.0),
+        module=DraftLoss(model.model, Objective(name="ce"), temperature=1.0),
         teacher=None,
         accelerator=make_accelerator(),
         folder=out.with_name(out.name + "-training"),

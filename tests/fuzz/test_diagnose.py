@@ -19,8 +19,7 @@ from forerun.diagnose.readers.text import read_text
 from forerun.diagnose.words import headline, sections
 from forerun.terminal_text import printable
 from forerun.trace.files import open_trace, read_trace
-from forerun.trace.jsonl import line_of
-from forerun.trace.schema import row_of
+from forerun.trace.schema import line_of, row_of
 from forerun.trace.summary import summarise
 
 RECORDS = [HEADER, *steps(40), FULL, STEP, REQUEST]

@@ -8,7 +8,7 @@ import pytest
 from tests.profiles import exact_times
 from tests.system.conftest import byte_tokenizer, save_model
 
-from forerun.align.evaluation.attached import attached_acceptance, head_in
+from forerun.align.evaluation.teacher_forced import attached_acceptance, head_in
 from forerun.cli.command import Exit
 from forerun.cli.main import main
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from forerun.bench import arms
+from forerun.bench import compare as arms
 from forerun.bench.comparison import BenchComparison
 from forerun.cli.main import main
 

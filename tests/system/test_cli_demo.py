@@ -11,7 +11,7 @@ import pytest
 
 from forerun.bench.config import DemoConfig, DraftArms
 from forerun.bench.demo import Demo
-from forerun.bench.exactness import Mismatch
+from forerun.bench.report import Mismatch
 from forerun.cli import demo as command
 from forerun.cli.main import main
 

@@ -11,7 +11,7 @@ from lab.laboratory import Lab
 from lab.run import run_fault
 
 from forerun.diagnose.causes import CAUSES
-from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
 from forerun.theory.record import RequestRecord, StepRecord

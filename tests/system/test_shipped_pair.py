@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench.exactness import check_exactness
+from forerun.bench.report import check_exactness
 from forerun.cli.main import main
 from forerun.control.base import Tree
 from forerun.engine.config import EngineConfig

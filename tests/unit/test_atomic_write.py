@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forerun.align.json_files import append_line, read_lines, write_lines
+from forerun.align.workspace import append_line, read_lines, write_lines
 from forerun.atomic_write import UNFINISHED, atomic_folder, atomic_write, remove_unfinished
 
 

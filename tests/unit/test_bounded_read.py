@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forerun.bounded_documents import json_lines, parse_json, parse_yaml, read_json
-from forerun.bounded_parquet import parquet_batches
+from forerun.bounded_documents import json_lines, parquet_batches, parse_json, parse_yaml, read_json
 from forerun.bounded_read import (
     ReadLimits,
     collected,

@@ -14,8 +14,7 @@ from forerun.engine.results import RequestOutput, request_records
 from forerun.models.load import model_folder
 from forerun.provenance import trace_header
 from forerun.theory.record import Json, StepRecord
-from forerun.trace.files import open_trace
-from forerun.trace.writer import TraceWriter
+from forerun.trace.files import TraceWriter, open_trace
 from lab.dice import Dice
 from lab.laboratory import Lab
 from lab.setups import Fault, FaultRequest, FaultSetup, Stage

@@ -1,20 +1,166 @@
-"""Checks settings before any model is loaded, because an alignment takes hours."""
+"""Checks the settings of an alignment, and that its folder belongs to the same alignment.
+
+The identity of an alignment has all inputs that decide its result, so that no two share a folder.
+It leaves out settings that decide only where and how fast things happen, and the names of files
+whose content is hashed. A setting that is newer than a folder had its default when the run began.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from forerun.align.config import AlignConfig
-from forerun.align.data.selection import shares_of
-from forerun.align.export.hub import check_repo
-from forerun.align.objectives.named import Objective
+from forerun.align.config import AlignConfig, DataConfig
+from forerun.align.data.packing import shares_of
+from forerun.align.data.sample import data_hash
+from forerun.align.export import check_repo
+from forerun.align.objectives import Objective
 from forerun.align.teachers.choose import PARTIAL, check_feature_teacher, check_objective
 from forerun.align.texts import PromptSplit
-from forerun.align.workspace import Workspace
+from forerun.align.training.checkpoint import differences
+from forerun.align.training.trainer import FREE_SETTINGS
+from forerun.align.workspace import Workspace, settings_of, write_json
+from forerun.cache import hash_of
 from forerun.errors import InvalidRequest
+from forerun.models.checkpoint import read_object
+from forerun.provenance import content_hash
 
-__all__ = ["check_domain", "check_settings", "warn_of_few_prompts"]
+__all__ = [
+    "DEFAULTS",
+    "check_domain",
+    "check_folder",
+    "check_settings",
+    "claim_folder",
+    "identity_of",
+    "of_training",
+    "warn_of_few_prompts",
+]
+
+
+Identity = Mapping[str, str]
+
+FREE = {
+    "sampling": ("n", "logprobs"),  # responses are single samples
+    "data": ("prompts", "held_out", "held_out_share", "max_prompt_tokens"),  # see the two hashes
+    "teacher": ("teacher_device", "cache_dir", "max_cache_bytes"),
+    "objective": (),
+    "attached": (),
+    "training": FREE_SETTINGS,
+    "evaluation": (),
+}
+"""By stage, settings that do not change the result, or whose effect a hash covers."""
+OF_THE_REPORT = "evaluation.in_domain"
+"""This setting changes only the report at the end of a run."""
+OF_THE_TEACHER = "teacher."
+
+
+def identity_of(config: AlignConfig, prompts: PromptSplit, target_hash: str) -> dict[str, str]:
+    """Return all inputs that decide the result of an alignment, as text by name.
+
+    Args:
+        config: of the alignment.
+        prompts: of both sides.
+        target_hash: of the target's weights, which take long to read.
+    """
+    learned = [[prompt.prompt_hash, data_hash(prompt.brought)] for prompt in prompts.training]
+    judged = [[prompt.prompt_hash, prompt.tag] for prompt in prompts.held_out]
+    return {
+        "target": target_hash,
+        "draft": start_hash(config),
+        "training prompts": hash_of(json.dumps(learned).encode()),
+        "held-out prompts": hash_of(json.dumps(judged).encode()),
+        **settings_of_result(config),
+    }
+
+
+def start_hash(config: AlignConfig) -> str:
+    """Return the hash of the draft that training starts from, or of its config.json."""
+    if config.draft is not None:
+        return content_hash(config.draft)
+    if config.init is None:
+        return "none"  # a fresh head, whose shape is in the settings
+    try:
+        return hashlib.sha256(config.init.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InvalidRequest(f"{config.init} cannot be read: {error.strerror}") from error
+
+
+def settings_of_result(config: AlignConfig) -> dict[str, str]:
+    """Return the settings that influence the trained draft, as text by stage and name."""
+    settings = settings_of(config)
+    return {"dtype": config.dtype, "method": config.method} | {
+        f"{stage}.{name}": as_text(value)
+        for stage, free in FREE.items()
+        for name, value in settings[stage].items()
+        if name not in free
+    }
+
+
+def as_text(value: Any) -> str:
+    """Return a canonical text for a value, so that 1.0 equals 1 and an empty list equals None."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(None if value in ([], {}) else value)
+
+
+DEFAULTS = settings_of_result(AlignConfig(target="", data=DataConfig(prompts=Path())))
+"""Values of settings that a run of an earlier version did not store."""
+
+
+def of_folder(identity: Identity) -> dict[str, str]:
+    """Return the part of the identity that an output folder must match, without the teacher.
+
+    Not the teacher: where its cache turned out too large, responses are there, and another may go
+    on with them until the first checkpoint.
+    """
+    return {
+        name: text
+        for name, text in identity.items()
+        if name != OF_THE_REPORT and not name.startswith(OF_THE_TEACHER)
+    }
+
+
+def of_training(identity: Identity) -> dict[str, str]:
+    """Return the part of the identity that a checkpoint must match."""
+    return {
+        name: text
+        for name, text in identity.items()
+        if name != OF_THE_REPORT and not name.startswith("training.")
+    }
+
+
+def check_folder(workspace: Workspace, identity: Identity) -> None:
+    """Refuse a folder that holds an alignment with other settings.
+
+    Raises:
+        InvalidRequest: it does; everything that differs is named.
+    """
+    if not workspace.identity.exists():
+        return
+    found = differences(read_object(workspace.identity), of_folder(identity), DEFAULTS)
+    if found:
+        raise InvalidRequest(
+            f"{workspace.root} holds an alignment with other settings ({'; '.join(found)}); "
+            "give another --out, or those settings to go on"
+        )
+
+
+def claim_folder(config: AlignConfig, workspace: Workspace, identity: Identity) -> None:
+    """Write the identity and the settings of the run into its folder.
+
+    Raises:
+        InvalidRequest: it cannot be written.
+    """
+    try:
+        write_json(workspace.identity, of_folder(identity))
+        write_json(workspace.settings, settings_of(config))
+    except OSError as error:
+        raise InvalidRequest(f"{workspace.root} cannot be written: {error}") from error
+
 
 logger = logging.getLogger("forerun.align")
 

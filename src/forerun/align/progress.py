@@ -20,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from forerun.align.json_files import append_line, read_lines, write_lines
+from forerun.align.workspace import append_line, read_lines, write_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

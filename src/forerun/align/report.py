@@ -1,20 +1,53 @@
-"""The report of an alignment: settings, figures before and after, ledger, judgements."""
+"""Ends an alignment: judges the kept draft on all held-out prompts and writes the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forerun.align.evaluation.figures import DraftFigures, FigureChange, changes
-from forerun.align.evaluation.ledger import Ledger
-from forerun.align.json_files import from_json, to_json, write_json
-from forerun.align.selection import Judgement
+import forerun
+from forerun.align.checks import DEFAULTS
+from forerun.align.config import AlignConfig
+from forerun.align.data.packing import Packing
+from forerun.align.data.sample import data_hash
+from forerun.align.evaluation.figures import DraftFigures, FigureChange, Ledger, changes, ledger_of
+from forerun.align.evaluation.judge import Judge
+from forerun.align.export import describe_pair, export_draft, push_draft
+from forerun.align.objectives import objective_of
+from forerun.align.plots import plot_survival, plot_training
+from forerun.align.progress import read_metrics
+from forerun.align.rounds import DraftSelector, Judgement
+from forerun.align.training.checkpoint import differences
+from forerun.align.workspace import (
+    Workspace,
+    check_hashes,
+    from_json,
+    settings_of,
+    to_json,
+    write_json,
+)
 from forerun.bounded_documents import read_json
-from forerun.provenance import Provenance
+from forerun.errors import InvalidModel
+from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
+from forerun.models.load import model_folder
+from forerun.provenance import Provenance, collect, content_hash, version_of
+from forerun.theory.cost import CostTable
 
-__all__ = ["AlignReport", "DataSummary", "JudgedPair"]
+__all__ = [
+    "AlignReport",
+    "DataSummary",
+    "JudgedPair",
+    "card_of",
+    "export",
+    "finished",
+    "hand_over",
+    "judged_at",
+    "report_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +150,206 @@ class AlignReport:
     def write(self, path: Path) -> None:
         """Write the report as JSON."""
         write_json(path, self.to_dict())
+
+
+logger = logging.getLogger("forerun.align")
+
+
+def judged_at(
+    judge: Judge, workspace: Workspace, others: Mapping[float, CostTable | None]
+) -> tuple[JudgedPair, ...]:
+    """Judge the first and the kept draft on all held-out prompts, at all temperatures.
+
+    Args:
+        judge: of the deployment.
+        workspace: of the alignment.
+        others: costs at the other temperatures.
+    """
+    check_hashes(workspace.snapshot(0))
+    judges = [judge, *(judge.at(temperature, costs) for temperature, costs in others.items())]
+    return tuple(
+        JudgedPair(
+            before=one.judge(workspace.snapshot(0), name="before"),
+            after=one.judge(workspace.draft, name="after"),
+        )
+        for one in judges
+    )
+
+
+def report_of(
+    config: AlignConfig,
+    *,
+    identity: Mapping[str, str],
+    judged: tuple[JudgedPair, ...],
+    selector: DraftSelector,
+    data: DataSummary,
+    seconds: Mapping[str, float],
+) -> AlignReport:
+    """Build the report of an alignment.
+
+    Args:
+        config: of the alignment.
+        identity: of the alignment.
+        judged: as deployed first; one of them at temperature 1.
+        selector: of the judgements on the way.
+        data: what was learned and judged on.
+        seconds: of every phase.
+    """
+    sampled = next(pair.after for pair in judged if pair.after.temperature == 1)
+    hashes = {
+        "target": identity["target"],
+        "draft": content_hash(str(selector.workspace.draft)),
+    }
+    return AlignReport(
+        draft=selector.workspace.draft,
+        objective=objective_of(config).name,
+        data=data,
+        judged=judged,
+        ledger=ledger_of(judged[0].after, sampled, config.evaluation.in_domain),
+        judgements=tuple(selector.judgements[step] for step in sorted(selector.judgements)),
+        best_step=selector.best.step,
+        seconds=dict(seconds),
+        provenance=collect(hashes),
+        identity=identity,
+    )
+
+
+def hand_over(
+    config: AlignConfig, workspace: Workspace, report: AlignReport, packing: Packing
+) -> None:
+    """Write the model card, the serving files, the plots, and the report last."""
+    card = card_of(
+        config,
+        target_hash=report.identity["target"],
+        objective=report.objective,
+        data=data_hash(packing.samples),
+        before=[pair.before for pair in report.judged],
+        after=[pair.after for pair in report.judged],
+    )
+    write_card(card, workspace.draft)
+    export(config, workspace, report)
+    draw(config, workspace, report)
+    report.write(workspace.report)
+
+
+def export(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
+    """Write the settings that serve the draft, and upload it if a repository is set.
+
+    Where every K was predicted to be slower than decoding without the draft, the files say so and
+    do not use it.
+
+    Raises:
+        IncompatibleDraft: other engines refuse the pair.
+        InvalidRequest: the upload failed.
+    """
+    k = config.evaluation.num_speculative_tokens if report.best_k is None else report.best_k
+    serving = describe_pair(config.target, workspace.draft, k, config.sampling, config.method)
+    export_draft(config.export, serving)
+    if not serving.speculates:
+        logger.warning(
+            "no number of speculative tokens up to %d is predicted to be faster than decoding "
+            "without the draft: the serving files do not use it",
+            config.evaluation.num_speculative_tokens,
+        )
+    if config.push_to_hub is not None:
+        address = push_draft(serving, config.push_to_hub, config.export)
+        logger.warning("the draft was uploaded to %s", address)
+
+
+def draw(config: AlignConfig, workspace: Workspace, report: AlignReport) -> None:
+    """Draw the plots of acceptance by position and of training progress."""
+    deployed = report.judged[0]
+    plot_survival(
+        {"before": deployed.before, "after": deployed.after},
+        f"Acceptance at T={config.sampling.temperature:g}",
+        [workspace.picture("acceptance")],
+    )
+    judged = {judgement.step: judgement for judgement in report.judgements}
+    alphas = {step: j.acceptance_probability for step, j in judged.items()}
+    speedups = {step: j.predicted_speedup for step, j in judged.items()}
+    plot_training(
+        read_metrics(workspace.metrics),
+        {step: alpha for step, alpha in alphas.items() if alpha is not None},
+        {step: speedup for step, speedup in speedups.items() if speedup is not None},
+        [workspace.picture("training")],
+    )
+
+
+def finished(
+    workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
+) -> AlignReport | None:
+    """Return the report of an alignment that is already complete; None if phases remain to run.
+
+    Args:
+        workspace: of the alignment.
+        identity: of what is asked for now.
+        predicted: whether speedups are to be predicted.
+    """
+    report = AlignReport.read(workspace.report)
+    if report is None or not workspace.draft.is_dir():
+        return None
+    damaged = report.provenance.models.get("draft") != content_hash(str(workspace.draft))
+    if damaged:
+        raise InvalidModel(
+            f"the weights in {workspace.draft} are not those that {workspace.report} describes; "
+            "delete both, and the same command restores the draft and judges it again"
+        )
+    lacks_speedup = predicted and report.judged[0].after.overall.speedup is None
+    if lacks_speedup or differences(report.identity, identity, DEFAULTS):
+        return None
+    return report
+
+
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def card_of(
+    config: AlignConfig,
+    *,
+    target_hash: str,
+    objective: str,
+    data: str,
+    before: Sequence[DraftFigures],
+    after: Sequence[DraftFigures],
+) -> DraftCard:
+    """Build the card that is written beside the draft.
+
+    Args:
+        config: of the alignment.
+        target_hash: of the target's weights.
+        objective: the one that was minimised, by name.
+        data: hash of the texts it learned from, see `sample.data_hash`.
+        before: the draft it began as, judged at one or more temperatures.
+        after: the draft itself.
+
+    Raises:
+        InvalidModel: the target cannot be read any more.
+    """
+    return DraftCard(
+        target=config.target,
+        target_hash=target_hash,
+        made_for=identify(model_folder(config.target)),
+        data_hash=data,
+        objective=objective,
+        temperature=config.sampling.temperature,
+        before=tuple(map(card_figures, before)),
+        after=tuple(map(card_figures, after)),
+        versions={
+            "forerun": forerun.__version__,
+            **{name: version_of(name) for name in PACKAGES},
+        },
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=settings_of(config),
+    )
+
+
+def card_figures(judged: DraftFigures) -> CardFigures:
+    """Return the figures that the draft's card shows."""
+    overall = judged.overall
+    return CardFigures(
+        temperature=judged.temperature,
+        num_speculative_tokens=judged.num_speculative_tokens,
+        acceptance_length=overall.acceptance_length,
+        acceptance_probability=overall.acceptance_probability,
+        speedup=None if overall.speedup is None else overall.speedup.best,
+    )

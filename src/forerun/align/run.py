@@ -19,28 +19,35 @@ from pathlib import Path
 from accelerate import Accelerator
 from rich.console import Console
 
-from forerun.align.checks import check_domain, check_settings, warn_of_few_prompts
-from forerun.align.conclusion import export, finished, hand_over, judged_at, report_of
-from forerun.align.config import AlignConfig
-from forerun.align.data.packing import Packing
-from forerun.align.evaluation.judge import Judge
-from forerun.align.identity import (
+from forerun.align.checks import (
     DEFAULTS,
+    check_domain,
     check_folder,
+    check_settings,
     claim_folder,
     identity_of,
     of_training,
+    warn_of_few_prompts,
 )
-from forerun.align.objectives.named import objective_of
+from forerun.align.config import AlignConfig
+from forerun.align.data.packing import Packing
+from forerun.align.evaluation.judge import Judge
+from forerun.align.objectives import objective_of
 from forerun.align.progress import MetricsLog, Phases, StepMetrics, TrainingProgress
-from forerun.align.report import AlignReport, DataSummary
-from forerun.align.round_data import RoundData
-from forerun.align.selection import DraftSelector
+from forerun.align.report import (
+    AlignReport,
+    DataSummary,
+    export,
+    finished,
+    hand_over,
+    judged_at,
+    report_of,
+)
+from forerun.align.rounds import DraftSelector, RoundData
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.training.attached import load_attached
 from forerun.align.training.draft import DraftConfig, TrainedDraft, load_draft
-from forerun.align.training.processes import from_main, make_accelerator
-from forerun.align.training.trainer import Trainer
+from forerun.align.training.trainer import Trainer, from_main, make_accelerator
 from forerun.align.workspace import Workspace, exclusive_access, lock_for
 from forerun.engine.engine import Engine
 from forerun.models.load import load_tokenizer, model_folder

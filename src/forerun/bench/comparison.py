@@ -1,4 +1,4 @@
-"""Compares arms over one target at several temperatures and batch sizes.
+"""Compares arms over one target at several temperatures and batch sizes, and writes the trace.
 
 A cell is one temperature and one batch size. Cells take turns block by block, so a run that is
 interrupted has something to say of each, and a machine that gets slower slows them all.
@@ -7,24 +7,180 @@ interrupted has something to say of each, and a machine that gets slower slows t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 
-from forerun.bench.arms import adaptive_arms, draft_arms, on_best_threads, plain_arm, warm_up
-from forerun.bench.compare import BenchArm, Block, Prompt, batched, run_blocks, scouted
+from forerun.align.data.prompt_files import TAGGED, PromptEntry, read_entries
+from forerun.bench.compare import (
+    BenchArm,
+    Block,
+    Prompt,
+    adaptive_arms,
+    batched,
+    draft_arms,
+    on_best_threads,
+    plain_arm,
+    run_blocks,
+    scouted,
+    warm_up,
+)
 from forerun.bench.config import BenchConfig
 from forerun.bench.report import BenchReport, CellReport
-from forerun.bench.tracing import BenchTrace
 from forerun.engine.draft_cards import check_card
 from forerun.engine.engine import Engine
+from forerun.engine.observing import EmittedRecords
+from forerun.engine.results import RequestOutput, request_records
 from forerun.errors import InvalidRequest
 from forerun.plan.costs import DraftCosts
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
+from forerun.theory.record import Json, StepRecord
+from forerun.trace.files import TraceWriter
 
-__all__ = ["BenchCell", "BenchComparison"]
+__all__ = [
+    "BenchCell",
+    "BenchComparison",
+    "BenchTrace",
+    "TracedEngine",
+    "neighbours_apart",
+    "read_prompts",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Requests and step records of one `generate` call."""
+
+    params: tuple[SamplingParams, ...]
+    records: list[StepRecord]
+    outputs: list[RequestOutput]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TracedEngine:
+    """Engine wrapper that keeps step records in memory until the measurement is over.
+
+    Attributes:
+        engine: what generates.
+        arm: name of the arm; it is part of every request id.
+        tags: of its requests.
+        drafter_hash: content hash of its draft.
+        calls: what has not been written.
+    """
+
+    engine: Engine
+    arm: str
+    tags: tuple[str, ...]
+    drafter_hash: str | None
+    calls: list[Call] = field(default_factory=list)
+
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Generate with the engine, and keep the records."""
+        each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
+        records: list[StepRecord] = []
+        observer = EmittedRecords(records.append)
+        self.engine.observers.append(observer)
+        try:
+            outputs = self.engine.generate(prompts, each)
+        finally:
+            self.engine.observers.remove(observer)
+        self.calls.append(Call(params=each, records=records, outputs=outputs))
+        return outputs
+
+    def write(self, trace: TraceWriter, *, with_tokens: bool) -> None:
+        """Write the kept records to a trace."""
+        for call in self.calls:
+            texts = {output.request_id: iter(output.token_ids) for output in call.outputs}
+            for record in call.records:
+                emitted = tuple(next(texts[record.request_id]) for _ in range(record.num_emitted))
+                changes: Mapping[str, Json] = {
+                    "request_id": self._name(record.request_id),
+                    "drafter_hash": self.drafter_hash if record.num_drafted else None,
+                    "token_ids": emitted if with_tokens else None,
+                }
+                trace.add(record, changes)
+            for output, params in zip(call.outputs, call.params, strict=True):
+                for request in request_records(output, params, self.tags, with_tokens=with_tokens):
+                    trace.add(request, {"request_id": self._name(request.request_id)})
+        self.calls.clear()
+
+    def _name(self, request_id: str) -> str:
+        return f"{self.arm}/{request_id}"
+
+
+class BenchTrace:
+    """Writes the records of a comparison between blocks, outside the measured time.
+
+    Args:
+        trace: where to; its headers are written.
+        draft_hashes: content hash by name of the draft.
+        with_tokens: whether steps record the token ids they emitted.
+    """
+
+    def __init__(
+        self, trace: TraceWriter, *, draft_hashes: Mapping[str, str], with_tokens: bool
+    ) -> None:
+        self.trace = trace
+        self.draft_hashes = draft_hashes
+        self.with_tokens = with_tokens
+        self.engines: list[TracedEngine] = []
+
+    def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
+        """Return arms that record steps, with requests tagged by arm and by `tags`."""
+        return tuple(self._traced(arms, tags))
+
+    def _traced(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> Iterator[BenchArm]:
+        for arm in arms:
+            assert isinstance(arm.engine, Engine)
+            traced = TracedEngine(
+                engine=arm.engine,
+                arm=arm.name,
+                tags=(arm.name, *tags),
+                drafter_hash=self.draft_hashes.get(arm.draft or ""),
+            )
+            self.engines.append(traced)
+            yield replace(arm, engine=traced)
+
+    def write(self) -> None:
+        """Write the records of the latest block."""
+        for engine in self.engines:
+            engine.write(self.trace, with_tokens=self.with_tokens)
+
+
+def read_prompts(path: Path, tag: str | None = None) -> list[str]:
+    """Read the prompts of a comparison from a file or a folder.
+
+    Args:
+        path: a file or a folder, see `read_entries`.
+        tag: only prompts with this tag.
+
+    Raises:
+        InvalidRequest: something cannot be read, a record is malformed or a conversation, or there
+            is no such prompt.
+    """
+    if tag is not None and not path.is_dir() and path.suffix not in TAGGED:
+        raise InvalidRequest(f"{path} is plain text, which has no tags; --tag needs a .jsonl file")
+    prompts = [text_of(entry) for entry in read_entries(path) if tag in (None, entry.tag)]
+    if not prompts:
+        raise InvalidRequest(f"{path} has no prompts" + (f" tagged {tag!r}" if tag else ""))
+    return prompts
+
+
+def text_of(entry: PromptEntry) -> str:
+    """Return the text of a prompt entry; an entry without a text is refused."""
+    if entry.text is None:
+        raise InvalidRequest(f'{entry.where} is a conversation; give its text as a "prompt"')
+    return entry.text
+
+
+def neighbours_apart(prompts: Sequence[str], stride: int = 7) -> list[str]:
+    """Reorder prompts with a stride, so that prompts from one module are not adjacent."""
+    return [prompt for start in range(stride) for prompt in prompts[start::stride]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

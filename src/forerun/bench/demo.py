@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from forerun.bench.arms import draft_arms, on_best_threads, plain_arm, warm_up
 from forerun.bench.compare import (
     BenchArm,
     Block,
     Prompt,
     batched,
+    draft_arms,
+    on_best_threads,
+    plain_arm,
     run_blocks,
     scouted,
+    warm_up,
     within_budget,
 )
+from forerun.bench.comparison import neighbours_apart
 from forerun.bench.config import LEAST_BLOCKS, DemoConfig, DraftArms
-from forerun.bench.exactness import ExactnessReport, check_exactness
-from forerun.bench.prompts import neighbours_apart
-from forerun.bench.report import DemoReport
+from forerun.bench.report import DemoReport, ExactnessReport, check_exactness
 from forerun.bench.summary import best_arm, rows_of, summarise
 from forerun.engine.engine import Engine
 from forerun.engine.results import Completion

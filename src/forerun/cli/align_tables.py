@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.markup import escape
 from rich.table import Column
 
-from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures, FigureChange
-from forerun.align.evaluation.ledger import Ledger
+from forerun.align.evaluation.figures import AcceptanceFigures, DraftFigures, FigureChange, Ledger
 from forerun.align.report import AlignReport
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.theory.intervals import Interval

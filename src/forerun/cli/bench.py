@@ -24,10 +24,9 @@ from forerun.models.runner.config import Runner
 from forerun.models.zoo.catalog import PREFIX
 
 if TYPE_CHECKING:
-    from forerun.bench.comparison import BenchComparison
-    from forerun.bench.tracing import BenchTrace
+    from forerun.bench.comparison import BenchComparison, BenchTrace
     from forerun.plan.costs import DraftCosts
-    from forerun.trace.writer import TraceWriter
+    from forerun.trace.files import TraceWriter
 
 __all__ = ["COMMAND", "BenchOptions"]
 
@@ -217,7 +216,7 @@ def endpoint_run(options: BenchOptions) -> EndpointRun:
 
 def texts_of(options: BenchOptions) -> list[str]:
     """Read the prompts of the file, or the shipped ones."""
-    from forerun.bench.prompts import neighbours_apart, read_prompts
+    from forerun.bench.comparison import neighbours_apart, read_prompts
 
     if options.prompts is not None:
         return read_prompts(options.prompts, options.tag)
@@ -245,7 +244,7 @@ def begin_trace(
     trace: TraceWriter, options: BenchOptions, comparison: BenchComparison
 ) -> BenchTrace:
     """Write one trace header per draft; the draft's hash in each step refers to its header."""
-    from forerun.bench.tracing import BenchTrace
+    from forerun.bench.comparison import BenchTrace
     from forerun.provenance import trace_header
 
     device = str(comparison.device)
@@ -270,7 +269,7 @@ def show(comparison: BenchComparison, options: BenchOptions) -> None:
         with atomic_write(options.out) as scratch:
             scratch.write_text(content + "\n", encoding="utf-8")
     if options.plot is not None and report.has_results:
-        from forerun.bench.plot import plot
+        from forerun.bench.summary import plot
 
         panels = {cell.title: cell.rows for cell in report.cells if cell.rows}
         plot(panels, report.config.target, [options.plot])

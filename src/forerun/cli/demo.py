@@ -79,7 +79,7 @@ def run(options: DemoOptions) -> int:
 
 def show(demo: Demo, options: DemoOptions) -> None:
     """Print and write the results measured until now."""
-    from forerun.bench.plot import plot
+    from forerun.bench.summary import plot
     from forerun.cli.bench_tables import print_report
 
     report = demo.report()

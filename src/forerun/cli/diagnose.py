@@ -130,7 +130,7 @@ def run(options: DiagnoseOptions) -> int:
 
 def gathered(options: DiagnoseOptions) -> Evidence:
     """Collect evidence from the flags, the sources, and the earlier run before the problem."""
-    from forerun.diagnose.derive.derive import add_changes
+    from forerun.diagnose.derive import add_changes
     from forerun.diagnose.evidence import Evidence
     from forerun.diagnose.readers.sources import as_reference, read_source
 

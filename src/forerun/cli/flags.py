@@ -20,7 +20,7 @@ from forerun.models.zoo.catalog import PREFIX
 from forerun.sampling.config import SamplingParams, Verification
 
 if TYPE_CHECKING:
-    from forerun.trace.writer import TraceWriter
+    from forerun.trace.files import TraceWriter
 
 __all__ = [
     "LookAhead",

@@ -16,7 +16,7 @@ from forerun.errors import InvalidRequest
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
     from forerun.models.tokenizers import Tokenizer
-    from forerun.trace.writer import TraceWriter
+    from forerun.trace.files import TraceWriter
 
 __all__ = ["COMMAND", "GenerateOptions"]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from forerun.align.config import AlignConfig
-from forerun.bench.arms import on_best_threads
-from forerun.bench.compare import BenchArm
+from forerun.bench.compare import BenchArm, on_best_threads
 from forerun.bench.comparison import BenchComparison
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.config import parse_drafter

@@ -155,7 +155,7 @@ def texts(options: ProbeOptions) -> list[str]:
         from forerun.models.zoo.catalog import held_out_prompts
 
         return [prompt.text for prompt in held_out_prompts()]
-    from forerun.bench.prompts import read_prompts
+    from forerun.bench.comparison import read_prompts
 
     return read_prompts(options.prompts)
 

@@ -27,7 +27,7 @@ from forerun.probe.profile import ProfileSetup, check_setup, load_profile
 from forerun.sampling.config import SamplingParams
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import Json, StepRecord
-from forerun.trace.writer import TraceWriter
+from forerun.trace.files import TraceWriter
 
 __all__ = ["Figures", "Session", "controlled", "drafters_of", "load_engine"]
 

@@ -17,7 +17,7 @@ from forerun.diagnose.causes import (
     experiment_for,
     score_causes,
 )
-from forerun.diagnose.derive.derive import NO_GAIN, derive
+from forerun.diagnose.derive import NO_GAIN, derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.prediction import Outlook, Prediction, add_predictions, outlook_of, predict
 from forerun.theory.cost import CostTable

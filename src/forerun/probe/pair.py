@@ -21,8 +21,8 @@ from forerun.models.kv_store import StoredModel
 from forerun.models.load import choose_dtype, model_folder, read_config
 from forerun.models.tokenizers import Tokenizer
 from forerun.probe.config import ProbeConfig
-from forerun.probe.engine_rig import MOST_STEPS
 from forerun.probe.profile import ProfileSetup
+from forerun.probe.rigs import MOST_STEPS
 from forerun.provenance import content_hash, cpu_model, num_cores
 
 __all__ = ["LoadedPair", "ModelFacts", "facts_of", "load_pair", "num_threads_of", "setup_of"]

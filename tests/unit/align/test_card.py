@@ -8,9 +8,9 @@ from pathlib import Path
 from tests import tiny
 from tests.unit.align.evaluation.judgements import figures, judged
 
-from forerun.align.conclusion import card_of
 from forerun.align.config import AlignConfig, DataConfig
 from forerun.align.data.sample import Sample, data_hash
+from forerun.align.report import card_of
 from forerun.models.draft_card import read_card, staleness, write_card
 from forerun.sampling.config import SamplingParams
 

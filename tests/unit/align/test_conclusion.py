@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tests.unit.align.test_json_files import report
 
-from forerun.align import conclusion
+from forerun.align import report as conclusion
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
 from forerun.align.evaluation.judged import PredictedSpeedup
 from forerun.align.report import AlignReport

@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 from tests.training import pair
 
+from forerun.align.checks import (
+    DEFAULTS,
+    check_folder,
+    claim_folder,
+    identity_of,
+    of_training,
+)
 from forerun.align.config import (
     AlignConfig,
     DataConfig,
@@ -20,13 +27,6 @@ from forerun.align.config import (
 )
 from forerun.align.data.prompts import PromptRecord
 from forerun.align.data.sample import Sample
-from forerun.align.identity import (
-    DEFAULTS,
-    check_folder,
-    claim_folder,
-    identity_of,
-    of_training,
-)
 from forerun.align.texts import PromptSplit
 from forerun.align.training.checkpoint import differences
 from forerun.align.workspace import Workspace

@@ -11,11 +11,10 @@ import pytest
 from tests.unit.align.evaluation.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.evaluation.ledger import ledger_of
-from forerun.align.json_files import from_json
+from forerun.align.evaluation.figures import ledger_of
 from forerun.align.report import AlignReport, DataSummary, JudgedPair
-from forerun.align.selection import Judgement
-from forerun.align.workspace import settings_of
+from forerun.align.rounds import Judgement
+from forerun.align.workspace import from_json, settings_of
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 

@@ -10,7 +10,7 @@ from tests.unit.align.evaluation.judgements import figures, judged
 
 from forerun.align.evaluation.figures import DraftFigures
 from forerun.align.evaluation.judge import Judge
-from forerun.align.selection import DraftSelector, Judgement
+from forerun.align.rounds import DraftSelector, Judgement
 from forerun.align.workspace import HASHES, Workspace, check_hashes, write_hashes
 from forerun.drafters.base import Drafter
 from forerun.errors import InvalidCheckpoint

@@ -9,9 +9,9 @@ import pytest
 
 from forerun.bench import demo as module
 from forerun.bench.compare import scouted
+from forerun.bench.comparison import neighbours_apart
 from forerun.bench.config import DemoConfig
 from forerun.bench.demo import Demo, DemoArms, chains_and_trees
-from forerun.bench.prompts import neighbours_apart
 from forerun.bench.summary import MIN_BLOCKS
 from forerun.control.base import Tree
 from forerun.errors import InvalidRequest

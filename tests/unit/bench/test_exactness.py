@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench.exactness import check_exactness, first_difference
+from forerun.bench.report import check_exactness, first_difference
 from forerun.sampling.config import SamplingParams
 
 CASES = {"greedy": SamplingParams(temperature=0, max_tokens=9)}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.bench.prompts import read_prompts
+from forerun.bench.comparison import read_prompts
 from forerun.errors import InvalidRequest
 
 

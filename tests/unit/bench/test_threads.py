@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.bench.arms import NUM_TOKENS, on_best_threads
+from forerun.bench.compare import NUM_TOKENS, on_best_threads
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.align.evaluation.judgements import figures, judged
 
-from forerun.align.evaluation.figures import changes
-from forerun.align.evaluation.ledger import ledger_of
+from forerun.align.evaluation.figures import changes, ledger_of
 from forerun.cli.align_tables import print_changes, print_drafts, print_ledger
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.diagnose.attribution import attribute
-from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.derive import derive
 from forerun.diagnose.evidence import Evidence
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.diagnose.derive.derive import add_changes, derive
+from forerun.diagnose.derive import add_changes, derive
 from forerun.diagnose.diagnosis import Change, Diagnosis, diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.sources import as_reference

@@ -224,7 +224,7 @@ from tests.records import HEADER, REQUEST, STEP
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.readers.sources import read_source
 from forerun.trace.files import read_trace
-from forerun.trace.jsonl import line_of
+from forerun.trace.schema import line_of
 from forerun.trace.schema import row_of
 from forerun.trace.summary import summarise
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.derive import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.prometheus import PrometheusText, metrics_of
 from forerun.diagnose.readers.text import read_text

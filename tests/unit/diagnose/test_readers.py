@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.derive import derive
 from forerun.diagnose.diagnosis import diagnose
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers import text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.records import HEADER, REQUEST, STEP
 
-from forerun.diagnose.derive.derive import derive
+from forerun.diagnose.derive import derive
 from forerun.diagnose.evidence import Evidence
 from forerun.diagnose.readers.trace.reader import read_trace_evidence
 from forerun.theory.record import StepRecord

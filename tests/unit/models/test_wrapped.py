@@ -14,7 +14,7 @@ from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
 from forerun.models.base import LanguageModel, LayeredModel, SampledChains
-from forerun.probe.stopwatch import Stopwatch, timed
+from forerun.probe.rounds import Stopwatch, timed
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.stop_rule import StopRule

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from forerun.models.memory import available_bytes
-from forerun.probe import stopwatch as bandwidth
-from forerun.probe.stopwatch import Stopwatch, read_bandwidth, torch_threads
+from forerun.probe import rounds as bandwidth
+from forerun.probe.rounds import Stopwatch, read_bandwidth, torch_threads
 
 CPU = torch.device("cpu")
 

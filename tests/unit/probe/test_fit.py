@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.probe.config import ProfileCell, Quantity
-from forerun.probe.fit import cost_table, slope_of
+from forerun.probe.measurement import cost_table, slope_of
 from forerun.theory.cost_line import CostReading
 from forerun.theory.intervals import Interval
 

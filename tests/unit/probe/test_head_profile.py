@@ -10,8 +10,7 @@ from tests.unit.probe.planted import facts
 
 from forerun.engine.config import EngineConfig
 from forerun.probe.config import ProbeConfig, ProfileCell, Quantity
-from forerun.probe.fit import cost_table
-from forerun.probe.measurement import measure_pair
+from forerun.probe.measurement import cost_table, measure_pair
 from forerun.probe.pair import LoadedPair
 from forerun.theory.intervals import Interval
 

@@ -14,7 +14,7 @@ from forerun.errors import NotEnoughMemory
 from forerun.probe.config import Quantity
 from forerun.probe.measurement import measure_pair, rigs
 from forerun.probe.profile import Profile
-from forerun.probe.stopwatch import Stopwatch
+from forerun.probe.rounds import Stopwatch
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
 BRIEF = replace(SMALL, min_rounds=1, budget_s=1e-9)

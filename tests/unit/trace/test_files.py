@@ -15,10 +15,9 @@ from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
 from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.theory.record import StepRecord
-from forerun.trace import jsonl
+from forerun.trace import schema as jsonl
 from forerun.trace.files import SUFFIXES, open_trace, read_trace
-from forerun.trace.jsonl import JsonLines
-from forerun.trace.schema import Damage, Record, row_of
+from forerun.trace.schema import Damage, JsonLines, Record, row_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 from tests.records import FULL, HEADER, REQUEST, STEP
 
-from forerun.trace.parquet import FOLDERS, TYPES
+from forerun.trace.arrow import FOLDERS, TYPES
 from forerun.trace.schema import CONVERSIONS, KINDS, kind_of, record_from
 
 

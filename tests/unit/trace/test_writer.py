@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from tests.records import HEADER, REQUEST, STEP, steps
 
+from forerun.trace.files import FlushRule, TraceWriter
 from forerun.trace.schema import FIELDS, Record, Row, record_from
-from forerun.trace.writer import FlushRule, TraceWriter
 
 
 class Pile:

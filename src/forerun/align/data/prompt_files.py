@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from forerun.bounded_documents import json_lines, parse_json, read_json
-from forerun.bounded_parquet import parquet_batches
+from forerun.bounded_documents import json_lines, parquet_batches, parse_json, read_json
 from forerun.bounded_read import ReadLimits, decoded, first_line, open_bounded, read_text
 from forerun.errors import InvalidRequest, UnreadableInput
 

@@ -1,4 +1,4 @@
-"""Training texts: single samples, and packed rows of several samples."""
+"""Training texts: single samples, packed rows of several samples, and counts of their tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from forerun.cache import hash_of
+from forerun.errors import InvalidRequest
 
 __all__ = [
     "PackedBatch",
@@ -20,9 +21,12 @@ __all__ = [
     "Source",
     "TopLogprobs",
     "data_hash",
+    "drafted_tokens",
     "packed_inputs",
     "prompt_hash",
+    "token_counts",
 ]
+
 
 Source = Literal["target", "draft", "fixed", "replay"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
@@ -137,3 +141,56 @@ def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
     texts = (batch.positions == 0).cumsum(-1)
     alike = texts[:, :, None] == texts[:, None, :]
     return alike.tril()[:, None]
+
+
+COVERED = 0.995
+"""Share of the learned tokens that a vocabulary covers if no size is given."""
+MULTIPLE = 128
+"""A size that is chosen here is a multiple of it, which products of matrices take well."""
+MOST = 32_000
+
+
+def drafted_tokens(
+    samples: Sequence[Sample], vocab_size: int, size: int | None = None
+) -> Int64[Tensor, " draft_vocab"]:
+    """Return the tokens a head can draft, ascending.
+
+    Tokens that were never learned follow those that were by how often they occur in prompts.
+
+    Args:
+        samples: whose learned tokens are counted.
+        vocab_size: of the target.
+        size: of the reduced vocabulary; None: the smallest multiple of 128 that covers 99.5% of
+            the learned tokens, at most 32,000.
+
+    Raises:
+        InvalidRequest: the size is larger than the vocabulary of the target.
+    """
+    if size is not None and size > vocab_size:
+        raise InvalidRequest(
+            f"draft_vocab_size is {size}, but the target has {vocab_size} tokens; give at most that"
+        )
+    learned, read = token_counts(samples, vocab_size)
+    order = sorted(range(vocab_size), key=lambda token: (-learned[token], -read[token], token))
+    if size is None:
+        covered = torch.tensor([learned[token] for token in order]).cumsum(0)
+        enough = int((covered < COVERED * covered[-1]).sum()) + 1
+        size = min(-(-enough // MULTIPLE) * MULTIPLE, MOST, vocab_size)
+    return torch.tensor(sorted(order[:size]))
+
+
+def token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[list[int], list[int]]:
+    """Return how often every token is learned, and how often it occurs in total.
+
+    Args:
+        samples: the texts.
+        vocab_size: of the target.
+    """
+    learned = torch.zeros(vocab_size, dtype=torch.int64)
+    read = torch.zeros(vocab_size, dtype=torch.int64)
+    for sample in samples:
+        ids = torch.tensor(sample.token_ids)
+        read += torch.bincount(ids, minlength=vocab_size)
+        for start, end in sample.spans:
+            learned += torch.bincount(ids[start:end], minlength=vocab_size)
+    return learned.tolist(), read.tolist()

@@ -1,8 +1,15 @@
-"""Responses from an OpenAI-compatible server, with retries and limits."""
+"""Responses from an OpenAI-compatible server, with retries and limits.
+
+Tokens are exact where the answer has their ids: vLLM sends them on request (`return_token_ids`,
+`return_tokens_as_token_ids`), llama.cpp beside log-probabilities. Any other server sends text,
+which the target's tokenizer turns into tokens; its log-probabilities are not used, because several
+tokens may have the same text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from threading import Event
@@ -11,16 +18,215 @@ from typing import Any
 import httpx
 
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.response_store import Response, ResponseStore
-from forerun.align.data.responses import seed_of
-from forerun.align.data.server_protocol import request_body, response_of
+from forerun.align.data.responses import Response, ResponseStore, seed_of
+from forerun.align.data.sample import TopLogprobs
 from forerun.align.progress import OnProgress
-from forerun.engine.endpoint import Endpoint, client_for, sampling_fields
+from forerun.engine.endpoint import BrokenReply, Endpoint, client_for, sampling_fields
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
+from forerun.terminal_text import printable
 
-__all__ = ["ResponseServer", "ResponseServerConfig", "write_responses_from"]
+__all__ = [
+    "ResponseServer",
+    "ResponseServerConfig",
+    "request_body",
+    "response_of",
+    "write_responses_from",
+]
+
+
+ID_PREFIX = "token_id:"
+FINISH_REASONS = ("stop", "length")
+MAX_TOKEN_CHARACTERS = 1024
+"""Of one token, generously: the longest in use are runs of some hundred spaces."""
+
+
+def request_body(
+    prompt: PromptRecord, params: SamplingParams, *, chat: bool, num_logprobs: int
+) -> dict[str, object]:
+    """Return the body of a request without model and seed.
+
+    Args:
+        prompt: sent as tokens, or as messages to the chat endpoint.
+        params: how the tokens are chosen.
+        chat: whether it is the chat endpoint.
+        num_logprobs: most likely tokens to report per position, 0 for none.
+
+    Raises:
+        InvalidRequest: the chat endpoint is to continue a plain text, or a parameter is not in the
+            protocol.
+    """
+    if chat and not prompt.messages:
+        raise InvalidRequest(
+            f"{prompt.where} is no conversation; /chat/completions takes nothing else: give the "
+            "server's address without it"
+        )
+    body: dict[str, object] = (
+        {"messages": [dict(message) for message in prompt.messages]}
+        if chat
+        else {"prompt": list(prompt.prompt_ids)}
+    )
+    body |= sampling_fields(params)
+    if num_logprobs:
+        body |= {"logprobs": True, "top_logprobs": num_logprobs} if chat else {}
+        body |= {} if chat else {"logprobs": num_logprobs}
+    return body
+
+
+def response_of(
+    reply: Any, prompt_hash: str, index: int, params: SamplingParams, tokenizer: Tokenizer
+) -> Response:
+    """Read the response from a server's answer.
+
+    Raises:
+        BrokenReply: there is none, or it was broken off.
+        InvalidRequest: its ids are not this tokenizer's.
+    """
+    try:
+        choice = reply["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        finish_reason = choice["finish_reason"]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise BrokenReply(f"no response in {reply!r:.200}") from error
+    if not isinstance(text, str) or finish_reason not in FINISH_REASONS:
+        raise BrokenReply(f"a response of {text!r:.60} that ended by {finish_reason!r:.60}")
+    places = places_of(choice.get("logprobs"))
+    known_ids = ids_of(choice, places)
+    check_lengths(text, known_ids, params)
+    check_ids(known_ids, places, tokenizer)
+    if known_ids is None:
+        known_ids = encoded(text, choice, params, tokenizer)
+        places = None
+    elif not spells(known_ids, text, tokenizer):
+        raise InvalidRequest(
+            f"the server's tokens {known_ids[:8]} are not this tokenizer's way to write "
+            f"{printable(text, max_length=40)!r}: it serves a model with another tokenizer"
+        )
+    return Response(
+        prompt_hash=prompt_hash,
+        index=index,
+        token_ids=tuple(known_ids),
+        finish_reason=finish_reason,
+        top_logprobs=None if places is None else tops_of(places, len(known_ids)),
+    )
+
+
+def check_lengths(text: str, ids: Sequence[int] | None, params: SamplingParams) -> None:
+    """Refuse a response that is too long for its `max_tokens`.
+
+    Raises:
+        BrokenReply: it is; a tokenizer would take very long to read it.
+    """
+    most = params.max_tokens or 0
+    if len(text) > MAX_TOKEN_CHARACTERS * (most + 1) or (
+        ids is not None and len(ids) > 2 * most + 16
+    ):
+        raise BrokenReply(
+            f"a response of {len(text)} characters and {'unknown' if ids is None else len(ids)} "
+            f"tokens, where {most} tokens were asked for"
+        )
+
+
+def check_ids(
+    ids: Sequence[int] | None, places: Sequence[Place] | None, tokenizer: Tokenizer
+) -> None:
+    """Refuse token ids that are outside the tokenizer's vocabulary.
+
+    Raises:
+        InvalidRequest: there is one.
+    """
+    named = [token for _, top in places or () for token, _ in top]
+    for token in (*(ids or ()), *named):
+        if token not in tokenizer.vocabulary:
+            raise InvalidRequest(
+                f"the server names the token {printable(token, max_length=40)}, which is not in "
+                "the target's vocabulary: it serves a model with another tokenizer"
+            )
+
+
+Place = tuple[int, tuple[tuple[int, float], ...]]
+"""A token and the most likely ones there."""
+
+
+def places_of(logprobs: Any) -> list[Place] | None:
+    """Return token id and top log-probabilities of every position; None where ids are missing."""
+    try:
+        if logprobs.get("content") is not None:
+            return [
+                (id_of(entry), ranked((id_of(t), t["logprob"]) for t in entry["top_logprobs"]))
+                for entry in logprobs["content"]
+            ]
+        tops = logprobs["top_logprobs"] or [{} for _ in logprobs["tokens"]]
+        return [
+            (named_id(token), ranked((named_id(t), value) for t, value in top.items()))
+            for token, top in zip(logprobs["tokens"], tops, strict=True)
+        ]
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        return None
+
+
+def ranked(pairs: Any) -> tuple[tuple[int, float], ...]:
+    """Return unique token ids with log-probabilities, the most likely first."""
+    found = {token: float(value) for token, value in pairs}
+    if any(math.isnan(value) for value in found.values()):
+        raise ValueError("a log-probability is not a number")
+    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def id_of(entry: Mapping[str, Any]) -> int:
+    """Return the id of a token in the chat form: a field in llama.cpp, part of the name in vLLM."""
+    return int(entry["id"]) if "id" in entry else named_id(entry["token"])
+
+
+def named_id(name: str) -> int:
+    """Return the id in a name such as "token_id:17".
+
+    Raises:
+        ValueError: the name is text.
+    """
+    if not name.startswith(ID_PREFIX):
+        raise ValueError(name)
+    return int(name.removeprefix(ID_PREFIX))
+
+
+def ids_of(choice: Mapping[str, Any], places: Sequence[Place] | None) -> list[int] | None:
+    """Return the response's token ids if the answer has them."""
+    given = choice.get("token_ids")
+    if isinstance(given, list) and all(type(token) is int for token in given):
+        return given
+    return None if places is None else [token for token, _ in places]
+
+
+def tops_of(places: Sequence[Place], num_tokens: int) -> TopLogprobs | None:
+    """Return the top log-probabilities of every position; None if a position has none."""
+    tops = tuple(top for _, top in places)
+    return tops if len(tops) == num_tokens and all(tops) else None
+
+
+def encoded(
+    text: str, choice: Mapping[str, Any], params: SamplingParams, tokenizer: Tokenizer
+) -> list[int]:
+    """Tokenise a text, and append the end token if the text must have ended with it."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    by_itself = choice["finish_reason"] == "stop" and choice.get("stop_reason") is None
+    if by_itself and not params.stop and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def spells(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
+    """Whether tokens decode to a text, from which a stop string may have been removed.
+
+    Servers differ in how they write spaces at the ends and characters that are cut off.
+    """
+    return squeezed(tokenizer.decode(ids)).startswith(squeezed(text))
+
+
+def squeezed(text: str) -> str:
+    """Return a text without white space and replacement characters."""
+    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
+
 
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"

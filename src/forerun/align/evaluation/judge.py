@@ -12,10 +12,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from forerun.align.evaluation.attached import attached_acceptance, head_in
 from forerun.align.evaluation.figures import DraftFigures, judge_figures
 from forerun.align.evaluation.judged import EvaluationPrompt, JudgedPrompt
-from forerun.align.evaluation.teacher_forced import acceptance_probabilities
+from forerun.align.evaluation.teacher_forced import (
+    acceptance_probabilities,
+    attached_acceptance,
+    head_in,
+)
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from forerun.align.data.sample import PackedBatch, Sample
-from forerun.align.distribution import TargetDistribution
+from forerun.align.objectives import TargetDistribution
 from forerun.errors import InvalidCache
 
 __all__ = [

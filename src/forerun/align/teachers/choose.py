@@ -6,21 +6,24 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
 from forerun.align.data.sample import Sample
+from forerun.align.objectives import Objective
 from forerun.align.progress import OnProgress
 from forerun.align.teachers.base import ALONE, ProcessShare, Teacher
 from forerun.align.teachers.cache import CacheIdentity, RowCache
-from forerun.align.teachers.features import CachedFeatures, OnlineFeatures
 from forerun.align.teachers.filling import CacheFiller, RowSizes, allowed_bytes
-from forerun.align.teachers.hidden import HiddenTeacher, ModelTeacher
-from forerun.align.teachers.sampled import SampledTeacher
+from forerun.align.teachers.hidden import (
+    CachedFeatures,
+    HiddenTeacher,
+    ModelTeacher,
+    OnlineFeatures,
+)
+from forerun.align.teachers.sampled import SampledTeacher, TopKTeacher
 from forerun.align.teachers.target import TargetModel, load_sharded, load_target
-from forerun.align.teachers.top_k import TopKTeacher
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import read_checkpoint, template_hash, tokenizer_hash
 from forerun.models.load import choose_device, choose_dtype, model_folder, read_config
@@ -28,7 +31,6 @@ from forerun.sampling.config import SamplingParams
 
 __all__ = [
     "PARTIAL",
-    "LearnedObjective",
     "TeacherSource",
     "check_feature_teacher",
     "check_objective",
@@ -42,22 +44,6 @@ SHARDED = "sharded"
 """As a device: the target is spread over all GPUs there are, for it is larger than one."""
 PARTIAL = ("sampled", "top-k")
 """Teachers that have a part of a distribution, unless it is greedy."""
-
-
-@runtime_checkable
-class LearnedObjective(Protocol):
-    """The properties of an `Objective` that restrict the choice of teacher.
-
-    So they are not imported here.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name of the objective, for messages."""
-
-    @property
-    def linear(self) -> bool:
-        """Whether the objective is linear in the target's distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +73,7 @@ class TeacherSource:
 
 
 def make_teacher(
-    config: TeacherConfig, objective: LearnedObjective, source: TeacherSource, num_rows: int
+    config: TeacherConfig, objective: Objective, source: TeacherSource, num_rows: int
 ) -> Teacher:
     """Build the teacher; "auto" selects the cheapest exact teacher whose cache fits the disk.
 
@@ -118,9 +104,7 @@ def make_teacher(
     return sampled_teacher(config, source)
 
 
-def check_objective(
-    kind: TeacherKind, objective: LearnedObjective, sampling: SamplingParams
-) -> None:
+def check_objective(kind: TeacherKind, objective: Objective, sampling: SamplingParams) -> None:
     """Refuse a teacher whose incomplete distributions would bias the objective.
 
     Raises:

@@ -18,20 +18,18 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from forerun.align.config import AlignConfig, AttachedConfig
-from forerun.align.data.sample import PackedBatch, Sample
-from forerun.align.data.vocabulary import drafted_tokens
-from forerun.align.objectives.chunked import DraftHead
-from forerun.align.objectives.named import Objective
+from forerun.align.data.sample import PackedBatch, Sample, drafted_tokens
+from forerun.align.objectives import Objective
 from forerun.align.teachers.base import one_per_row
-from forerun.align.teachers.features import FeatureTeacherRows
+from forerun.align.teachers.hidden import FeatureTeacherRows
 from forerun.align.teachers.target import (
     TargetModel,
     adopt_target,
     check_layers,
     embedding_table,
 )
-from forerun.align.training.passes import PassLoss, PassStates
-from forerun.align.training.unroll import UnrolledEagle3
+from forerun.align.training.chunked import DraftHead
+from forerun.align.training.passes import PassLoss, PassStates, UnrolledEagle3
 from forerun.align.workspace import write_hashes
 from forerun.atomic_write import atomic_folder, remove_unfinished
 from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head

@@ -165,7 +165,7 @@ def read_stream(file: BoundedFile, name: str) -> Evidence:
 
 def as_reference(evidence: Evidence) -> Evidence:
     """Rename the figures of a run to those of the reference run for a comparison."""
-    from forerun.diagnose.derive.rates_and_costs import add_costs, add_rates
+    from forerun.diagnose.rates import add_costs, add_rates
 
     add_rates(evidence)
     add_costs(evidence)

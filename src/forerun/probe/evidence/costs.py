@@ -14,9 +14,8 @@ from forerun.engine.engine import Engine
 from forerun.models.base import LanguageModel, LayeredModel
 from forerun.probe.config import ProbeConfig, ProfileCell, Quantity
 from forerun.probe.evidence.tape import TapedRequest
-from forerun.probe.pass_rig import PassRig, prefixes
-from forerun.probe.rounds import measure
-from forerun.probe.stopwatch import Stopwatch
+from forerun.probe.rigs import PassRig, prefixes
+from forerun.probe.rounds import Stopwatch, measure
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import wilson_interval
 

@@ -1,29 +1,86 @@
-"""Replays requests with new caches, and tests whether tokens follow their distributions."""
+"""Replays requests with new caches, and tests whether tokens follow their distributions.
+
+A checkpoint's head is run without caches for the comparison with the drafts of an engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.align.evaluation.teacher_forced import (
+    head_logits,
     histories_before,
     logits_of,
     num_known,
     probs_of_rows,
+    read_text,
 )
+from forerun.drafters.eagle3.formats import is_eagle3
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.eagle3.load import examine
 from forerun.drafters.levels import fit_vocabulary
+from forerun.drafters.medusa.checkpoint import read_medusa
+from forerun.drafters.medusa.head import MedusaHeads
 from forerun.models.base import LanguageModel
-from forerun.probe.evidence.heads import ReferenceHead
+from forerun.models.checkpoint import read_object
 from forerun.probe.evidence.tape import TapedRequest
 from forerun.sampling.config import draft_params
 from forerun.sampling.history import History, RowHistory
 from forerun.sampling.noise import position_key, request_key, uniform
 
-__all__ = ["Replay", "Transform", "replay"]
+__all__ = ["ReferenceHead", "Replay", "Transform", "reference_head", "replay"]
+
+
+class ReferenceHead:
+    """A head with its target, evaluated over whole texts without caches.
+
+    Args:
+        head: in fp32.
+        target: whose hidden states it reads; no request may be running on it.
+    """
+
+    def __init__(self, head: Eagle3Head | MedusaHeads, target: LanguageModel) -> None:
+        self.head = head
+        self.target = target
+
+    def logits(self, ids: Sequence[int], first: int) -> Float[Tensor, "read vocab"]:
+        """Return logits of the first drafted token after each row from `first` to the last but one.
+
+        Args:
+            ids: a text.
+            first: row; row 0 has no draft behind it, so none is returned from there.
+        """
+        ids = ids[: self.target.max_context]
+        if first < 1 or len(ids) < first + 2:
+            return torch.empty(0, self.target.vocab_size)
+        if isinstance(self.head, Eagle3Head):
+            _, features = read_text(self.target, ids, self.head.config.feature_layers)
+            drafted = head_logits(self.target, self.head, ids, features)
+        else:
+            _, features = read_text(self.target, ids, (self.target.num_layers,))
+            hidden = self.target.final_norm(features[:, 0]).float()
+            drafted = self.head(hidden, self.target.head, 1)[0]
+        return drafted[first - 1 : -1].float()
+
+
+def reference_head(folder: Path, target: LanguageModel) -> ReferenceHead:
+    """Load the head in a folder in fp32 for evaluation without caches.
+
+    Raises:
+        InvalidModel: it is damaged.
+        IncompatibleDraft: it was trained for another target.
+    """
+    if is_eagle3(read_object(folder / "config.json")):
+        head = examine(folder, target).head
+        return ReferenceHead(head.to(target.device).requires_grad_(False), target)
+    heads = read_medusa(folder, vocab_size=target.vocab_size)
+    return ReferenceHead(heads.to(target.device).requires_grad_(False), target)
 
 
 class Transform:

@@ -36,8 +36,7 @@ from forerun.probe.evidence.costs import (
 )
 from forerun.probe.evidence.files import add_card_ratio, add_files, add_head_files
 from forerun.probe.evidence.greedy import GreedyTally, noise_width
-from forerun.probe.evidence.heads import ReferenceHead, reference_head
-from forerun.probe.evidence.replay import Transform, replay
+from forerun.probe.evidence.replay import ReferenceHead, Transform, reference_head, replay
 from forerun.probe.evidence.sampled import SampledTally
 from forerun.probe.evidence.tape import TapedRequest, run_taped
 from forerun.sampling.config import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.response_store import ResponseOrigin
+from forerun.align.data.responses import ResponseOrigin
 from forerun.align.data.sample import prompt_hash
 from forerun.models.tokenizer_files import adopt
 from forerun.models.tokenizers import Tokenizer

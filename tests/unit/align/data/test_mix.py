@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from forerun.align.data.packing import mix, shares_of
 from forerun.align.data.sample import Sample
-from forerun.align.data.selection import mix, shares_of
 from forerun.errors import InvalidRequest
 
 

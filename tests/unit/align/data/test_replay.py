@@ -9,7 +9,7 @@ import torch
 from tests import tiny
 from tests.records import HEADER, REQUEST, STEP
 
-from forerun.align.data.replay import replayed
+from forerun.align.texts import replayed
 from forerun.cli.session import Session
 from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.sampling.config import SamplingParams

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.align.data.conftest import origin, prompt, prompts
 
 from forerun.align.data.prompts import PromptRecord
-from forerun.align.data.response_store import ResponseStore
+from forerun.align.data.responses import ResponseStore
 from forerun.align.data.server import ResponseServer, ResponseServerConfig, write_responses_from
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.sampling.config import SamplingParams

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.align.data.sample import Sample
-from forerun.align.data.vocabulary import drafted_tokens
+from forerun.align.data.sample import Sample, drafted_tokens
 from forerun.errors import InvalidRequest
 
 

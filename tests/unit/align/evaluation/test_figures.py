@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.align.evaluation.judgements import K, figures, judged
 
-from forerun.align.selection import judgement_of
+from forerun.align.rounds import judgement_of
 from forerun.theory.cost import CostTable
 from forerun.theory.cost_line import CostLine
 from forerun.theory.intervals import bootstrap_ratio

@@ -8,7 +8,7 @@ from math import fsum, prod
 import pytest
 from tests.unit.align.evaluation.judgements import K, figures, judged
 
-from forerun.align.evaluation.ledger import ledger_of, teacher_forced_length
+from forerun.align.evaluation.figures import ledger_of, teacher_forced_length
 
 ALPHAS = (0.9, 0.5, 0.2, 0.7, 1.0, 0.4, 0.6, 0.3)
 

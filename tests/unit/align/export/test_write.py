@@ -11,8 +11,8 @@ import pytest
 from tests import tiny
 from tests.unit.align.export.conftest import Pair
 
-from forerun.align.export.engines import Serving
-from forerun.align.export.write import describe_pair, export_draft
+from forerun.align.export import describe_pair, export_draft
+from forerun.align.serving import Serving
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.sampling.config import SamplingParams
 

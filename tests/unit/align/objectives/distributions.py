@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.align.distribution import DenseDistribution, SparseDistribution, TargetDistribution
+from forerun.align.objectives import DenseDistribution, SparseDistribution, TargetDistribution
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:

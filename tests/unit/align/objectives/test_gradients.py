@@ -19,9 +19,13 @@ from tests.unit.align.objectives.distributions import (
 from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig, ObjectiveName
-from forerun.align.distribution import SparseDistribution, TargetDistribution, dense_probs
-from forerun.align.objectives.divergences import PROBABILITY_FLOOR
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives import (
+    PROBABILITY_FLOOR,
+    SparseDistribution,
+    TargetDistribution,
+    dense_probs,
+    make_objective,
+)
 
 ROWS, VOCAB = 7, 23
 BETA, ETA = 0.3, 2.5

@@ -5,8 +5,8 @@ import torch
 from tests.unit.align.objectives.distributions import dense_distribution, normal
 
 from forerun.align.config import ObjectiveConfig
-from forerun.align.objectives.length_aware import length_weights
-from forerun.align.objectives.named import make_objective
+from forerun.align.objectives import make_objective
+from forerun.align.training.chunked import length_weights
 
 K = 4
 

@@ -12,7 +12,7 @@ from tests import tiny
 from forerun.align.config import ObjectiveConfig, TeacherConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample
-from forerun.align.objectives.named import Objective, make_objective
+from forerun.align.objectives import Objective, make_objective
 from forerun.align.teachers.choose import TeacherSource
 from forerun.provenance import content_hash
 from forerun.sampling.config import SamplingParams

@@ -12,7 +12,7 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
 
-from forerun.align.distribution import dense_probs
+from forerun.align.objectives import dense_probs
 from forerun.align.teachers import filling, hidden
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.cache import RowCache

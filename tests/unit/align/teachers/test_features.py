@@ -11,7 +11,7 @@ from tests.unit.align.teachers.conftest import all_rows, caching, expected_logit
 
 from forerun.align.teachers.base import Teacher
 from forerun.align.teachers.choose import feature_teacher
-from forerun.align.teachers.features import FeatureTeacherRows, OnlineFeatures
+from forerun.align.teachers.hidden import FeatureTeacherRows, OnlineFeatures
 from forerun.align.teachers.target import adopt_target, embedding_table
 from forerun.errors import CacheTooLarge, InvalidRequest, UnsupportedFeatures
 from forerun.sampling.config import SamplingParams

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, expected_logits, texts
 
 from forerun.align.data.sample import Sample
-from forerun.align.distribution import DenseDistribution, SparseDistribution
+from forerun.align.objectives import DenseDistribution, SparseDistribution
 from forerun.align.teachers.base import ALONE, Teacher
 from forerun.align.teachers.hidden import ModelTeacher
 from forerun.align.teachers.target import adopt_target, load_sharded, load_target, refuse_offloaded

@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, objective, texts
 
-from forerun.align.distribution import SparseDistribution, dense_probs
+from forerun.align.objectives import SparseDistribution, dense_probs
 from forerun.align.teachers.choose import make_teacher
 from forerun.align.teachers.sampled import draw_ids
 from forerun.errors import InvalidRequest, NumericalError

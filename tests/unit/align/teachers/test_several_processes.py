@@ -18,7 +18,7 @@ from tests.unit.align.teachers.conftest import (
     texts,
 )
 
-from forerun.align.distribution import dense_probs
+from forerun.align.objectives import dense_probs
 from forerun.align.teachers import filling
 from forerun.align.teachers.base import ProcessShare
 from forerun.align.teachers.choose import make_teacher
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
-from forerun.align.distribution import dense_probs
+from forerun.align.objectives import dense_probs
 from forerun.align.teachers import filling
 from forerun.align.teachers.choose import TeacherSource, make_teacher
 from forerun.align.teachers.base import ProcessShare

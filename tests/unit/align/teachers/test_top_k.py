@@ -10,9 +10,9 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
 from forerun.align.data.sample import Sample
-from forerun.align.distribution import dense_probs
+from forerun.align.objectives import dense_probs
 from forerun.align.teachers.choose import make_teacher
-from forerun.align.teachers.top_k import known_shares
+from forerun.align.teachers.sampled import known_shares
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.processors import pack_params, target_probs

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from forerun.align.config import ObjectiveConfig
 from forerun.align.data.sample import PackedBatch
-from forerun.align.objectives.chunked import DraftHead
-from forerun.align.objectives.length_aware import length_weights
-from forerun.align.objectives.named import make_objective
-from forerun.align.training.loss_module import DraftLoss
+from forerun.align.objectives import make_objective
+from forerun.align.training.chunked import DraftHead, length_weights
+from forerun.align.training.draft import DraftLoss
 
 TRAINED = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt-neox", "olmo2", "phi3"]
 

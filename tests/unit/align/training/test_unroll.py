@@ -12,10 +12,8 @@ from torch import Tensor
 from forerun.align.config import ObjectiveConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import PackedBatch, Sample
-from forerun.align.distribution import DenseDistribution
-from forerun.align.objectives.named import make_objective
-from forerun.align.training.passes import PassLoss, learned_passes
-from forerun.align.training.unroll import UnrolledEagle3, unroll
+from forerun.align.objectives import DenseDistribution, make_objective
+from forerun.align.training.passes import PassLoss, UnrolledEagle3, learned_passes, unroll
 from forerun.drafters.eagle3.config import Eagle3Config
 from forerun.drafters.eagle3.head import Eagle3Head
 

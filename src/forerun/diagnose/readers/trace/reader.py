@@ -16,7 +16,7 @@ from forerun.diagnose.readers.trace.figures import add_figures
 from forerun.diagnose.readers.trace.totals import TraceTotals
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.text import ngrams
-from forerun.trace.columns import Piece, read_columns, table_of
+from forerun.trace.arrow import Piece, read_columns, table_of
 from forerun.trace.schema import Damage
 
 __all__ = ["evidence_of_steps", "read_trace_evidence"]

@@ -1,36 +1,45 @@
-"""Settings for running an ordinary draft model in transformers, vLLM and SGLang.
+"""Settings for serving a draft model or a head in transformers, vLLM and SGLang.
 
 The options were read in transformers 5.23, vLLM 0.32 and the SGLang documentation of 2026; the
 first two were run. At a temperature above 0 each engine drafts by its own rule, which decides how
 many tokens are accepted, so the notes name the rule. A pair whose draft was not found to pay gets
-the settings of decoding without a draft.
+the settings of decoding without a draft. transformers has no drafting with heads.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from forerun.align.config import Export, Method
+from forerun.align.teachers.target import load_target
+from forerun.drafters.eagle3.checkpoint import read_eagle3_head, write_eagle3_head
+from forerun.drafters.medusa.checkpoint import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams, draft_params
 
 __all__ = [
     "ASSISTANT_SETTINGS",
     "ENGINES",
+    "HEAD_ENGINES",
+    "RAW_FOLDER",
+    "VLLM_FOLDER",
     "EngineSettings",
     "Serving",
+    "engines_of",
     "for_sglang",
     "for_transformers",
     "for_vllm",
     "sglang_settings",
     "vllm_settings",
+    "write_forms",
 ]
+
 
 ASSISTANT_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
@@ -286,3 +295,76 @@ def context_note(serving: Serving) -> tuple[str, ...]:
         f"The draft was made for {serving.draft_context:,} tokens, the target for "
         f"{serving.target_context:,}: keep requests within the former.",
     )
+
+
+RAW_FOLDER = "sglang"
+"""Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
+VLLM_FOLDER = "vllm"
+"""Folder inside `serving/` with Medusa heads in the form of vLLM."""
+
+
+def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettings]:
+    """Return the settings of every engine that can serve the target with its draft."""
+    known = ENGINES if serving.method == "draft_model" else HEAD_ENGINES[serving.method]
+    return [known[engine](serving) for engine in dict.fromkeys(engines) if engine in known]
+
+
+def vllm_eagle3(serving: Serving) -> EngineSettings:
+    """Return vLLM's settings for an EAGLE-3 head, whose folder has the form that vLLM reads."""
+    return vllm_settings(
+        serving,
+        draft=serving.draft,
+        method="eagle3",
+        notes=("The head shares the target's embedding; its own file holds everything else.",),
+        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/eagle/",
+    )
+
+
+def sglang_eagle3(serving: Serving) -> EngineSettings:
+    """Return SGLang's settings for an EAGLE-3 head; a chain is a tree with one branch there."""
+    return sglang_settings(
+        serving,
+        draft=serving.draft / "serving" / RAW_FOLDER,
+        algorithm="EAGLE3",
+        notes=(f"The head is written again for SGLang, in serving/{RAW_FOLDER}.",),
+    )
+
+
+def vllm_medusa(serving: Serving) -> EngineSettings:
+    """Return vLLM's settings for Medusa heads, which are also saved in the form that vLLM reads."""
+    return vllm_settings(
+        serving,
+        draft=serving.draft / "serving" / VLLM_FOLDER,
+        method="medusa",
+        notes=(f"{VLLM_NOTE}.",),
+        source="https://docs.vllm.ai/en/latest/features/speculative_decoding/",
+    )
+
+
+HEAD_ENGINES: Mapping[str, Mapping[Export, Callable[[Serving], EngineSettings]]] = MappingProxyType(
+    {"eagle3": {"vllm": vllm_eagle3, "sglang": sglang_eagle3}, "medusa": {"vllm": vllm_medusa}}
+)
+
+
+def write_forms(engines: Sequence[str], serving: Serving) -> None:
+    """Save the head also in the formats of the engines that cannot read its folder.
+
+    Args:
+        engines: by name.
+        serving: the pair.
+
+    Raises:
+        InvalidModel: the head cannot be read.
+    """
+    folder = serving.draft / "serving"
+    if serving.method == "eagle3" and "sglang" in engines:
+        head = read_eagle3_head(serving.draft).bfloat16()
+        write_eagle3_head(head, folder / RAW_FOLDER, form="raw", target=serving.target)
+    if serving.method == "medusa" and "vllm" in engines:
+        output = load_target(serving.target, device="cpu").head.weight.bfloat16()
+        write_medusa_vllm(
+            read_medusa(serving.draft, vocab_size=len(output)).bfloat16(),
+            folder / VLLM_FOLDER,
+            output=output,
+            max_positions=serving.target_context,
+        )

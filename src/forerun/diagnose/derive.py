@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forerun.diagnose.derive.rates_and_costs import add_costs, add_rates, add_ratios
 from forerun.diagnose.evidence import Evidence, Fact, Value
+from forerun.diagnose.rates import add_costs, add_rates, add_ratios
 
 __all__ = ["NO_GAIN", "add_changes", "derive"]
+
 
 MIN_DRAFTS = 30
 """Fewer drafts say nothing about what is never accepted."""

@@ -12,6 +12,7 @@ from forerun.theory.speedup import break_even_alpha
 
 __all__ = ["add_costs", "add_rates", "add_ratios"]
 
+
 MIN_REACHED = 20
 """Least number of steps that must reach a position for its conditional acceptance to be used."""
 MIN_RATE = 1e-6

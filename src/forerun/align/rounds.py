@@ -1,24 +1,32 @@
-"""Texts and teachers of each training round, the same in every process."""
+"""A round of training: its texts and its teacher, and the judgement of the draft after it."""
 
 from __future__ import annotations
 
 import logging
+import shutil
+import time
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from accelerate import Accelerator
 
 from forerun.align.config import AlignConfig
 from forerun.align.data.packing import Packing
 from forerun.align.data.sample import Sample
-from forerun.align.objectives.named import objective_of
+from forerun.align.evaluation.figures import DraftFigures
+from forerun.align.evaluation.judge import Judge
+from forerun.align.objectives import objective_of
 from forerun.align.progress import OnProgress, Phases
 from forerun.align.teachers.base import ProcessShare, Teacher
 from forerun.align.teachers.choose import TeacherSource, feature_teacher, make_teacher
 from forerun.align.texts import TrainingTexts
-from forerun.align.training.processes import from_main
-from forerun.align.workspace import Workspace, check_hashes
+from forerun.align.training.trainer import from_main
+from forerun.align.workspace import HASHES, Workspace, check_hashes, read_lines, write_lines
+from forerun.atomic_write import atomic_folder
 
-__all__ = ["RoundData"]
+__all__ = ["DraftSelector", "Judgement", "RoundData", "judgement_of"]
+
 
 logger = logging.getLogger("forerun.align")
 
@@ -123,3 +131,95 @@ class RoundData:
                 wait=self.accelerator.wait_for_everyone,
             ),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Figures of the draft after some optimiser steps.
+
+    Attributes:
+        step: optimiser steps done.
+        acceptance_length: tau.
+        acceptance_probability: alpha; None for drafters without a model.
+        predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
+        duration_s: seconds that judging took.
+    """
+
+    step: int
+    acceptance_length: float
+    acceptance_probability: float | None
+    predicted_speedup: float | None
+    duration_s: float
+
+    @property
+    def worth(self) -> tuple[float, float]:
+        """The sort key that ranks drafts: predicted speedup, then tau."""
+        return self.predicted_speedup or 0.0, self.acceptance_length
+
+
+class DraftSelector:
+    """Stores every judgement, and the best draft in `Workspace.draft`.
+
+    Args:
+        workspace: the folder that they are stored in.
+        judge: measures a draft on held-out prompts.
+        max_prompts: the most prompts that one judgement uses.
+    """
+
+    def __init__(self, workspace: Workspace, judge: Judge, max_prompts: int) -> None:
+        self.workspace = workspace
+        self.judge = judge
+        self.max_prompts = max_prompts
+        self.judgements = read_judgements(workspace.judgements)
+
+    @property
+    def best(self) -> Judgement:
+        """The figures of the best draft so far, the earliest of equally good ones."""
+        return max(self.judgements.values(), key=lambda judgement: judgement.worth)
+
+    @property
+    def latest(self) -> Judgement:
+        """Figures of the draft at the latest optimiser step that was judged."""
+        return self.judgements[max(self.judgements)]
+
+    def consider(self, step: int) -> Judgement:
+        """Judge the snapshot of a step, and keep its draft if it is the best so far.
+
+        Raises:
+            InvalidCheckpoint: the snapshot is damaged.
+        """
+        snapshot = self.workspace.snapshot(step)
+        if step not in self.judgements:
+            check_hashes(snapshot)
+            started_s = time.monotonic()
+            figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
+            self._keep(judgement_of(step, figures, time.monotonic() - started_s))
+        if self.best.step == step:
+            check_hashes(snapshot)
+            with atomic_folder(self.workspace.draft) as scratch:
+                ignored = shutil.ignore_patterns(HASHES)
+                shutil.copytree(snapshot, scratch, ignore=ignored, dirs_exist_ok=True)
+        return self.judgements[step]
+
+    def _keep(self, judgement: Judgement) -> None:
+        self.judgements[judgement.step] = judgement
+        write_lines(self.workspace.judgements, self.judgements.values())
+
+
+def judgement_of(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
+    """Return the figures by which the best draft is chosen."""
+    overall = figures.overall
+    tau, alpha = overall.acceptance_length, overall.acceptance_probability
+    speedup = overall.speedup
+    return Judgement(
+        step=step,
+        acceptance_length=1.0 if tau is None else tau.estimate,
+        acceptance_probability=None if alpha is None else alpha.estimate,
+        predicted_speedup=None if speedup is None else speedup.best_drafting,
+        duration_s=duration_s,
+    )
+
+
+def read_judgements(path: Path) -> dict[int, Judgement]:
+    """Read the judgements by step."""
+    return {judgement.step: judgement for judgement in read_lines(path, Judgement)}

@@ -1,0 +1,298 @@
+"""Training objectives by name, as losses between the draft's and the target's distribution.
+
+A target's distribution covers the whole vocabulary or some token ids. The divergences take the
+draft's log-probabilities and the target's probabilities; the latter may be 0 at all tokens but one.
+The tests compare their gradients with closed forms in the draft's logits. Below, p is the target's
+distribution and q the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forerun.align.config import AlignConfig, ObjectiveConfig, ObjectiveName
+from forerun.sampling.config import SamplingParams
+from forerun.sampling.largest import largest
+from forerun.sampling.processors import pack_params, target_probs
+
+__all__ = [
+    "PROBABILITY_FLOOR",
+    "DenseDistribution",
+    "Objective",
+    "SparseDistribution",
+    "TargetDistribution",
+    "acceptance_probability",
+    "dense_probs",
+    "deployed_distribution",
+    "forward_kl",
+    "jensen_shannon",
+    "likelihood_hybrid",
+    "make_objective",
+    "negative_log_acceptance",
+    "objective_of",
+    "overlap",
+    "reverse_kl",
+    "suited_objective",
+    "total_variation",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DenseDistribution:
+    """Probabilities of the whole vocabulary, under the deployed temperature and truncation."""
+
+    target_probs: Float32[Tensor, "rows vocab"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SparseDistribution:
+    """Probabilities of some token ids per row: drawn ids, the argmax, or the k most likely.
+
+    Attributes:
+        ids: distinct within a row, except at share 0 (padding).
+        shares: of each id; sums to 1 except where a truncation dropped mass.
+    """
+
+    ids: Int64[Tensor, "rows some"]
+    shares: Float32[Tensor, "rows some"]
+
+
+TargetDistribution = DenseDistribution | SparseDistribution
+
+
+def dense_probs(distribution: TargetDistribution, vocab_size: int) -> Float32[Tensor, "rows vocab"]:
+    """Return one probability per vocabulary token; 0 for ids outside a sparse distribution."""
+    if isinstance(distribution, DenseDistribution):
+        return distribution.target_probs
+    empty = distribution.shares.new_zeros(len(distribution.ids), vocab_size)
+    return empty.scatter_add_(1, distribution.ids, distribution.shares)
+
+
+def deployed_distribution(
+    target_logits: Float[Tensor, "rows vocab"], sampling: SamplingParams
+) -> TargetDistribution:
+    """Return the target's distribution under the deployed temperature, min_p, top_k and top_p.
+
+    Masks, biases and penalties are left out: the engine applies them to the draft's logits as it
+    does to the target's, so a draft need not learn them.
+
+    Args:
+        target_logits: of any floating dtype; left as they are.
+        sampling: of the deployment.
+
+    Returns:
+        At temperature 0 the one most likely token of every row, which has all the mass; else the
+        probability of every token. A row whose logits are not finite is NaN.
+    """
+    if sampling.greedy:
+        best, tokens = largest(target_logits)
+        shares = torch.ones_like(best, dtype=torch.float32).masked_fill_(
+            ~best.isfinite(), torch.nan
+        )
+        return SparseDistribution(ids=tokens[:, None], shares=shares[:, None])
+    params = pack_params([sampling], target_logits.device, rows=[0] * len(target_logits))
+    return DenseDistribution(target_probs=target_probs(target_logits.float(), params))
+
+
+@torch.no_grad()
+def acceptance_probability(
+    draft_logits: Float[Tensor, "rows vocab"], distribution: TargetDistribution, temperature: float
+) -> Float[Tensor, " rows"]:
+    """Return the probability that one drafted token is accepted, per row (alpha).
+
+    A greedy draft proposes its most likely token, which is accepted with p(argmax q). A sampled
+    one is accepted with sum min(p, q). Truncation of the draft's own distribution is not counted.
+
+    Args:
+        draft_logits: already divided by the temperature, where it is not 0.
+        distribution: the target's; for drawn ids the sum is biased, see `Objective`.
+        temperature: the one the draft is deployed at; 0 is greedy.
+    """
+    target_probs = dense_probs(distribution, draft_logits.shape[-1])
+    if temperature == 0:
+        return target_probs.gather(1, draft_logits.argmax(-1, keepdim=True))[:, 0]
+    return torch.minimum(draft_logits.softmax(-1), target_probs).sum(-1)
+
+
+Logits = Float[Tensor, "rows vocab"]
+Probs = Float[Tensor, "rows vocab"]
+PerRow = Float[Tensor, " rows"]
+
+PROBABILITY_FLOOR = 1e-8
+"""What reverse KL takes for the target's smaller probabilities: a truncated token costs the draft
+18 nats, not infinitely many."""
+
+
+def overlap(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return sum min(p, q), the probability that a sampled token is accepted (alpha)."""
+    alpha: PerRow = _Overlap.apply(  # type: ignore[no-untyped-call]  # torch has no annotations here
+        log_draft, target_probs
+    )
+    return alpha
+
+
+def forward_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return KL(p || q) = sum p log(p / q), large where the draft misses likely tokens."""
+    return _mean_log(target_probs) - (target_probs * log_draft).sum(-1)
+
+
+def reverse_kl(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return KL(q || p) = sum q log(q / p), with p at least `PROBABILITY_FLOOR`."""
+    log_target = target_probs.clamp(min=PROBABILITY_FLOOR).log()
+    return (log_draft.exp() * (log_draft - log_target)).sum(-1)
+
+
+def jensen_shannon(log_draft: Probs, target_probs: Probs, beta: float) -> PerRow:
+    """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
+    draft_probs = log_draft.exp()
+    mixture = beta * target_probs + (1 - beta) * draft_probs
+    log_mixture = mixture.clamp(min=torch.finfo(mixture.dtype).tiny).log()
+    to_target = _mean_log(target_probs) - (target_probs * log_mixture).sum(-1)
+    to_draft = (draft_probs * (log_draft - log_mixture)).sum(-1)
+    return beta * to_target + (1 - beta) * to_draft
+
+
+def total_variation(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return 1 - alpha: the probability that a drafted token is rejected."""
+    return 1 - overlap(log_draft, target_probs)
+
+
+def negative_log_acceptance(log_draft: Probs, target_probs: Probs) -> PerRow:
+    """Return -log alpha, whose gradients are larger than those of TV where acceptance is rare."""
+    alpha = overlap(log_draft, target_probs)
+    return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log()
+
+
+def likelihood_hybrid(log_draft: Probs, target_probs: Probs, eta: float) -> PerRow:
+    """Return w KL(p || q) + (1 - w) TV(p, q) with w = exp(-eta alpha): KL early, TV late.
+
+    The weight is no part of the gradient. LK losses, arXiv 2602.23881.
+    """
+    alpha = overlap(log_draft, target_probs)
+    weight = torch.exp(-eta * alpha.detach())
+    return weight * forward_kl(log_draft, target_probs) + (1 - weight) * (1 - alpha)
+
+
+def _mean_log(probs: Probs) -> PerRow:
+    """Return sum p log p, a constant for the draft; `xlogy` takes twice as long."""
+    return (probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(-1)
+
+
+class _Overlap(torch.autograd.Function):
+    """Autograd function of sum min(p, q): its derivative is q where q < p, else 0.
+
+    Autograd's own derivative of `minimum` is masked, which is five times as slow on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_draft: Tensor, target_probs: Tensor) -> Tensor:
+        draft_probs = log_draft.exp()
+        alpha = torch.minimum(draft_probs, target_probs).sum(-1)
+        below = torch.lt(draft_probs, target_probs, out=torch.empty_like(draft_probs))
+        ctx.save_for_backward(below.mul_(draft_probs))
+        return alpha
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_alpha: Tensor) -> tuple[Tensor, None]:
+        (derivative,) = ctx.saved_tensors
+        return derivative * grad_alpha[:, None], None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss per row, differentiable in the draft's logits.
+
+    Attributes:
+        name: as in `ObjectiveName`.
+        divergence: from the draft's log-probabilities and the target's probabilities to a loss;
+            None for cross-entropy, -log q(label).
+    """
+
+    name: ObjectiveName
+    divergence: Callable[[Logits, Probs], PerRow] | None = None
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss needs the target's distribution (cross-entropy needs labels alone)."""
+        return self.divergence is not None
+
+    @property
+    def linear(self) -> bool:
+        """Whether the loss is linear in the target's probabilities.
+
+        If it is, tokens sampled from the target estimate it without bias.
+        """
+        return self.name in ("ce", "fkl")
+
+    def losses(
+        self,
+        draft_logits: Logits,
+        distribution: TargetDistribution | None,
+        labels: Int64[Tensor, " rows"],
+    ) -> PerRow:
+        """Return the loss of every row in nats; of total variation, in probability.
+
+        Args:
+            draft_logits: already divided by the temperature the draft is deployed at.
+            distribution: None where `needs_teacher` is False.
+            labels: the tokens of the text, which cross-entropy alone reads.
+        """
+        log_draft = draft_logits.log_softmax(-1)
+        if self.divergence is None:
+            return -log_draft.gather(1, labels[:, None])[:, 0]
+        if distribution is None:
+            raise ValueError(f"objective {self.name} needs a teacher, and there is none")
+        if self.name == "fkl" and isinstance(distribution, SparseDistribution):
+            # Forward KL needs the draft's probabilities of the ids of the distribution alone.
+            log_draft, target_probs = log_draft.gather(1, distribution.ids), distribution.shares
+        else:
+            target_probs = dense_probs(distribution, draft_logits.shape[-1])
+        return self.divergence(log_draft, target_probs.to(log_draft.dtype))
+
+
+def suited_objective(temperature: float) -> ObjectiveName:
+    """Return the objective that "auto" selects at this draft temperature.
+
+    A greedy draft is accepted where its most likely token is the target's, so it learns the
+    target's distribution itself (forward KL; for a greedy target that is cross-entropy on its
+    choices). A sampled draft is accepted with probability alpha, whose likelihood NLA maximises. In
+    benchmarks/align no objective was shown to be better, and a step of JSD, as good, took twice as
+    long.
+    """
+    return "fkl" if temperature == 0 else "nla"
+
+
+def objective_of(config: AlignConfig) -> Objective:
+    """Build the objective of an alignment; "auto" means forward KL for a head, as in EAGLE."""
+    chosen = config.objective
+    if config.is_attached and chosen.objective == "auto":
+        chosen = replace(chosen, objective="fkl")
+    return make_objective(chosen, config.draft_temperature)
+
+
+def make_objective(config: ObjectiveConfig, temperature: float) -> Objective:
+    """Build the objective that the settings name.
+
+    Args:
+        config: by name, with the name's own parameters.
+        temperature: the one the draft is deployed at, which may be its own.
+    """
+    name = suited_objective(temperature) if config.objective == "auto" else config.objective
+    divergences: dict[str, Callable[[Logits, Probs], PerRow]] = {
+        "fkl": forward_kl,
+        "rkl": reverse_kl,
+        "jsd": partial(jensen_shannon, beta=config.beta),
+        "tv": total_variation,
+        "nla": negative_log_acceptance,
+        "lk": partial(likelihood_hybrid, eta=config.eta),
+    }
+    return Objective(name=name, divergence=divergences.get(name))
